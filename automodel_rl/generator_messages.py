@@ -101,8 +101,9 @@ class Request:
         prompt: the prompt's token ids.
         seed: the seed for sampling: the same seed, prompt and weights give the same completion in any batch.
         sampling: how it is sampled.
-        conversation: a number that all turns of a conversation share, so that one server writes them, or None.
+        conversation: a number that all turns of a conversation share, so that one generator writes them, or None.
         media: the prompt's images and clips, in order.
+        rollouts: the number of the rollouts for which the routes are kept; None if nobody needs them.
     """
 
     prompt: list[int]
@@ -110,6 +111,7 @@ class Request:
     sampling: Sampling
     conversation: int | None = None
     media: tuple[PromptMedia, ...] = ()
+    rollouts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -168,11 +170,12 @@ class Generate(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """A completion, sent as soon as it is written. `place` is its request's place in the `Generate` of this number."""
+    """A completion, sent as soon as it is written. `place` is its request's place in the `Generate` of this number. A
+    process sends a `Written`; its rank sends on what it has made of it."""
 
     number: int
     place: int
-    written: Written
+    written: Any
 
 
 @dataclass(frozen=True)

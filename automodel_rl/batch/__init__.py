@@ -29,7 +29,7 @@ from automodel_rl.batch.microbatch import (
     unpack,
 )
 from automodel_rl.batch.packing import Packing, StepSize
-from automodel_rl.batch.routes import RouterShape, Routes, join_routes, join_turns, read_routes
+from automodel_rl.batch.routes import RouterShape, Routes, join_routes, read_routes
 
 __all__ = [
     "IGNORED_TARGET",
@@ -58,7 +58,6 @@ __all__ = [
     "empty_microbatch",
     "in_packed_order",
     "join_routes",
-    "join_turns",
     "local_microbatch",
     "multimodal_positions",
     "pack",

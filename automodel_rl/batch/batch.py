@@ -11,15 +11,18 @@ from automodel_rl.batch.microbatch import TokenSequence, to_predictor
 
 @dataclasses.dataclass(frozen=True)
 class RoutesAt:
-    """The place of a row's routes, which are too large to travel with it.
+    """The place of the routes of consecutive tokens of a row, which are too large to travel with it.
 
     Attributes:
         rank: the rank that has them.
         key: their name there.
+        start, stop: the tokens, from the row's first one on.
     """
 
     rank: int
     key: tuple[int, int]
+    start: int
+    stop: int
 
 
 class Batch:
@@ -28,7 +31,8 @@ class Batch:
     Args:
         sequences: the rows.
         together: number of consecutive rows that share a microbatch and stay next to each other, e.g. 2 for pairs.
-        routes: where the routes of each row are that a mixture has to follow; empty if there are none.
+        routes: where the routes of each row are that a mixture has to follow, piece by piece from its first token to
+            its last; empty if there are none.
         parts: the rows of each part, for a batch that several optimizer steps train on; by default there is one part.
 
     Example:
@@ -46,7 +50,7 @@ class Batch:
         sequences: Iterable[TokenSequence],
         *,
         together: int = 1,
-        routes: Sequence[RoutesAt] = (),
+        routes: Sequence[Sequence[RoutesAt]] = (),
         parts: Sequence[Sequence[int]] | None = None,
     ):
         self.sequences, self.together, self.routes = [*sequences], together, tuple(routes)

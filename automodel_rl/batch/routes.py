@@ -108,9 +108,16 @@ class Routes:
             raise ValueError(f"routes of layers {self.layers} cannot be followed in layer {layer}")
         return self.layers.index(layer)
 
+    def missing(self) -> np.ndarray:
+        """The number of unknown choices of each token, int16 [n], of M each. The last token's are not counted: nothing
+        depends on them."""
+        counts = (self.experts[:, :, 0] == MISSING).sum(1).to(torch.int16)
+        counts[-1:] = 0
+        return counts.numpy()
+
     def num_missing(self) -> int:
-        """Number of unknown choices, of n x M. The last token's are not counted: nothing depends on them."""
-        return int((self.experts[:-1, :, 0] == MISSING).sum())
+        """Number of unknown choices, of n x M, without the last token's."""
+        return int(self.missing().sum())
 
 
 def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
@@ -128,21 +135,6 @@ def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
             "some (read_routes(None, ...) where a generator gave none), or none"
         )
     return Routes(known[0].layers, torch.cat([piece.experts for piece in known]))
-
-
-def join_turns(turns: Sequence[Routes]) -> Routes:
-    """Routes of a conversation, of the routes of its turns.
-
-    Every token keeps the experts of the turn that sampled it, or that read it first.
-
-    Args:
-        turns: the routes of each turn, of all tokens up to its end. The last token of a turn was never computed by that
-            turn, so the next one tells its experts.
-    """
-    joined = turns[0].experts
-    for turn in turns[1:]:
-        joined = torch.cat([joined[:-1], turn.experts[len(joined) - 1 :]])
-    return Routes(turns[0].layers, joined)
 
 
 def read_routes(payload: Any, num_prompt: int, num_completion: int, shape: RouterShape) -> Routes:

@@ -155,9 +155,11 @@ class VllmServersConfig(Section):
     kind: Literal["servers"] = "servers"
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """URLs of the servers, e.g. http://localhost:8000. Start them with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host
-    127.0.0.1 --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "nccl"}'. Servers on other
-    machines need a token: give it to them as --api-key, and to the run in VLLM_API_KEY."""
+    """URLs of the servers, e.g. http://localhost:8000, or of files with one such URL a line, e.g. file:servers.txt,
+    which are read again before every weight sync, so that servers come and go while a run goes on. Start servers with
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs
+    --weight-transfer-config '{"backend": "nccl"}'. Those on other machines need a token: give it to them as --api-key,
+    and to the run in VLLM_API_KEY."""
 
     @property
     def devices(self) -> tuple[int, ...]:

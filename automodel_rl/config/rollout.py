@@ -155,8 +155,9 @@ class RewardConfig(Section):
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further keyword arguments of the function, e.g. pattern for format."""
 
-    workers: Annotated[int, Field(gt=0, le=1024)] = 1
-    """Number of processes on each rank that call the function at the same time."""
+    workers: Annotated[int, Field(gt=0, le=1024)] | None = None
+    """Number of processes that call the function at the same time, on the machine of the first rank; null for as many
+    as there are ranks, up to the number of its processors."""
 
     concurrency: Annotated[int, Field(gt=0, le=100_000)] = 64
     """Most calls of an async function at once in each process."""

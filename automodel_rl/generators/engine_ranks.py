@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from automodel_rl.config.generator_spec import GeneratorSpec
-from automodel_rl.config.generators import VllmGeneratorConfig
+from automodel_rl.config.generators import VllmGeneratorConfig, VllmServersConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Answer, Call, Committed, Message, Request, unknown
 from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
@@ -41,6 +41,8 @@ class EngineRanks:
         Raises:
             InputError: the ranks or the GPUs of a machine are not as many as generators need.
         """
+        if isinstance(spec.choice, VllmServersConfig):
+            return cls((0,))
         size, devices = spec.tensor_parallel, spec.choice.devices
         world = dist.get_world_size()
         on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -61,13 +63,6 @@ class EngineRanks:
     def leads(self) -> bool:
         """Whether this rank's generator writes."""
         return dist.get_rank() in self.writers
-
-    def deal(self, count: int) -> list[list[int]]:
-        """Deals places to the writers in turn: the places of each rank."""
-        shares: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        for number, rank in enumerate(self.writers):
-            shares[rank] = [*range(number, count, len(self.writers))]
-        return shares
 
     def meet(self) -> None:
         """Waits for the other ranks of the engine."""

@@ -1,18 +1,16 @@
 """A rank of a fleet: its generator, and what each job does with it."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.generators import jobs
-from automodel_rl.generators.protocol import Completion, Generator
+from automodel_rl.generators.protocol import Generator
+from automodel_rl.generators.relay import Relay
 from automodel_rl.generators.supervisor import GeneratorSupervisor
-from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.policy.jobs import Job
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.policy.shares import Share
@@ -39,16 +37,16 @@ class FleetRank:
     ):
         self.policy, self.tokenizer, self.prepare = policy, tokenizer, prepare
         self.supervisor: GeneratorSupervisor
+        self._relay: Relay
         self._open = contextlib.ExitStack()
         self.handlers: dict[type[Job], Callable[[Any, Share | None], Any]] = {
             jobs.StartGenerators: self._start,
             jobs.SyncWeights: self._sync_weights,
-            jobs.Wake: lambda job, _: self.supervisor.wake(),
+            jobs.Wake: self._wake,
             jobs.Sleep: self._sleep,
             jobs.Restore: lambda job, _: self.supervisor.offload.restore(),
             jobs.Write: self._write,
-            jobs.WriteAlike: self._write_alike,
-            jobs.RestartGenerators: lambda job, _: self.supervisor.restart(bool(self.supervisor.problem)),
+            jobs.RestartGenerators: self._restart,
             jobs.CloseGenerators: lambda job, _: self.close(),
         }
 
@@ -56,42 +54,42 @@ class FleetRank:
         """Ends this rank's generator, if it has one that was not ended."""
         self._open.close()
 
-    def _start(self, job: jobs.StartGenerators, _: Share | None) -> None:
+    def _start(self, job: jobs.StartGenerators, _: Share | None) -> tuple[int, bool] | None:
         self.supervisor = GeneratorSupervisor(job.spec, self.policy.engine, self.tokenizer, self.prepare)
         self._open.callback(self.supervisor.close)
+        if not self.supervisor.ranks.leads:
+            return None
+        rank = dist.get_rank()
+        self._relay = Relay(rank, self.supervisor, self.policy.routes, job.address)
+        self._open.callback(self._relay.close)
+        assert self.supervisor.generator is not None
+        return rank, self.supervisor.generator.works_alone
 
-    def _sync_weights(self, job: jobs.SyncWeights, _: Share | None) -> None:
+    @property
+    def _problem(self) -> tuple[int, str] | None:
+        return (dist.get_rank(), self.supervisor.problem) if self.supervisor.problem else None
+
+    def _sync_weights(self, job: jobs.SyncWeights, _: Share | None) -> tuple[int, str] | None:
         if job.is_new:
             self.supervisor.load_weights()
         else:
             self.supervisor.load_weights_again()
+        return self._problem
+
+    def _wake(self, job: jobs.Wake, _: Share | None) -> tuple[int, str] | None:
+        self.supervisor.wake()
+        return self._problem
 
     def _sleep(self, job: jobs.Sleep, _: Share | None) -> str:
         self.supervisor.sleep()
         return self.supervisor.offload.warning
 
-    def _write(self, job: jobs.Write, _: Share | None) -> dict[int, Completion]:
-        supervisor = self.supervisor
-        own = supervisor.ranks.deal(len(job.requests))[dist.get_rank()]
-        written: list[Completion] = []
-        if supervisor.generator is not None and not supervisor.problem:
-            try:
-                written = supervisor.generator.submit([job.requests[place] for place in own])() if own else []
-            except Exception as error:
-                supervisor.problem = innermost(error)
-        problems = gather_objects(supervisor.problem, supervisor.world)
-        failed = [(rank, text) for rank, text in enumerate(problems) if text]
-        if failed:
-            raise RolloutError(f"the generator of rank {failed[0][0]} cannot write: {failed[0][1]}")
-        return {place: dataclasses.replace(one, routes=None) for place, one in zip(own, written, strict=True)}
+    def _write(self, job: jobs.Write, _: Share | None) -> None:
+        if orders := job.orders.get(dist.get_rank()):
+            self._relay.write(orders)
 
-    def _write_alike(self, job: jobs.WriteAlike, _: Share | None) -> tuple[int, list[Completion]] | None:
+    def _restart(self, job: jobs.RestartGenerators, _: Share | None) -> tuple[int, str] | None:
         supervisor = self.supervisor
-        if not supervisor.ranks.leads or supervisor.generator is None or supervisor.problem:
-            return None
-        try:
-            written = supervisor.generator.submit(job.requests)()
-        except Exception as problem:  # the next rollout starts it again
-            supervisor.problem = supervisor.problem or innermost(problem)
-            return None
-        return dist.get_rank(), [dataclasses.replace(completion, routes=None) for completion in written]
+        supervisor.problem = supervisor.problem or job.lost.get(dist.get_rank(), "")
+        supervisor.restart(bool(supervisor.problem))
+        return self._problem

@@ -3,31 +3,45 @@
 from dataclasses import dataclass
 
 from automodel_rl.config.generator_spec import GeneratorSpec
-from automodel_rl.generator_messages import Request
+from automodel_rl.generator_messages import Generate
+from automodel_rl.generators.meeting import FleetAddress
 from automodel_rl.policy.jobs import Job
 
 
 @dataclass(frozen=True)
 class StartGenerators(Job):
-    """Start the generator of each rank."""
+    """Start generators. The answers, of ranks that lead one, are pairs of the rank and of whether it works alone.
+
+    Attributes:
+        spec: the generator that is asked for.
+        address: where the program waits for these ranks.
+    """
+
+    answered_by = "all"
 
     spec: GeneratorSpec
+    address: FleetAddress
 
 
 @dataclass(frozen=True)
 class SyncWeights(Job):
-    """Give generators the weights that the model has now. Those that sleep get them when they wake.
+    """Give generators the weights that the model has now. Those that sleep get them when they wake. The answers, of
+    ranks whose generator has failed, are pairs of the rank and of why.
 
     Attributes:
         is_new: whether they are a new policy version.
     """
+
+    answered_by = "all"
 
     is_new: bool
 
 
 @dataclass(frozen=True)
 class Wake(Job):
-    """Let generators write, in memory that they share with the trainer."""
+    """Let generators write, in memory that they share with the trainer. The answers are as to `SyncWeights`."""
+
+    answered_by = "all"
 
 
 @dataclass(frozen=True)
@@ -42,26 +56,27 @@ class Restore(Job):
 
 @dataclass(frozen=True)
 class Write(Job):
-    """Let generators write completions, which are dealt to them. The answers are completions by their places."""
+    """Let generators that share their rank's process write completions, which go to the program as they come.
 
-    answered_by = "all"
+    Attributes:
+        orders: the requests of each rank.
+    """
 
-    requests: list[Request]
-
-
-@dataclass(frozen=True)
-class WriteAlike(Job):
-    """Let each generator write all of these completions. The answers are lists of completions without routes, empty
-    from a generator that could not write."""
-
-    answered_by = "all"
-
-    requests: list[Request]
+    orders: dict[int, list[Generate]]
 
 
 @dataclass(frozen=True)
 class RestartGenerators(Job):
-    """Start generators again that have failed, with the weights that the model has now."""
+    """Start generators again that have failed, with the weights that the model has now. The answers are as to
+    `SyncWeights`.
+
+    Attributes:
+        lost: why the program holds a generator for lost, by its rank.
+    """
+
+    answered_by = "all"
+
+    lost: dict[int, str]
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def _vllm_servers(
     choice: VllmServersConfig, spec: GeneratorSpec, handle: ModelHandle, ends: tuple[int, ...], is_first: bool
 ) -> tuple[Generator, Transport]:
     connected = connect_servers(choice.urls, spec.reports_routes, some_may_be_gone=not is_first)
-    servers = VllmServers(connected, ends, leads=dist.get_rank() == 0, routes=spec.reports_routes)
+    servers = VllmServers(choice.urls, connected, ends, leads=dist.get_rank() == 0, routes=spec.reports_routes)
     way = VllmSameDevice if handle.layout.device.type == "cpu" else VllmNccl
     return servers, way(servers.weights, handle.layout, spec.weight_sync.timeout)
 

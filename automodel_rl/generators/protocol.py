@@ -1,25 +1,33 @@
 """The interface of generators: the requests they take and the completions they return."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
+from automodel_rl.batch import RoutesAt
 from automodel_rl.generator_messages import Request
 
 
 @dataclass(frozen=True)
-class TurnRoutes:
-    """Experts of a turn and of what it was asked with.
+class KeptRoutes:
+    """The experts of consecutive tokens of a prompt and its completion, kept at the rank whose generator wrote it.
 
     Attributes:
-        num_before, num_tokens: number of tokens before the turn, and of its own.
-        payload: the generator's report, in a form that `read_routes` takes, or None.
+        at: where they are.
+        missing: for each of these tokens, the number of layers whose experts are not known, [stop - start].
     """
 
-    num_before: int
-    num_tokens: int
-    payload: Any
+    at: RoutesAt
+    missing: np.ndarray
+
+    def piece(self, start: int, stop: int) -> "KeptRoutes":
+        """Those of some of the tokens, from the prompt's first one on."""
+        missing = self.missing[start - self.at.start : stop - self.at.start]
+        return KeptRoutes(dataclasses.replace(self.at, start=start, stop=stop), missing)
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,13 @@ class Completion:
         finish: "stop" at an end-of-sequence token or a stop text, "length" at the limit, "error" if it failed.
         error: why it failed.
         versions: oldest and newest version of the weights that wrote it, None if they are not known. In a generator's
-            own completions these are numbers of weight syncs; `RolloutCollector` turns them into policy versions.
+            own completions these are numbers of weight syncs; a fleet's are policy versions.
         routes: experts of the prompt's and the completion's tokens. A generator reports them in a form that
-            `read_routes` takes, or None; a conversation has a list of `TurnRoutes`. `RolloutCollector` turns them into
-            `Routes`. They are large, so only the rank whose generator wrote the completion has them.
+            `read_routes` takes, or None. They are large, so they stay at its rank: a fleet's completions have a list of
+            `KeptRoutes`, which together are of all tokens; None if they were not asked for.
         conversation: what it has besides its tokens if it may have several turns.
         num_cached: tokens of its prompt that the generator did not compute again; None if not known.
+        rank: the rank whose generator wrote it, if a fleet did.
     """
 
     token_ids: list[int]
@@ -70,6 +79,7 @@ class Completion:
     routes: Any = None
     conversation: Conversation | None = None
     num_cached: int | None = None
+    rank: int | None = None
 
     @property
     def sampled(self) -> list[bool]:
@@ -108,13 +118,15 @@ def do_nothing(place: int, completion: Completion) -> None:
 
 
 class Generator(Protocol):
-    """Writes completions with weights of its own. Each rank has one, and uses it independently of the other ranks.
+    """Writes completions with weights of its own. Each rank that leads one uses it independently of other ranks. A
+    fleet of several is one, too.
 
     Attributes:
         works_alone: whether it writes while this process does something else. If not, it writes when waited for.
     """
 
-    works_alone: bool
+    @property
+    def works_alone(self) -> bool: ...
 
     def submit(
         self, requests: Sequence[Request], on_finished: OnFinished = do_nothing

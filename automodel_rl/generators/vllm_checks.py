@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from automodel_rl.errors import InputError
 from automodel_rl.generators.vllm_http import PROBE_SECONDS, TOKEN_VARIABLE, VllmServer
@@ -12,18 +13,46 @@ SERVE = (
 )
 
 
+FILE = "file:"
+"""What a file with URLs begins with where a server's URL may stand."""
+
+
+def listed(urls: Sequence[str]) -> list[VllmServer]:
+    """The servers at URLs, and at those that files have now, each once.
+
+    Args:
+        urls: addresses of servers, and of files with one such address a line.
+
+    Raises:
+        InputError: a file cannot be read, or there is no server.
+    """
+    found: list[str] = []
+    for url in urls:
+        if not url.startswith(FILE):
+            found.append(url)
+            continue
+        try:
+            lines = Path(url.removeprefix(FILE)).read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"rollout.generator.urls: {url} cannot be read ({error})") from None
+        found += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not found:
+        raise InputError(f"rollout.generator.urls: {', '.join(urls)} names no server: write one URL a line")
+    return [*dict.fromkeys(map(VllmServer, found))]
+
+
 def connect_servers(urls: Sequence[str], routes: bool, *, some_may_be_gone: bool = False) -> list[VllmServer]:
     """Connects to servers and checks them.
 
     Args:
-        urls: the servers' addresses.
+        urls: the servers' addresses, or those of files that list them.
         routes: whether they must report which experts tokens go to.
         some_may_be_gone: whether one that can be used is enough, as later in a run.
 
     Raises:
         InputError: a server cannot be used; the text says how to start it.
     """
-    servers, problems = [VllmServer(url) for url in urls], []
+    servers, problems = listed(urls), []
     for server in servers:
         try:
             check_server(server, routes)

@@ -26,7 +26,7 @@ ANSWER_BYTES = 2**30
 
 
 class VllmServer:
-    """One server that was started with `vllm serve`.
+    """One server that was started with `vllm serve`. Two with one address are equal.
 
     Args:
         url: the server's address.
@@ -34,6 +34,12 @@ class VllmServer:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VllmServer) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
 
     @property
     def is_exposed(self) -> bool:

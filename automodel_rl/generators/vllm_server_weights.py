@@ -105,7 +105,7 @@ class ServerWeights:
         """Counts versions, and answers in place of the servers."""
         match message:
             case Call("init_transfer", (info,)):
-                self.members = [server for server in self.servers if server.url in info.get("servers", self.addresses)]
+                self.members = [VllmServer(url) for url in info.get("servers", self.addresses)]
                 self._answers.append(Answer("init_transfer"))
             case Call("begin", (version, _)):
                 self._coming = version

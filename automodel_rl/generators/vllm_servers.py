@@ -2,6 +2,7 @@
 
 import base64
 import io
+import sys
 import urllib.error
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,12 @@ from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Request, Written
 from automodel_rl.generators.completions import completion_of
 from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
-from automodel_rl.generators.vllm_checks import check_server
+from automodel_rl.generators.vllm_checks import check_server, listed
 from automodel_rl.generators.vllm_http import VllmServer
 from automodel_rl.generators.vllm_server_weights import ServerWeights, is_there
 
-REQUESTS_AT_ONCE = 64
+REQUESTS_AT_ONCE = 1024
+"""Most requests that servers have at once. Each is a thread that waits."""
 
 WHOLE_DISTRIBUTION = {
     "top_p": 1.0,
@@ -36,7 +38,8 @@ class VllmServers:
     A server that no longer answers gets no requests until it has weights again; others write what it was to write.
 
     Args:
-        servers: the servers that write completions.
+        urls: addresses of the servers, or of files that list them.
+        servers: the servers that are there at first.
         ends: tokens that end a completion whose request names none.
         leads: whether this rank sends weights to the servers.
         routes: whether servers must report which experts tokens go to.
@@ -45,19 +48,35 @@ class VllmServers:
         weights: the channel of the servers' weights.
     """
 
-    def __init__(self, servers: Sequence[VllmServer], ends: tuple[int, ...], leads: bool, *, routes: bool = False):
-        self.servers, self.ends, self.routes = servers, ends, routes
+    def __init__(
+        self,
+        urls: Sequence[str],
+        servers: Sequence[VllmServer],
+        ends: tuple[int, ...],
+        leads: bool,
+        *,
+        routes: bool = False,
+    ):
+        self.urls, self.servers, self.ends, self.routes = urls, servers, ends, routes
         self.weights, self.works_alone = ServerWeights(servers, leads), True
         there = next(server for server in servers if is_there(server))
         self.model = there.get("/v1/models")["data"][0]["id"]
         self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE)
         self._gone: dict[VllmServer, int] = {}  # those that did not answer, with the version of weights then
+        self._mentioned: set[str] = set()
 
     @property
     def have_changed(self) -> bool:
-        """Whether a server that gets weights is gone, or one that gets none is there. Only the leading rank knows."""
+        """Whether a server that gets weights is gone or not listed any more, or one that gets none is there. Only the
+        leading rank looks."""
         weights = self.weights
-        return weights.leads and any(self._is_usable(server) != (server in weights.members) for server in self.servers)
+        if not weights.leads:
+            return False
+        try:
+            self.servers = weights.servers = listed(self.urls)
+        except InputError as problem:  # as while the file is being written
+            self._warn(f"{problem}; the servers of before are used")
+        return {server for server in self.servers if self._is_usable(server)} != set(weights.members)
 
     def submit(
         self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
@@ -91,9 +110,16 @@ class VllmServers:
     def _is_usable(self, server: VllmServer) -> bool:
         try:
             check_server(server, self.routes)
-        except InputError:
+        except InputError as problem:
+            self._warn(f"{problem}; until then it gets no requests")
             return False
         return True
+
+    def _warn(self, text: str) -> None:
+        """Prints a warning, once."""
+        if text not in self._mentioned:
+            self._mentioned.add(text)
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _complete_anywhere(self, place: int, request: Request) -> Completion:
         """A completion by one of the servers that have weights: for each place or conversation another one first."""

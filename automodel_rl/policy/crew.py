@@ -6,6 +6,7 @@ each of which talks to those behind it. Each part of the tree gets the shares of
 """
 
 import io
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,10 +59,12 @@ class Crew(Protocol):
     Attributes:
         signals: names of the signals to stop that ranks got.
         is_intact: whether the ranks take jobs. They do not after a job has failed.
+        host: the name of the program's machine for the ranks; `localhost` if all are on this machine.
     """
 
     signals: list[str]
     is_intact: bool
+    host: str
 
     def ask(self, job: Job, shares: Sequence[Share] = ()) -> list[Any]:
         """Lets all ranks do a job.
@@ -90,6 +93,7 @@ class TreeCrew:
     Attributes:
         signals: on rank 0, names of the signals to stop that other ranks got.
         is_intact: on rank 0, whether the ranks take jobs. They do not after a job has failed.
+        host: the name of rank 0's machine for the other ranks.
     """
 
     def __init__(self, layout: Layout, do: Callable[[Job, Share | None], Any]):
@@ -99,6 +103,8 @@ class TreeCrew:
         self.data_ranks: list[int | None] = gather_objects(own, self.group)
         self.signals: list[str] = []
         self.is_intact = True
+        on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        self.host = "localhost" if on_machine == self.size else os.environ["MASTER_ADDR"]
         self._told = False
 
     @property

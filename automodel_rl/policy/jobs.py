@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from automodel_rl.batch import RoutesAt
 from automodel_rl.engine.parameter_groups import Settings
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.optimizers import AdamWSettings
@@ -12,7 +13,7 @@ from automodel_rl.step.agreement import GlobalBatch
 
 @dataclass(frozen=True)
 class Job:
-    """Work of all ranks.
+    """Work of all ranks. By itself it is none, and shows that all are there.
 
     Attributes:
         answered_by: "first" if rank 0's answer is everyone's, "all" if each rank's counts.
@@ -133,15 +134,17 @@ class MoveRoutes(Job):
     """Send routes from the ranks that have them to those that train on their rows.
 
     Attributes:
-        rows: for each row the rank with its routes, their key, the row's tokens, and its data rank.
+        pieces: pieces of rows, each with the data rank that trains on the row.
     """
 
-    rows: list[tuple[int, tuple[int, int], int, int]]
+    pieces: list[tuple[RoutesAt, int]]
 
 
 @dataclass(frozen=True)
 class ForgetRoutes(Job):
-    """Let go of all routes."""
+    """Let go of the routes that belong to rollouts of these numbers."""
+
+    rollouts: set[int]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import Batch, Packing, StepSize, TokenSequence
+from automodel_rl.batch import Batch, Packing, RoutesAt, StepSize, TokenSequence
 from automodel_rl.engine import TrainOutput
 from automodel_rl.engine.engine import LOGPROBS
 from automodel_rl.engine.parameter_groups import Settings
@@ -53,7 +53,7 @@ class Policy:
     def __init__(self, crew: Crew, packing: Packing, vocab_size: int):
         self.crew, self.packing, self.vocab_size = crew, packing, vocab_size
         self._dealt: weakref.WeakKeyDictionary[Batch, list[Dealt]] = weakref.WeakKeyDictionary()
-        self._routes_at: dict[tuple[int, int], int] = {}
+        self._routes_at: dict[RoutesAt, int] = {}
         self.total_steps: int | None = None
 
     def begin(
@@ -212,10 +212,14 @@ class Policy:
             if self.crew.is_intact:
                 self.crew.ask(jobs.UseWeightsBefore())
 
-    def forget_routes(self) -> None:
-        """Lets go of the routes of rows that were trained on."""
-        self._routes_at.clear()
-        self.crew.ask(jobs.ForgetRoutes())
+    def forget_routes(self, rollouts: Collection[int]) -> None:
+        """Lets go of the routes of rows that were trained on.
+
+        Args:
+            rollouts: the numbers of the rollouts that were rows.
+        """
+        self._routes_at = {at: rank for at, rank in self._routes_at.items() if at.key[0] not in rollouts}
+        self.crew.ask(jobs.ForgetRoutes({*rollouts}))
 
     def save(self, folder: str | Path) -> str:
         """Writes a Hugging Face checkpoint with its tokenizer; of adapters, PEFT's files.
@@ -324,16 +328,16 @@ class Policy:
     def _move_routes(self, batch: Batch, of_ranks: list[list[list[int]]]) -> None:
         """Lets ranks have the routes of their rows, unless they have them already."""
         moves = [
-            (at.rank, at.key, len(batch.sequences[row]), rank)
+            (at, rank)
             for rank, microbatches in enumerate(of_ranks)
             for places in microbatches
             for row in places
-            for at in [batch.routes[row]]
-            if self._routes_at.get(at.key) != rank
+            for at in batch.routes[row]
+            if self._routes_at.get(at) != rank
         ]
         if moves:
             self.crew.ask(jobs.MoveRoutes(moves))
-            self._routes_at |= {key: rank for _, key, _, rank in moves}
+            self._routes_at |= dict(moves)
 
 
 def _in_order(answers: Sequence[RowValues | None], count: int) -> list[Any]:

@@ -49,6 +49,7 @@ class PolicyRank:
         self._in_use: list[contextlib.ExitStack] = []
         self._saver: CheckpointSaver
         self.handlers: dict[type[Job], Callable[[Any, Share | None], Any]] = {
+            Job: lambda job, _: None,
             jobs.Begin: self._begin,
             jobs.TrainStep: self._train_step,
             jobs.ForwardBackward: self._forward_backward,
@@ -62,8 +63,8 @@ class PolicyRank:
             jobs.UseWeights: lambda job, _: self._use(self._kept[job.name].in_place()),
             jobs.UseChangedWeights: lambda job, _: self._use(changed_weights(handle)),
             jobs.UseWeightsBefore: lambda job, _: self._in_use.pop().close(),
-            jobs.MoveRoutes: lambda job, _: self.routes.move(job.rows),
-            jobs.ForgetRoutes: lambda job, _: self.routes.forget(),
+            jobs.MoveRoutes: lambda job, _: self.routes.move(job.pieces),
+            jobs.ForgetRoutes: lambda job, _: self.routes.forget(job.rollouts),
             jobs.OpenSaver: self._open_saver,
             jobs.SaveCheckpoint: self._save_checkpoint,
             jobs.SettleCheckpoint: self._settle_checkpoint,

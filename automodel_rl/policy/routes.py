@@ -5,21 +5,15 @@ go only to the data rank that trains on the row, and each of its ranks gets only
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from automodel_rl.batch import Routes
+from automodel_rl.batch import Routes, RoutesAt
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
-
-Key = tuple[int, int]
-"""The name of a row's routes."""
-
-Move = tuple[int, Key, int, int]
-"""The rank with a row's routes, their key, the row's tokens, and its data rank."""
 
 
 class RouteStore:
@@ -29,25 +23,33 @@ class RouteStore:
         handle: the model.
 
     Attributes:
-        own: routes of all layers, of rows that this rank's generator wrote.
-        arrived: routes of this rank's layers, of rows that this rank trains on.
+        own: routes of all layers, of what this rank's generator wrote, by their keys. The first number of a key is that
+            of the rollouts that they belong to.
+        arrived: routes of this rank's layers, of pieces of rows that this rank trains on.
     """
 
     def __init__(self, handle: ModelHandle):
         self.handle = handle
-        self.own: dict[Key, Routes] = {}
-        self.arrived: dict[Key, Routes] = {}
+        self.own: dict[tuple[int, int], Routes] = {}
+        self.arrived: dict[RoutesAt, Routes] = {}
         self._ranks: list[tuple[int | None, tuple[int, ...]]] = []
 
-    def forget(self) -> None:
-        """Lets go of all routes."""
-        self.own, self.arrived = {}, {}
+    def forget(self, rollouts: Collection[int]) -> None:
+        """Lets go of routes.
 
-    def move(self, moves: Sequence[Move]) -> None:
+        Args:
+            rollouts: the numbers of the rollouts that they belong to.
+        """
+        for key in [*self.own]:  # a thread adds others meanwhile
+            if key[0] in rollouts:
+                del self.own[key]
+        self.arrived = {at: routes for at, routes in self.arrived.items() if at.key[0] not in rollouts}
+
+    def move(self, moves: Sequence[tuple[RoutesAt, int]]) -> None:
         """Sends routes to the ranks that train on their rows. A collective.
 
         Args:
-            moves: the rows, the same on every rank.
+            moves: pieces of rows, each with the data rank that trains on the row; the same on every rank.
         """
         assert self.handle.router_shape is not None
         layout, rank = self.handle.layout, dist.get_rank()
@@ -56,18 +58,20 @@ class RouteStore:
             self._ranks = gather_objects(here, layout.world_control)
         mine, layers = self._ranks[rank]
         pieces = [
-            [self.own[key].select(of).experts.numpy().ravel() for at, key, _, to in moves if (at, to) == (rank, there)]
+            [
+                self.own[at.key].select(of).experts[at.start : at.stop].numpy().ravel()
+                for at, to in moves
+                if (at.rank, to) == (rank, there)
+            ]
             for there, of in self._ranks
         ]
         top_k = self.handle.router_shape.top_k
-        incoming = [
-            [(key, n) for at, key, n, to in moves if (at, to) == (source, mine)] for source in range(len(pieces))
-        ]
-        sizes = [[n * len(layers) * top_k for _, n in of] for of in incoming]
+        incoming = [[at for at, to in moves if (at.rank, to) == (source, mine)] for source in range(len(pieces))]
+        sizes = [[(at.stop - at.start) * len(layers) * top_k for at in of] for of in incoming]
         flat = _all_to_all(pieces, [*map(sum, sizes)], layout.world_control)
         arrived = zip(itertools.chain(*incoming), flat.split([*itertools.chain(*sizes)]), strict=True)
-        for (key, n), piece in arrived:
-            self.arrived[key] = Routes(layers, piece.view(n, len(layers), top_k))
+        for at, piece in arrived:
+            self.arrived[at] = Routes(layers, piece.view(at.stop - at.start, len(layers), top_k))
 
 
 def _all_to_all(

@@ -32,13 +32,13 @@ class Share:
         microbatches: the numbers of the rows of each microbatch; a microbatch without rows is an empty one.
         rows: the rows by number.
         like: a row of the batch, for the names and dtypes of values of empty microbatches; None if the batch has none.
-        routes: where the routes of the rows are; empty if there are none.
+        routes: where the routes of the rows are, piece by piece; empty if there are none.
     """
 
     microbatches: list[list[int]]
     rows: dict[int, TokenSequence]
     like: TokenSequence | None
-    routes: dict[int, RoutesAt]
+    routes: dict[int, Sequence[RoutesAt]]
 
     @classmethod
     def of(cls, batch: Batch, microbatches: list[list[int]]) -> "Share":
@@ -47,11 +47,11 @@ class Share:
         routes = {row: batch.routes[row] for row in rows} if batch.routes else {}
         return cls(microbatches, rows, batch.sequences[0] if len(batch) else None, routes)
 
-    def pack(self, routes: Mapping[tuple[int, int], Routes] | None = None) -> list[Microbatch]:
+    def pack(self, routes: Mapping[RoutesAt, Routes] | None = None) -> list[Microbatch]:
         """The microbatches.
 
         Args:
-            routes: routes by their key, for a mixture that has to follow them; None if its routers choose.
+            routes: the pieces of routes, for a mixture that has to follow them; None if its routers choose.
         """
         like = None if self.like is None else pack_microbatch([self.like])
         packed = [
@@ -60,9 +60,10 @@ class Share:
         ]
         if routes is None:
             return packed
-        of_rows = {row: routes[at.key] for row, at in self.routes.items()}
         return [
-            dataclasses.replace(microbatch, routes=join_routes([of_rows[row] for row in microbatch.order]))
+            dataclasses.replace(
+                microbatch, routes=join_routes([routes[at] for row in microbatch.order for at in self.routes[row]])
+            )
             for microbatch in packed
         ]
 
@@ -105,7 +106,9 @@ def _joined(tensors: Sequence[Tensor]) -> np.ndarray:
     return torch.cat([*tensors]).numpy() if tensors else np.empty(0)
 
 
-def _unflattened(microbatches: list[list[int]], numbers: list[int], flat: _Flat, routes: dict[int, RoutesAt]) -> Share:
+def _unflattened(
+    microbatches: list[list[int]], numbers: list[int], flat: _Flat, routes: dict[int, Sequence[RoutesAt]]
+) -> Share:
     def split(array: np.ndarray) -> Sequence[Tensor]:
         return torch.from_numpy(array).split(flat.lengths)
 

@@ -30,6 +30,7 @@ class ActorCrew:
     Attributes:
         signals: none: signals go to the program.
         is_intact: whether the ranks take jobs.
+        host: the address of the program's machine.
         data_ranks: the data rank of each rank, None for a guest; filled once models are loaded.
     """
 
@@ -37,6 +38,7 @@ class ActorCrew:
         self._ranks, self._held = [*ranks], held
         self.signals: list[str] = []
         self.is_intact = True
+        self.host: str = ray.util.get_node_ip_address()
         self.data_ranks: list[int | None] = []
 
     def ask(self, job: Job, shares: Sequence[Share] = ()) -> list[Any]:

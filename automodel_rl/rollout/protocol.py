@@ -35,7 +35,7 @@ class Rollout:
         text: the completion's text, without special tokens.
         score: the completion's rewards.
         key: a name that no other rollout of the run has.
-        routes: where its routes are, which are too large to be here; None without any.
+        routes: where its routes are, piece by piece, which are too large to be here; empty without any.
         num_missing: number of choices of experts that no generator reported.
     """
 
@@ -43,7 +43,7 @@ class Rollout:
     text: str
     score: Score
     key: tuple[int, int] = (0, 0)
-    routes: RoutesAt | None = None
+    routes: tuple[RoutesAt, ...] = ()
     num_missing: int = 0
 
     def sequence(self, prompt: Promptlike, *, trained: bool = True) -> TokenSequence:

@@ -1,25 +1,68 @@
 """Rollouts: rewarded completions of prompts, as a program asks for them."""
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
 
 from automodel_rl.batch import Video
 from automodel_rl.config import RewardConfig, RolloutRunConfig
-from automodel_rl.errors import InputError
-from automodel_rl.generator_messages import Sampling
+from automodel_rl.data.template import ChatTemplate
+from automodel_rl.errors import InputError, RolloutError
+from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.fleet import Fleet
-from automodel_rl.rollout import jobs
+from automodel_rl.generators.media_inputs import prompt_media
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
+from automodel_rl.rollout.episodes.episode import Episode
 from automodel_rl.rollout.protocol import Promptlike, Rollout
 from automodel_rl.rollout.rewards.counts import ErrorWatch
+from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
+
+
+@dataclass
+class _Pending:
+    """Completions that generators are writing.
+
+    Attributes:
+        asked: for each completion its prompt and its number among the prompt's.
+        requests: the requests for them.
+        group_size: number of completions of each prompt.
+        underway: places that generators were asked for.
+        wait: waits for these; None once somebody has waited.
+        done: completions by place.
+        scorings: completions that are scored already, by place.
+        episodes: conversations that have begun, by place.
+    """
+
+    asked: list[tuple[Promptlike, int]]
+    requests: list[Request]
+    group_size: int
+    underway: list[int] = field(default_factory=list)
+    wait: Callable[[], list[Completion]] | None = None
+    done: dict[int, Completion] = field(default_factory=dict)
+    scorings: dict[int, Scoring] = field(default_factory=dict)
+    episodes: dict[int, Episode] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """Places that are not written yet."""
+        return [place for place in range(len(self.requests)) if place not in self.done]
 
 
 class Rollouts:
-    """Rewarded completions of prompts. Tools, environments and rewards start at once. A
-    program calls the methods; nothing in it is a collective.
+    """Rewarded completions of prompts. Tools, environments and rewards start at once, in processes beside the program.
 
     Args:
         config: the run's config.
         fleet: the generators, which may be started later.
         rewards: the rewards.
+        template: the chat template, with the tokenizer.
+        logs: folder for the log of what environments print.
 
     Attributes:
         schemas: JSON schemas of the tools that prompts offer.
@@ -30,7 +73,7 @@ class Rollouts:
 
     Example:
         >>> def program(policy, fleet, run):
-        ...     rollouts = Rollouts(run.config, fleet, run.config.rewards)
+        ...     rollouts = run.rollouts(fleet, run.config.rewards)
         ...     policy.begin()
         ...     fleet.start(rollouts.config.generator_spec)
         ...     fleet.sync()
@@ -44,27 +87,43 @@ class Rollouts:
         InputError: tools, the environment or a reward cannot be started, or the chat template does not write calls.
     """
 
-    def __init__(self, config: RolloutRunConfig, fleet: Fleet, rewards: Sequence[RewardConfig]):
-        self.config, self.fleet, self.crew = config, fleet, fleet.crew
+    def __init__(
+        self,
+        config: RolloutRunConfig,
+        fleet: Fleet,
+        rewards: Sequence[RewardConfig],
+        template: ChatTemplate,
+        logs: Path,
+    ):
+        self.config, self.fleet, self.tokenizer = config, fleet, template.tokenizer
         self.schemas: tuple[dict[str, object], ...] = ()
         self.warning = ""
-        self._num_begun = 0
+        self._numbers, self._pending = 0, dict[int, _Pending]()
+        self._taken: set[int] = set()
+        self.conversations: Conversations | None = None
         if config.rollout.has_turns:
-            facts: jobs.ConversationFacts = self.crew.ask(jobs.OpenConversations())[0]
-            self.schemas, self.warning = facts.schemas, facts.warning
-            stops = tuple(sorted({*config.rollout.stop_token_ids, *facts.stop_ids}))
+            self.conversations = Conversations(config, template, logs)
+            self.schemas, self.warning = tuple(self.conversations.schemas), self.conversations.warning
+            stops = tuple(sorted({*config.rollout.stop_token_ids, *self.conversations.stop_ids}))
             rollout = config.rollout.model_copy(update={"stop_token_ids": stops})
             self.config = config.model_copy(update={"rollout": rollout})
-        self.crew.ask(jobs.OpenRollouts(rewards))
+        try:
+            self.scorer = Scorer([_with_workers(reward, config.world_size) for reward in rewards])
+        except BaseException:
+            self._close_conversations()
+            raise
         self.errors = ErrorWatch(rewards)
 
-    def submit(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> int:
+    def submit(
+        self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling, *, keeps_routes: bool = False
+    ) -> int:
         """Lets generators begin to write. They go on while the model trains, if they have memory of their own.
 
         Args:
             prompts: the prompts.
             group_size: number of completions of each.
             sampling: how tokens are drawn, and where completions end.
+            keeps_routes: whether ranks keep the completions' routes, for training.
 
         Returns:
             A number for `take`.
@@ -74,26 +133,38 @@ class Rollouts:
         """
         if self.config.rollout.generator.runs_vllm:
             _check_for_vllm(prompts)
-        self._num_begun += 1
-        self.crew.ask(jobs.BeginRollouts(self._num_begun, prompts, group_size, sampling))
-        return self._num_begun
+        self._numbers += 1
+        asked = [(prompt, sample) for prompt in prompts for sample in range(group_size)]
+        requests = [
+            Request(
+                prompt.token_ids,
+                completion_seed(self.config.seed, prompt.number, sample),
+                sampling,
+                conversation=None if self.conversations is None else place,
+                media=prompt_media(prompt.media),
+                rollouts=self._numbers if keeps_routes and self.config.router_replay.enabled else None,
+            )
+            for place, (prompt, sample) in enumerate(asked)
+        ]
+        pending = self._pending[self._numbers] = _Pending(asked, requests, group_size)
+        self._ask(pending)
+        return self._numbers
 
-    def take(self, number: int, group_size: int, *, keeps_routes: bool = True) -> list[list[Rollout]]:
+    def take(self, number: int) -> list[list[Rollout]]:
         """The rewarded completions of each prompt.
 
         Args:
             number: what `submit` returned.
-            group_size: the group size that it got.
-            keeps_routes: whether ranks keep the completions' routes for training.
 
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
-        every: dict[int, Rollout] = {}
-        for of_rank in self.crew.ask(jobs.TakeRollouts(number, keeps_routes)):
-            every |= of_rank
-        flat = [every[place] for place in range(len(every))]
-        return [flat[start : start + group_size] for start in range(0, len(flat), group_size)]
+        pending = self._pending.pop(number)
+        self._finish(pending)
+        self._taken.add(number)
+        rollouts = self._rewarded(pending, number)
+        size = pending.group_size
+        return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
     def collect(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> list[list[Rollout]]:
         """The rewarded completions of each prompt, whose routes nobody keeps.
@@ -104,11 +175,151 @@ class Rollouts:
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
-        return self.take(self.submit(prompts, group_size, sampling), group_size, keeps_routes=False)
+        return self.take(self.submit(prompts, group_size, sampling))
+
+    def numbers_taken(self) -> set[int]:
+        """The numbers of the rollouts that were taken since the last call."""
+        taken, self._taken = self._taken, set()
+        return taken
 
     def close(self) -> None:
         """Ends the processes of rewards and environments."""
-        self.crew.ask(jobs.CloseRollouts())
+        self.scorer.close()
+        self._close_conversations()
+
+    def _close_conversations(self) -> None:
+        if self.conversations is not None:
+            self.conversations.close()
+
+    def _ask(self, pending: _Pending) -> None:
+        """Lets generators begin with what is missing."""
+        places = pending.underway = pending.missing
+
+        def finished(number: int, completion: Completion) -> None:
+            """Begins to score a completion while others are still written."""
+            place = places[number]
+            if completion.finish != "error":
+                example = scored_example(pending.asked[place][0], completion)
+                pending.scorings[place] = self.scorer.submit(self._text(completion), example)
+
+        if self.conversations is None:
+
+            def keep(number: int, completion: Completion) -> None:
+                finished(number, completion)
+                pending.done[places[number]] = completion
+
+            pending.wait = self.fleet.submit([pending.requests[place] for place in places], keep)
+            return
+        for place in places:
+            if place not in pending.episodes:
+                pending.episodes[place] = self.conversations.episode(pending.asked[place][0], pending.requests[place])
+        episodes = [pending.episodes[place] for place in places]
+        pending.wait = self.conversations.submit(self.fleet, episodes, finished)
+
+    def _finish(self, pending: _Pending) -> None:
+        """Waits until all is written. Generators that are lost are started again, while others write their part. Those
+        that do not come back are left to the next rollouts, if others can write.
+
+        Raises:
+            RolloutError: all were lost more often than the config allows.
+        """
+        retries = self.config.rollout.retries
+        for attempt in range(retries + 1):
+            # First look for generators that lost their weights: others may wait for these, and would never finish.
+            if not self.fleet.lost:
+                self._write(pending)
+            if not self.fleet.lost:
+                return
+            rank, problem = next(iter(self.fleet.lost.items()))
+            if attempt < retries:
+                self.fleet.restart()
+        self._write(pending)
+        if pending.missing:
+            raise RolloutError(f"the generator of rank {rank} failed {retries + 1} times: {problem}")
+
+    def _write(self, pending: _Pending) -> None:
+        """Waits for what is missing, as long as a generator writes it."""
+        while pending.missing and self.fleet.can_write:
+            if pending.wait is None:
+                self._ask(pending)
+            assert pending.wait is not None
+            wait, pending.wait = pending.wait, None
+            with contextlib.suppress(RolloutError):  # all were lost, perhaps before a restart
+                pending.done |= zip(pending.underway, self.fleet.waited(wait), strict=True)
+        self._look_for_stale(pending)
+
+    def _look_for_stale(self, pending: _Pending) -> None:
+        """Drops completions that are older than the run allows, and holds their generators for lost."""
+        newest, most = self.fleet.policy_version, self.config.rollout.max_staleness
+        for place, completion in [*pending.done.items()]:
+            age = 0 if completion.versions is None else newest - completion.versions[0]
+            if age <= most:
+                continue
+            if completion.conversation is not None:  # a long one costs itself: the generator is not to blame
+                conversation = dataclasses.replace(completion.conversation, sampled=[])
+                error = f"its first turn is {age} policy versions old, of rollout.max_staleness={most}"
+                pending.done[place] = Completion([], [], "error", error, conversation=conversation)
+                continue
+            assert completion.rank is not None
+            del pending.done[place]
+            text = f"the generator wrote with weights {age} policy versions old, of rollout.max_staleness={most}"
+            self.fleet.lose(completion.rank, text)
+
+    def _text(self, completion: Completion) -> str:
+        """The completion's text: of several turns, that of the last."""
+        return str(self.tokenizer.decode(completion.last_turn, skip_special_tokens=True))
+
+    def _rewarded(self, pending: _Pending, number: int) -> list[Rollout]:
+        completions = [self._replayable(pending.done[place]) for place in range(len(pending.asked))]
+        texts = [self._text(completion) for completion in completions]
+        scorings = []
+        for place, (completion, text) in enumerate(zip(completions, texts, strict=True)):
+            scoring = pending.scorings.get(place)
+            # A completion that is checked later may become an error, whose text is empty.
+            is_same = scoring is not None and scoring.completion == text
+            example = scored_example(pending.asked[place][0], completion)
+            scorings.append(scoring if scoring and is_same else self.scorer.submit(text, example))
+        scores = self.scorer.take(scorings)
+        return [
+            Rollout(
+                dataclasses.replace(completion, routes=None),
+                text,
+                score,
+                (number, place),
+                tuple(piece.at for piece in completion.routes or ()),
+                _num_missing(completion),
+            )
+            for place, (completion, text, score) in enumerate(zip(completions, texts, scores, strict=True))
+        ]
+
+    def _replayable(self, completion: Completion) -> Completion:
+        """The completion, or an error if its routes cannot be replayed as the config asks."""
+        missing = _num_missing(completion)
+        if missing and self.config.router_replay.on_missing == "error":
+            text = f"{missing} of its choices of experts are missing, and router_replay.on_missing=error"
+            return Completion([], [], "error", text)
+        return completion
+
+
+def _with_workers(reward: RewardConfig, num_ranks: int) -> RewardConfig:
+    """The reward with a number of processes, if its config leaves that open."""
+    return reward.model_copy(update={"workers": reward.workers or min(num_ranks, os.cpu_count() or 1)})
+
+
+def completion_seed(seed: int, prompt: int, sample: int) -> int:
+    """The seed of a completion.
+
+    Args:
+        seed: the run's.
+        prompt: the prompt's number.
+        sample: the completion's number among the prompt's.
+    """
+    return int(np.random.SeedSequence([seed, prompt, sample]).generate_state(1)[0])
+
+
+def _num_missing(completion: Completion) -> int:
+    """Number of choices of experts that no generator reported."""
+    return sum(int(piece.missing.sum()) for piece in completion.routes or ())
 
 
 def _check_for_vllm(prompts: Sequence[Promptlike]) -> None:

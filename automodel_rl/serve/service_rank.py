@@ -33,7 +33,6 @@ class ServiceRank:
         fleet = FleetRank(self.policy, tokenizer, self._scale.prepare)
         self.runs: Runs
         own: dict[type[Job], Callable[[Any, Share | None], Any]] = {
-            Job: lambda job, _: None,  # shows ranks that wait that all is well
             jobs.OpenRuns: self._open_runs,
             jobs.OfRuns: lambda job, _: self._of_runs(job.asked),
             jobs.Pass: lambda job, share: self.runs.run_pass(job, share),

@@ -15,7 +15,6 @@ from automodel_rl.generators.weight_probe import WeightProbe
 from automodel_rl.losses import LossFn, Readout, grpo_loss
 from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.policy.policy import Policy
-from automodel_rl.rollout.rollouts import Rollouts
 from automodel_rl.trainers.open_run import choose_loss
 from automodel_rl.trainers.rollout_batch import advantages_of, details_of, epochs_of
 from automodel_rl.trainers.rollout_queue import RolloutQueue
@@ -40,7 +39,7 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
     """
     config: GRPOConfig = run.config
     loss, readout = choose_loss(config, own_loss(config)), Readout(config.rollout.temperature, entropy=True)
-    rollouts = Rollouts(config, fleet, config.rewards)
+    rollouts = run.rollouts(fleet, config.rewards)
     prompts = run.prompts(rollouts.schemas)
     prompts.check_fit()
     validation = Validation(config, run, rollouts)

@@ -24,7 +24,7 @@ def batch_of(groups: Sequence[Group], config: GRPOConfig) -> Batch:
     """The rollouts of groups as rows, in their order, with a part for each optimizer step."""
     rows = [(group, rollout) for group in groups for rollout in group.rollouts]
     replayed = rows if config.router_replay.enabled else []
-    routes = [rollout.routes for _, rollout in replayed if rollout.routes is not None]
+    routes = [rollout.routes for _, rollout in replayed if rollout.routes]
     parts = parts_of(groups, range(len(groups)), config)
     return Batch([_sequence(group, rollout, config) for group, rollout in rows], routes=routes, parts=parts)
 

@@ -72,7 +72,7 @@ class RolloutQueue:
         return before, prompts
 
     def _submit(self, prompts: list[Prompt]) -> int:
-        return self.rollouts.submit(prompts, self.config.group_size, self.config.sampling)
+        return self.rollouts.submit(prompts, self.config.group_size, self.config.sampling, keeps_routes=True)
 
     def _take(self, number: int) -> list[list[Rollout]]:
-        return self.rollouts.take(number, self.config.group_size)
+        return self.rollouts.take(number)

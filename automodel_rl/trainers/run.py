@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from automodel_rl.config import RewardConfig
 from automodel_rl.data.loader import LoadedStep
 from automodel_rl.data.prompts import PromptStream
 from automodel_rl.data.show import ShownExample
 from automodel_rl.errors import JobEndedError, StoppedError
+from automodel_rl.generators.fleet import Fleet
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.observe.console import Progress
@@ -24,6 +26,7 @@ from automodel_rl.observe.trackers import Tracker, make_trackers
 from automodel_rl.optimizers import warmup_steps
 from automodel_rl.policy.policy import Policy
 from automodel_rl.report.page import write_report
+from automodel_rl.rollout.rollouts import Rollouts
 from automodel_rl.trainers.open_run import OpenedRun
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
 from automodel_rl.trainers.step import Step
@@ -99,6 +102,7 @@ class Run:
         self.ends_at = None if max_minutes is None else flight.started + 60 * max_minutes
         self.goal = Goal(0)
         self._parts: dict[str, Resumable] = {}
+        self._open = contextlib.ExitStack()
         self.step = 0
         self.is_finished = False
         self.mentioned_overlong = False
@@ -129,6 +133,24 @@ class Run:
         data, most = self.config.data, self.config.rollout.max_prompt_tokens
         seed = self.config.seed if data.shuffle and not held_out else None
         return PromptStream(data.validation if held_out else data.train, self.chat, most, seed, tools)
+
+    def rollouts(self, fleet: Fleet, rewards: Sequence[RewardConfig]) -> Rollouts:
+        """Rewarded completions of prompts. Tools, environments and rewards start at once, and end with the run.
+
+        Args:
+            fleet: the generators, which may be started later.
+            rewards: the rewards.
+
+        Raises:
+            InputError: tools, the environment or a reward cannot be started.
+        """
+        rollouts = Rollouts(self.config, fleet, rewards, self.chat.template, self.directory.environments)
+        self._open.callback(rollouts.close)
+        return rollouts
+
+    def close(self) -> None:
+        """Ends the processes that were started for the run."""
+        self._open.close()
 
     def resume(self, goal: Goal, parts: dict[str, Resumable]) -> None:
         """Restores the checkpoint that was asked for, if there is one.

@@ -89,6 +89,7 @@ class StepRollouts:
             self.fleet.restore()
             self.run.abandon_step(before)
             raise
+        step.metrics["rollout/lost_generators"] = len(self.fleet.lost)
         step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
         self._mention_overlong()
         self.write({})  # at once, so that they are there if the step fails
@@ -111,7 +112,7 @@ class StepRollouts:
         generated: list[Group] = []
         chosen: list[Group] = []
         if self.config.router_replay.enabled:
-            self.run.policy.forget_routes()
+            self.run.policy.forget_routes(self.queue.rollouts.numbers_taken())
         taken = self.queue.next(self.run.steps_left)
         for refills in itertools.count():
             prompts, rollouts = taken
@@ -152,6 +153,12 @@ class StepRollouts:
         """Warns of problems with the rollouts of a step that was trained."""
         if self.fleet.warning:
             self._say_once("memory", self.fleet.warning)
+        for rank, problem in self.fleet.lost.items():
+            self._say_once(
+                f"lost {rank}",
+                f"warning: the generator of rank {rank} does not come back ({problem}): others write its part, and it "
+                "is started again in every step; rollout/lost_generators counts those that are lost",
+            )
         if self.signal.num_steps == 1:
             but = " but length" if self.config.filter.overlong_buffer and not self.config.filter.dynamic else ""
             self.run.say(f"warning: no group of step {step.number} has rewards that differ; it taught nothing{but}")

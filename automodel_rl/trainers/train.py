@@ -17,7 +17,6 @@ from automodel_rl.policy.jobs import Job
 from automodel_rl.policy.policy import Policy
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.policy.shares import Share
-from automodel_rl.rollout.rollout_rank import RolloutRank
 from automodel_rl.trainers.dpo import dpo
 from automodel_rl.trainers.grpo import grpo
 from automodel_rl.trainers.open_run import OpenedRun, open_run
@@ -101,7 +100,8 @@ def _lead(program: Program, crew: TreeCrew, opened: OpenedRun, max_minutes: floa
     packing = Packing.of(opened.config.batch, opened.config.parallel, opened.handle.flops)
     policy = Policy(crew, packing, opened.handle.config.vocab_size)
     try:
-        result = program(policy, Fleet(crew), Run(opened, policy, max_minutes))
+        with contextlib.closing(Run(opened, policy, max_minutes)) as run:
+            result = program(policy, Fleet(crew), run)
     except BaseException as error:
         crew.end(error)
         raise
@@ -122,9 +122,7 @@ class _Rank:
         self._handlers, self._open = policy.handlers, contextlib.ExitStack()
         if config.generation is not None:
             fleet = self._open.enter_context(contextlib.closing(FleetRank(policy, tokenizer)))
-            logs, template = opened.directory.environments, opened.chat.template
-            rollouts = self._open.enter_context(contextlib.closing(RolloutRank(config, fleet, template, logs)))
-            self._handlers = policy.handlers | fleet.handlers | rollouts.handlers
+            self._handlers = policy.handlers | fleet.handlers
 
     def do(self, job: Job, share: Share | None) -> Any:
         """Does a job, with the rows of this rank's data rank."""

@@ -3,12 +3,12 @@
 automodel-rl run configs/loops/best_of_n.py --config GRPO.yaml
 """
 
-from automodel_rl import Batch, Fleet, Goal, Policy, Rollouts, Run, sft_loss
+from automodel_rl import Batch, Fleet, Goal, Policy, Run, sft_loss
 
 
 def main(policy: Policy, fleet: Fleet, run: Run):
     config = run.config
-    rollouts = Rollouts(config, fleet, config.rewards)
+    rollouts = run.rollouts(fleet, config.rewards)
     prompts, sampling = run.prompts(rollouts.schemas), rollouts.config.rollout.sampling
     policy.begin(config.optimizer, config.length.steps)
     fleet.start(rollouts.config.generator_spec)

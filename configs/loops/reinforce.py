@@ -5,7 +5,7 @@ automodel-rl run configs/loops/reinforce.py --config GRPO.yaml
 
 import torch
 
-from automodel_rl import Batch, Fleet, Goal, LossOutput, Policy, Rollouts, Run
+from automodel_rl import Batch, Fleet, Goal, LossOutput, Policy, Run
 
 
 def loss(outputs, microbatch):
@@ -16,7 +16,7 @@ def loss(outputs, microbatch):
 
 def main(policy: Policy, fleet: Fleet, run: Run):
     config = run.config
-    rollouts = Rollouts(config, fleet, config.rewards)
+    rollouts = run.rollouts(fleet, config.rewards)
     prompts, sampling = run.prompts(rollouts.schemas), rollouts.config.rollout.sampling
     policy.begin(config.optimizer, config.length.steps)
     fleet.start(rollouts.config.generator_spec)

@@ -55,7 +55,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "rewards of the completions before": Fault(
         _rewards_of_neighbours,
-        "distributed/trainers/test_collect.py::test_completions_are_scored_while_others_are_written",
+        "unit/rollout/test_rollouts.py::test_completions_are_scored_while_others_are_written",
     ),
     "old log-probabilities at temperature 1": Fault(
         _temperature_ignored, f"{GRPO}::test_sequences_are_trained_with_the_advantages_of_their_rewards[temperature]"

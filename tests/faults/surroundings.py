@@ -307,10 +307,10 @@ def _rewards_not_weighted() -> Any:
 
 def _seeds_of_groups() -> Any:
     """All completions of a prompt have the same seed."""
-    from automodel_rl.rollout.collect import RolloutCollector
+    from automodel_rl.rollout import rollouts
 
-    seed = RolloutCollector._seed
-    return mock.patch.object(RolloutCollector, "_seed", lambda collector, prompt, _: seed(collector, prompt, 0))
+    seed = rollouts.completion_seed
+    return mock.patch.object(rollouts, "completion_seed", lambda run, prompt, _: seed(run, prompt, 0))
 
 
 POLICY = "unit/config/test_grpo.py"
@@ -418,6 +418,6 @@ FAULTS: dict[str, Fault] = {
     "weights of rewards ignored": Fault(_rewards_not_weighted, "unit/rollout/test_rewards.py::test_weights_add_up"),
     "completions of a group with one seed": Fault(
         _seeds_of_groups,
-        "unit/rollout/test_collect.py::test_every_completion_of_every_prompt_and_run_has_a_seed_of_its_own",
+        "unit/rollout/test_rollouts.py::test_every_completion_of_every_prompt_and_run_has_a_seed_of_its_own",
     ),
 }

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from automodel_rl.config import RolloutRunConfig
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.generator_messages import Request
@@ -14,13 +12,12 @@ from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
 from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.episode import Episode, Limits
-from automodel_rl.rollout.jobs import ConversationFacts
 from automodel_rl.rollout.protocol import Promptlike
 from automodel_rl.rollout.seeds import mixed_seed
 
 
 class Conversations:
-    """Makes and drives the episodes of this rank.
+    """Makes and drives episodes.
 
     Args:
         config: the run's config, with tools or an environment.
@@ -42,7 +39,7 @@ class Conversations:
             rollout.tools,
             rollout.tool_seconds,
             rollout.sandbox,
-            str(folder / f"rank{dist.get_rank()}.log"),
+            str(folder / "environments.log"),
         )
         self.seed = config.seed
         self.pool = EnvironmentPool(setup, ends_on_bad_call=rollout.on_bad_call == "end")
@@ -62,9 +59,9 @@ class Conversations:
         self._driver = EpisodeDriver(rollout.max_episodes)
 
     @property
-    def facts(self) -> ConversationFacts:
-        """What a program needs to know of them."""
-        return ConversationFacts(tuple(self.schemas), tuple(self._codec.stop_ids), self.warning)
+    def stop_ids(self) -> set[int]:
+        """Tokens with which the chat template ends turns."""
+        return self._codec.stop_ids
 
     def episode(self, prompt: Promptlike, request: Request) -> Episode:
         """The episode of a prompt. All episodes of a prompt have environments of the same seed."""

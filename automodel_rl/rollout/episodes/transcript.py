@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from automodel_rl.generators.protocol import Completion, TurnRoutes
+from automodel_rl.generators.protocol import Completion, KeptRoutes
 
 
 class Transcript:
@@ -39,12 +39,17 @@ class Transcript:
         return (min(old for old, _ in known), max(new for _, new in known)) if known else None
 
     @property
-    def routes(self) -> list[TurnRoutes]:
-        """What the generator told of the experts of each turn and of all tokens before it."""
-        return [
-            TurnRoutes(end - len(turn.token_ids), len(turn.token_ids), turn.routes)
-            for turn, end in zip(self.turns, self.ends, strict=True)
-        ]
+    def routes(self) -> list[KeptRoutes] | None:
+        """The experts of all tokens, each as told by the turn that sampled it, or that read it first; None if they are
+        not kept. The last token of a turn was never computed by that turn, so the next one tells its experts."""
+        pieces, start = [], 0
+        for turn, end in zip(self.turns, self.ends, strict=True):
+            if turn.routes is None:
+                return None
+            (kept,), stop = turn.routes, end if end == self.ends[-1] else end - 1
+            pieces.append(kept.piece(start, stop))
+            start = stop
+        return pieces
 
     def add_turn(self, completion: Completion) -> None:
         """Adds the tokens of a turn as they were sampled."""

@@ -64,6 +64,7 @@ class RewardPool:
         config: the reward.
 
     Attributes:
+        num_processes: number of processes.
         takes_batches: whether the function takes lists of completions.
 
     Raises:
@@ -76,10 +77,11 @@ class RewardPool:
         self._is_closed = False
         first = _Process(config)
         self.takes_batches, self._is_async = first.kind == BATCH, first.kind == ASYNC
-        self._processes: list[_Process | None] = [first, *[None] * (config.workers - 1)]
+        self.num_processes = config.workers or 1
+        self._processes: list[_Process | None] = [first, *[None] * (self.num_processes - 1)]
         self._threads = [
             threading.Thread(target=self._work, args=(place,), daemon=True, name=f"{config.function} {place}")
-            for place in range(config.workers)
+            for place in range(self.num_processes)
         ]
         for thread in self._threads:
             thread.start()

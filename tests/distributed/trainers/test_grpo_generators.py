@@ -16,10 +16,11 @@ from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.engine_ranks import Bystander, EngineRanks
+from automodel_rl.generators.fleet_rank import FleetRank
 from automodel_rl.generators.make_generator import make_generator
 from automodel_rl.generators.protocol import Completion, Generator
 from automodel_rl.generators.transformers_generator import TransformersGenerator
-from automodel_rl.rollout.collect import RolloutCollector
+from automodel_rl.rollout.rollouts import Rollouts
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
@@ -71,8 +72,8 @@ class Flaky(TransformersGenerator):
 def run_flaky(settings: Settings, failures: int, loads: int = -1, works: int = 0) -> tuple[str, int]:
     """How training ends when the generator fails so often at its third batch, and how many were made anew. In that
     batch it works so often before it fails."""
-    Flaky.written = 0
-    made = 0
+    Flaky.written = Flaky.left = Flaky.works = made = calls = 0
+    write = FleetRank._write
 
     def make(*arguments: Any) -> tuple[Generator, Transport]:
         nonlocal made
@@ -84,17 +85,17 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1, works: int = 0
 
     FlakyReceiver.loads = loads
     with mock.patch("automodel_rl.generators.supervisor.make_generator", make):
-        wait, calls = RolloutCollector._wait, 0
 
-        def counting(*arguments: Any, **options: Any) -> Any:
+        def counting(*arguments: Any) -> None:
             nonlocal calls
             calls += 1
-            Flaky.left, Flaky.works = (failures, works) if calls == 3 else (0, 0)
-            return wait(*arguments, **options)
+            if calls == 3:
+                Flaky.left, Flaky.works = failures, works
+            write(*arguments)
 
         try:
-            with mock.patch.object(RolloutCollector, "_wait", counting):
-                train(settings)
+            with mock.patch.object(FleetRank, "_write", counting):
+                train(settings | {"weight_sync": {"check_every": 0}})
         except RolloutError as error:
             return str(error), made - 1
         return "", made - 1
@@ -260,26 +261,26 @@ def test_a_run_with_generators_ahead_goes_on_with_the_prompts_it_had_not_trained
 
 def run_with_a_death(settings: Settings) -> int:
     """Kills the first rank's generator while it is ahead; how many generators this rank has started."""
-    made = 0
+    generators: list[Any] = []
 
     def make(*arguments: Any) -> tuple[Generator, Transport]:
-        nonlocal made
-        made += 1
-        return make_generator(*arguments)
+        generator, transport = make_generator(*arguments)
+        generators.append(generator)
+        return generator, transport
 
     with mock.patch("automodel_rl.generators.supervisor.make_generator", make):
-        take, calls = RolloutCollector.take, 0
+        take, calls = Rollouts.take, 0
 
-        def killing(self: Any, *arguments: Any) -> Any:
+        def killing(self: Any, *arguments: Any) -> Any:  # called on the first rank alone
             nonlocal calls
             calls += 1
-            if calls == 3 and self.handle.layout.data_rank == 0:
-                os.kill(self.supervisor.generator.child.process.pid, signal.SIGKILL)
+            if calls == 3:
+                os.kill(generators[-1].child.process.pid, signal.SIGKILL)
             return take(self, *arguments)
 
-        with mock.patch.object(RolloutCollector, "take", killing):
+        with mock.patch.object(Rollouts, "take", killing):
             train(settings)
-    return made
+    return len(generators)
 
 
 def test_a_generator_that_dies_ahead_of_training_does_not_make_the_others_completions_older(

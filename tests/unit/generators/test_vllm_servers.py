@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,13 +16,14 @@ import pytest
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Committed, Request, Sampling
 from automodel_rl.generators.vllm_checks import connect_servers
+from automodel_rl.generators.vllm_http import VllmServer
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.weight_sync.channel import call
 from tests.weights import send_weights
 
 
 def connect(urls: Sequence[str], leads: bool = True, routes: bool = False, ends: tuple[int, ...] = (2,)) -> VllmServers:
-    return VllmServers(connect_servers(urls, routes), ends, leads)
+    return VllmServers(urls, connect_servers(urls, routes), ends, leads)
 
 
 class Server(BaseHTTPRequestHandler):
@@ -90,6 +92,12 @@ def url() -> Iterator[str]:
         yield address
 
 
+@pytest.fixture
+def second() -> Iterator[str]:
+    with serving() as address:
+        yield address
+
+
 def test_servers_answer_requests_one_by_one(url: str) -> None:
     generator = connect([url, url + "/"])
     good, bad = generator.generate([Request([5], 7, Sampling(3, 0.5, 0.5, 3)), Request([13], 7, Sampling(3, 0.5))])
@@ -115,8 +123,8 @@ def test_servers_say_routes_or_are_refused(url: str, monkeypatch: pytest.MonkeyP
     generator.close()
 
 
-def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str) -> None:
-    generator = connect([url, url])
+def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str, second: str) -> None:
+    generator = connect([url, second])
     assert generator.weights.num_workers == 4
     Server.told.clear()
     call(generator.weights, "init_transfer", {"rank_offset": 1, "world_size": 5}, seconds=5.0)
@@ -186,6 +194,43 @@ def test_the_others_write_for_a_server_that_is_gone_until_it_has_weights_again(u
         connect_servers([second], routes=False, some_may_be_gone=True)
     generator.close()
     other.close()
+
+
+def test_servers_join_and_leave_by_a_file(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "servers.txt"
+    urls = [f"file:{file}"]
+    with pytest.raises(InputError, match=r"servers.txt cannot be read"):
+        connect(urls)
+    file.write_text("# none yet\n")
+    with pytest.raises(InputError, match=r"servers.txt names no server: write one URL a line"):
+        connect(urls)
+    file.write_text(f"{url}/\n")
+    generator = connect(urls)
+    init(generator, [url])
+    assert send_weights(generator.weights, 1, "a") == Committed(1)
+    assert not generator.have_changed
+    with serving() as second:
+        file.write_text(f"{url}\n\n  {second}  \n")
+        assert generator.have_changed
+        assert generator.weights.addresses == [url]  # until the next weight sync
+        assert generator.weights.num_workers == 4
+        init(generator, generator.weights.addresses)
+        assert send_weights(generator.weights, 2, "a") == Committed(2)
+        assert generator.weights.addresses == [url, second]
+        assert not generator.have_changed
+        file.write_text(second)
+        assert generator.have_changed
+        assert generator.weights.num_workers == 2
+        init(generator, generator.weights.addresses)
+        assert send_weights(generator.weights, 3, "a") == Committed(3)
+        Server.told.clear()
+        (completion,) = generator.generate([Request([5], 7, Sampling(3, 0.5))])
+        assert completion.versions == (3, 3)
+        file.write_text("")
+        assert not generator.have_changed  # perhaps it is being written
+        assert "names no server: write one URL a line; the servers of before are used" in capsys.readouterr().err
+        assert generator.weights.servers == [VllmServer(second)]
+    generator.close()
 
 
 def test_servers_that_are_not_there_or_report_raw_logprobs_are_refused(

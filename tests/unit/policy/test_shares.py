@@ -58,12 +58,16 @@ def test_a_share_without_rows_knows_the_names_of_the_batchs_values() -> None:
     }
 
 
-def test_routes_that_are_elsewhere_are_found_by_their_keys() -> None:
+def test_routes_that_are_elsewhere_are_found_piece_by_piece() -> None:
     plain = [TokenSequence(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in (2, 3)]
-    batch = Batch(plain, routes=[RoutesAt(0, (1, 0)), RoutesAt(1, (1, 5))])
-    there = {(1, place): Routes((4,), torch.full((n, 1, 2), place, dtype=torch.int16)) for place, n in ((0, 2), (5, 3))}
+    whole, first, second = RoutesAt(0, (1, 0), 0, 2), RoutesAt(1, (1, 5), 0, 1), RoutesAt(0, (1, 7), 1, 3)
+    batch = Batch(plain, routes=[[whole], [first, second]])
+    there = {
+        at: Routes((4,), torch.full((at.stop - at.start, 1, 2), at.key[1], dtype=torch.int16))
+        for at in (whole, first, second)
+    }
     (microbatch,) = pickle.loads(pickle.dumps(Share.of(batch, [[1, 0]]))).pack(there)
-    assert microbatch.routes.experts[:, 0, 0].tolist() == [5, 5, 5, 0, 0]
+    assert microbatch.routes.experts[:, 0, 0].tolist() == [5, 7, 7, 0, 0]
 
 
 def test_results_of_no_rows_are_none() -> None:

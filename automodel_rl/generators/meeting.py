@@ -1,0 +1,109 @@
+"""Connections between a program and the ranks that lead generators."""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+
+from automodel_rl.errors import RolloutError
+
+LOCAL = "localhost"
+"""The host of a program all of whose ranks are on its machine."""
+
+LONGEST_WAIT = 60.0
+"""Longest wait in seconds for ranks that say that they have come."""
+
+
+@dataclass(frozen=True)
+class FleetAddress:
+    """Where a program waits for the ranks that lead generators.
+
+    Attributes:
+        host, port: its address.
+        key: what both ends must know.
+    """
+
+    host: str
+    port: int
+    key: bytes
+
+    def connect(self, rank: int) -> Connection:
+        """A connection to the program.
+
+        Args:
+            rank: this rank.
+
+        Raises:
+            OSError: the program cannot be reached.
+        """
+        connection: Connection = Client((self.host, self.port), authkey=self.key)
+        connection.send(rank)
+        return connection
+
+
+class Meeting:
+    """Takes the connections of ranks in a thread, until it is closed. A context manager.
+
+    Args:
+        host: the name of this machine for the ranks.
+
+    Attributes:
+        address: what ranks need to come.
+    """
+
+    def __init__(self, host: str):
+        self._server = socket.create_server(("127.0.0.1" if host == LOCAL else "", 0))
+        self._server.settimeout(0.2)
+        self.address = FleetAddress(host, self._server.getsockname()[1], secrets.token_bytes(32))
+        self._come: dict[int, Connection] = {}
+        self._news = threading.Condition()
+        self._is_open = True
+        threading.Thread(target=self._take, daemon=True, name="meeting").start()
+
+    def __enter__(self) -> "Meeting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_open = False
+
+    def connection(self, rank: int) -> Connection:
+        """The connection of a rank that has come, or that comes soon.
+
+        Raises:
+            RolloutError: it does not come.
+        """
+        with self._news:
+            if not self._news.wait_for(lambda: rank in self._come, LONGEST_WAIT):
+                raise RolloutError(f"rank {rank} could not reach the program at {self.address.host}")
+            return self._come[rank]
+
+    def _take(self) -> None:
+        with self._server:
+            while self._is_open:
+                with contextlib.suppress(TimeoutError):
+                    taken, _ = self._server.accept()
+                    taken.setblocking(True)
+                    # In a thread of its own, for a stranger may come and say nothing.
+                    threading.Thread(target=self._greet, args=(Connection(taken.detach()),), daemon=True).start()
+
+    def _greet(self, connection: Connection) -> None:
+        try:
+            deliver_challenge(connection, self.address.key)
+            answer_challenge(connection, self.address.key)
+            rank = connection.recv()
+        except (AuthenticationError, OSError, EOFError):
+            connection.close()
+            return
+        with self._news:
+            self._come[rank] = connection
+            self._news.notify_all()
+
+
+def hang_up(connection: Connection) -> None:
+    """Ends a connection. Threads that wait at either end then have no more messages, and close it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,117 @@
+"""The rank's end of a fleet: it passes a program's requests to this rank's generator, and completions back."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+from automodel_rl.batch import RouterShape, RoutesAt, read_routes
+from automodel_rl.errors import innermost
+from automodel_rl.generator_messages import Failed, Finished, Generate, Request
+from automodel_rl.generators.meeting import FleetAddress, hang_up
+from automodel_rl.generators.protocol import Completion, Generator, KeptRoutes
+from automodel_rl.generators.supervisor import GeneratorSupervisor
+from automodel_rl.policy.routes import RouteStore
+
+
+class Relay:
+    """Passes requests of a program to this rank's generator. Completions go back one by one, as they are written.
+
+    A thread takes the requests, and lets a generator that works alone begin at once. What another one is to write comes
+    with a job, which calls `write`.
+
+    Args:
+        rank: this rank.
+        supervisor: the supervisor of its generator.
+        routes: keeps the routes of completions.
+        address: where the program waits.
+
+    Raises:
+        OSError: the program cannot be reached.
+    """
+
+    def __init__(self, rank: int, supervisor: GeneratorSupervisor, routes: RouteStore, address: FleetAddress):
+        self.rank, self.supervisor, self.routes = rank, supervisor, routes
+        self._sending, self._keys = threading.Lock(), itertools.count()
+        self._connection = address.connect(rank)
+        threading.Thread(target=self._take_requests, daemon=True, name="requests").start()
+
+    def write(self, orders: Sequence[Generate]) -> None:
+        """Writes completions, by a generator that shares this process.
+
+        Args:
+            orders: the requests.
+        """
+        for order in orders:
+            self._begin(order)()
+
+    def close(self) -> None:
+        """Takes no more requests."""
+        hang_up(self._connection)
+
+    def _take_requests(self) -> None:
+        while True:
+            try:
+                order: Generate = self._connection.recv()
+            except (EOFError, OSError):  # the program has ended, or this rank
+                self._connection.close()
+                return
+            threading.Thread(target=self._begin(order), daemon=True, name="completions").start()
+
+    def _begin(self, order: Generate) -> Callable[[], None]:
+        """Lets the generator begin, if it works alone. What is returned waits, and tells the program of a loss."""
+        generator = self.supervisor.generator
+        try:
+            if generator is None or self.supervisor.problem:
+                raise RuntimeError(self.supervisor.problem or "it is not there")
+            wait = generator.submit(order.requests, functools.partial(self._finish, order))
+        except Exception as error:
+            return functools.partial(self._lose, order, generator, error)
+
+        def watch() -> None:
+            try:
+                wait()
+            except Exception as error:
+                self._lose(order, generator, error)
+
+        return watch
+
+    def _lose(self, order: Generate, generator: Generator | None, error: Exception) -> None:
+        """Tells the program that a generator is lost, and the supervisor, if no other one has taken its place."""
+        if generator is self.supervisor.generator:
+            self.supervisor.problem = self.supervisor.problem or innermost(error)
+        self._send(Failed(order.number, innermost(error)))
+
+    def _finish(self, order: Generate, place: int, completion: Completion) -> None:
+        self._send(Finished(order.number, place, self._checked(completion, order.requests[place])))
+
+    def _send(self, message: Finished | Failed) -> None:
+        with self._sending, contextlib.suppress(OSError):  # the program has ended
+            self._connection.send(message)
+
+    def _checked(self, completion: Completion, request: Request) -> Completion:
+        """The completion as a program gets it: with policy versions, and without the routes, which stay here. It is an
+        error if it has a token outside the vocabulary, as from a server with another model, or routes that cannot be
+        followed."""
+        handle = self.supervisor.handle
+        known = handle.config.vocab_size
+        strange = next((token for token in completion.token_ids if token >= known), None)
+        if strange is not None:
+            return Completion([], [], "error", f"the generator's token {strange} is none of the model's {known}")
+        kept = None
+        if request.rollouts is not None and handle.router_shape is not None and completion.finish != "error":
+            try:
+                kept = [self._keep(completion, request, request.rollouts, handle.router_shape)]
+            except Exception as problem:
+                return Completion([], [], "error", f"its routes cannot be followed: {innermost(problem)}")
+        versions = None if completion.versions is None else self.supervisor.policy_versions(completion.versions)
+        return dataclasses.replace(completion, versions=versions, routes=kept, rank=self.rank)
+
+    def _keep(self, completion: Completion, request: Request, rollouts: int, shape: RouterShape) -> KeptRoutes:
+        """Keeps the routes of a completion and its prompt here."""
+        routes = read_routes(completion.routes, len(request.prompt), len(completion.token_ids), shape)
+        key = rollouts, next(self._keys)
+        self.routes.own[key] = routes
+        return KeptRoutes(RoutesAt(self.rank, key, 0, len(routes)), routes.missing())

@@ -1,0 +1,222 @@
+"""A fleet: requests are dealt to its members, and go to others where one is lost."""
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from automodel_rl.batch import RouterShape
+from automodel_rl.errors import RolloutError
+from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators import fleet as fleet_module
+from automodel_rl.generators.meeting import Meeting
+from automodel_rl.generators.protocol import Completion
+from tests.fleets import VOCABULARY, Echo, LocalCrew, Waiting, fleet_of
+
+SHAPE = RouterShape(num_layers=2, layers=(0, 1), num_experts=4, top_k=2)
+
+
+def requests(count: int, conversations: Sequence[int] | None = None) -> list[Request]:
+    return [
+        Request(
+            [1, place], 10 + place, Sampling(2), conversation=None if conversations is None else conversations[place]
+        )
+        for place in range(count)
+    ]
+
+
+@pytest.fixture
+def crew() -> Iterator[LocalCrew]:
+    crew = LocalCrew({0: Echo(), 3: Echo(), 5: Echo()})
+    yield crew
+    crew.close()
+
+
+def generators(crew: LocalCrew) -> list[Any]:
+    return [supervisor.generator for supervisor in crew.supervisors.values()]
+
+
+def test_requests_are_dealt_to_the_members_and_come_back_in_order(crew: LocalCrew) -> None:
+    fleet = fleet_of(crew)
+    completions = fleet.submit(requests(7))()
+    assert [completion.token_ids for completion in completions] == [[place, 10 + place] for place in range(7)]
+    assert [completion.rank for completion in completions] == [0, 3, 5, 0, 3, 5, 0]
+    assert {completion.versions for completion in completions} == {(1, 1)}  # policy versions, not weight syncs
+    assert [len(generator.asked) for generator in generators(crew)] == [3, 2, 2]
+    assert fleet.submit([])() == []
+
+
+def test_turns_of_a_conversation_go_to_one_member(crew: LocalCrew) -> None:
+    fleet = fleet_of(crew)
+    first = fleet.submit(requests(3, [4, 2, 0]))()
+    assert [completion.rank for completion in first] == [3, 5, 0]
+    later = fleet.submit(requests(2, [2, 4]))()
+    assert [completion.rank for completion in later] == [5, 3]
+
+
+def test_what_a_lost_member_was_to_write_goes_to_the_others_until_it_is_back(crew: LocalCrew) -> None:
+    fleet = fleet_of(crew)
+    two = generators(crew)[1]
+    two.held.clear()
+    wait = fleet.submit(requests(6))
+    two.lose()
+    completions = wait()
+    assert [completion.token_ids for completion in completions] == [[place, 10 + place] for place in range(6)]
+    assert [completion.rank for completion in completions] == [0, 0, 5, 0, 5, 5]
+    assert fleet.lost == {3: "ConnectionError: it is gone"}
+    assert [completion.rank for completion in fleet.submit(requests(3))()] == [0, 5, 0]
+    assert len(two.asked) == 2
+    fleet.restart()
+    assert crew.restarted == [{3: "ConnectionError: it is gone"}]
+    assert not fleet.lost
+    assert [completion.rank for completion in fleet.submit(requests(3))()] == [0, 3, 5]
+
+
+def test_a_fleet_that_is_lost_says_why(crew: LocalCrew) -> None:
+    fleet = fleet_of(crew)
+    for generator in generators(crew):
+        generator.held.clear()
+    wait = fleet.submit(requests(4))
+    for generator in generators(crew):
+        generator.lose()
+    with pytest.raises(RolloutError, match="the generator of rank 0 cannot write: ConnectionError: it is gone"):
+        wait()
+    assert not fleet.can_write
+    with pytest.raises(RolloutError, match="rank 0 cannot write"):
+        fleet.submit(requests(1))()
+    fleet.restart()
+    assert len(fleet.submit(requests(4))()) == 4
+
+
+def test_a_member_whose_rank_ends_is_lost(crew: LocalCrew) -> None:
+    fleet = fleet_of(crew)
+    three = generators(crew)[2]
+    three.held.clear()
+    wait = fleet.submit(requests(3))
+    crew.relays[5].close()
+    assert [completion.rank for completion in wait()] == [0, 3, 0]
+    assert fleet.lost == {5: "its rank is gone"}
+    three.held.set()
+
+
+def test_members_that_do_not_work_alone_write_when_waited_for() -> None:
+    crew = LocalCrew({0: Waiting(), 1: Waiting()})
+    fleet = fleet_of(crew)
+    finished: list[int] = []
+    wait = fleet.submit(requests(4), lambda place, completion: finished.append(place))
+    assert not any(generator.asked for generator in generators(crew))
+    assert len(wait()) == 4
+    assert sorted(finished) == [0, 1, 2, 3]
+    generators(crew)[1].lose()
+    assert [completion.rank for completion in fleet.submit(requests(4))()] == [0, 0, 0, 0]
+    crew.close()
+
+
+def test_all_members_write_alike_but_those_that_are_lost(crew: LocalCrew) -> None:
+    fleet = fleet_of(crew)
+    generators(crew)[1].lose()
+    written = fleet.write_alike(requests(2))
+    assert {rank: [one.token_ids for one in of] for rank, of in written.items()} == {
+        rank: [[0, 10], [1, 11]] for rank in (0, 5)
+    }
+    with pytest.raises(RolloutError, match="the generator of rank 3 cannot write"):
+        fleet.write(requests(1))
+
+
+def test_ranks_are_looked_after_while_a_program_waits(crew: LocalCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "LOOK_SECONDS", 0.01)
+    fleet = fleet_of(crew)
+    for generator in generators(crew):
+        generator.held.clear()
+    wait = fleet.submit(requests(3))
+
+    def wait_until_looked_at() -> list[Completion]:
+        while crew.num_looks < 3:
+            time.sleep(0.001)
+        for generator in generators(crew):
+            generator.held.set()
+        return wait()
+
+    assert len(fleet.waited(wait_until_looked_at)) == 3
+
+
+def test_an_error_of_who_waits_is_raised_where_it_waits(crew: LocalCrew) -> None:
+    def refuse(place: int, completion: Completion) -> None:
+        raise ValueError("not this one")
+
+    fleet = fleet_of(crew)
+    with pytest.raises(ValueError, match="not this one"):
+        fleet.submit(requests(2), refuse)()
+    assert len(fleet.submit(requests(2))()) == 2
+
+
+class Foreign(Echo):
+    """Writes a token that the model does not have."""
+
+    def completion(self, request: Request) -> Completion:
+        return Completion([VOCABULARY], [0.0], "stop")
+
+
+class Routing(Echo):
+    """Reports experts: one less row than tokens, the first of them unknown; nonsense for a prompt that ends in 9."""
+
+    def completion(self, request: Request) -> Completion:
+        experts = np.tile(np.array([2, 0], dtype=np.int16), (len(request.prompt) + 1, 2, 1))
+        experts[0, 1] = -1
+        if request.prompt[-1] == 9:
+            experts[1] = 7
+        return Completion([1, 2], [0.0, 0.0], "stop", routes=experts)
+
+
+def test_tokens_of_another_model_are_an_error() -> None:
+    crew = LocalCrew({0: Foreign()})
+    (completion,) = fleet_of(crew).submit(requests(1))()
+    assert completion.error == f"the generator's token {VOCABULARY} is none of the model's {VOCABULARY}"
+    crew.close()
+
+
+def test_routes_stay_at_the_rank_if_somebody_needs_them() -> None:
+    crew = LocalCrew({2: Routing()}, SHAPE)
+    fleet = fleet_of(crew)
+    asked = [Request([1, 2, last], 0, Sampling(2), rollouts=rollouts) for last, rollouts in ((3, 7), (4, None), (9, 7))]
+    kept, plain, wrong = fleet.submit(asked)()
+    (piece,) = kept.routes
+    assert (piece.at.rank, piece.at.key[0], piece.at.start, piece.at.stop) == (2, 7, 0, 5)
+    assert piece.missing.tolist() == [1, 0, 0, 0, 0]  # the last token's do not count
+    assert crew.routes[2].own[piece.at.key].experts.shape == (5, 2, 2)
+    assert plain.routes is None
+    assert wrong.finish == "error"
+    assert "its routes cannot be followed: ValueError: routes of layer 0, row 1" in wrong.error
+    assert len(crew.routes[2].own) == 1
+    later = piece.piece(1, 4)
+    assert (later.at.start, later.at.stop, later.missing.tolist()) == (1, 4, [0, 0, 0])
+    crew.close()
+
+
+def test_strangers_are_no_members() -> None:
+    with Meeting("localhost") as meeting, socket.create_connection(("127.0.0.1", meeting.address.port)) as stranger:
+        stranger.sendall(b"\0\0\0\4nonsense")
+        with socket.create_connection(("127.0.0.1", meeting.address.port)):  # says nothing
+            ours = meeting.address.connect(4)
+            theirs = meeting.connection(4)
+            theirs.send("welcome")
+            assert ours.recv() == "welcome"
+            ours.close()
+            theirs.close()
+
+
+def test_a_member_that_is_slow_to_tell_is_not_lost_twice(crew: LocalCrew) -> None:
+    """What arrives from a member after its loss counts neither as a completion nor as another loss."""
+    fleet = fleet_of(crew)
+    two = generators(crew)[1]
+    two.held.clear()
+    wait = fleet.submit(requests(3))
+    fleet.lose(3, "too old")
+    assert [completion.rank for completion in wait()] == [0, 0, 5]
+    fleet.restart()
+    two.lose()  # the generator of before
+    assert [completion.rank for completion in fleet.submit(requests(3))()] == [0, 3, 5]
+    assert not fleet.lost
