@@ -89,7 +89,15 @@ def rank_of(rank: int, size: int, port: int) -> None:
     if rank == 0:
         others = everyone[1:]
         print(
-            json.dumps({"ranks": size, "groups": len(made), "sockets_of_rank_0": everyone[0], "of_others": max(others)})
+            json.dumps(
+                {
+                    "ranks": size,
+                    "groups": sum(one is not dist.GroupMember.NON_GROUP_MEMBER for one in made),
+                    "of_all": len(made),
+                    "sockets_of_rank_0": everyone[0],
+                    "of_others": max(others),
+                }
+            )
         )
     assert ended is None
     leave_process_group()

@@ -181,7 +181,7 @@ def measure(
     for step in range(options.steps):
         sequences = make_batch(options.tokens, options.microbatch_tokens, seed=step)
         microbatches: list[Microbatch] = []
-        if not layout.is_guest:
+        if not layout.is_outsider:
             microbatches = pack(
                 sequences,
                 options.microbatch_tokens,

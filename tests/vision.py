@@ -82,9 +82,9 @@ def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
 
 
 def microbatches_of(engine: Engine, images_of: tuple[int, ...], step: int = 0) -> list:
-    """A microbatch with so many images for every data rank of the language model, none for a guest."""
+    """A microbatch with so many images for every data rank of the language model, none for an outsider."""
     layout = engine.handle.layout
-    if layout.is_guest:
+    if layout.is_outsider:
         return []
     (sequence,) = make_sequences(1, 10 * step + layout.data_rank, engine.handle.config.vocab_size)
     return [pack_microbatch([with_media(sequence, engine.handle.whole_config, images_of[layout.data_rank])])]

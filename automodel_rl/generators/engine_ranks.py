@@ -21,13 +21,13 @@ class EngineRanks:
     """The ranks that lead generators, and those that only train.
 
     Attributes:
-        writers: the ranks that lead a generator.
+        leaders: the ranks that lead a generator.
         size: number of GPUs of each generator.
         group: a gloo group of the consecutive ranks whose GPUs one generator uses; None if it uses one rank's, or GPUs
             of its own.
     """
 
-    writers: tuple[int, ...]
+    leaders: tuple[int, ...]
     size: int = 1
     group: dist.ProcessGroup | None = None
 
@@ -62,7 +62,7 @@ class EngineRanks:
     @property
     def leads(self) -> bool:
         """Whether this rank's generator writes."""
-        return dist.get_rank() in self.writers
+        return dist.get_rank() in self.leaders
 
     def meet(self) -> None:
         """Waits for the other ranks of the engine."""
@@ -81,7 +81,7 @@ def _led_on(devices: Sequence[int], size: int, num_ranks: int) -> int:
     return led
 
 
-class Bystander:
+class NoGenerator:
     """The generator and the channel of a rank that leads none: it agrees with everything."""
 
     num_workers = 0

@@ -16,7 +16,7 @@ from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.media import open_readers
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
-from automodel_rl.generators.engine_ranks import Bystander, EngineRanks
+from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import Generator
@@ -158,8 +158,8 @@ def _vllm_process(
     ranks: EngineRanks,
 ) -> tuple[Generator, Transport]:
     if not ranks.leads:
-        bystander = Bystander()
-        return bystander, _vllm_transport(bystander, spec, handle, ranks)
+        channel = NoGenerator()
+        return channel, _vllm_transport(channel, spec, handle, ranks)
     settings = VllmSettings(_vllm_options(choice, spec, handle, tokenizer, ranks), ends)
     process = start_vllm(choice.python, settings, visible_devices(choice.devices, handle.layout.device, ranks.size))
     if process.warning and dist.get_rank() == 0:
@@ -196,7 +196,7 @@ def _vllm_options(
 
 
 def _vllm_transport(
-    channel: GeneratorProcess | Bystander, spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks
+    channel: GeneratorProcess | NoGenerator, spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks
 ) -> Transport:
     weights, layout = spec.weight_sync, handle.layout
     if weights.adapters == "alone":

@@ -20,7 +20,7 @@ LONGEST_WAIT = 60.0
 
 @dataclass(frozen=True)
 class FleetAddress:
-    """Where a program waits for the ranks that lead generators.
+    """The address at which a program waits for the ranks that lead generators.
 
     Attributes:
         host, port: its address.

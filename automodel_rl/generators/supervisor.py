@@ -161,7 +161,7 @@ class GeneratorSupervisor:
 
     def _ask(self, ask: Callable[[GeneratorProcess], None]) -> None:
         """Asks the generator to sleep or to wake, unless it has failed. A failure becomes `problem`."""
-        if self.problem or not isinstance(self.generator, GeneratorProcess):  # a bystander has no memory
+        if self.problem or not isinstance(self.generator, GeneratorProcess):  # else it has no memory
             return
         try:
             ask(self.generator)

@@ -76,7 +76,7 @@ class ModelHandle:
         memory: the config that says what is recomputed, offloaded or compiled.
         meshes: the layouts of its components.
         stages: this rank's pipeline stages of the language model.
-        layout: this rank's place among the ranks of the language model; it may be a guest there (see `Layout`).
+        layout: this rank's place among the ranks of the language model; it may be an outsider there (see `Layout`).
         flops: gives the FLOPs of a sequence in a training step by its length; those of encoders do not count.
         router_shape: the shape of the whole model's routes; None for a dense model.
         num_deepstack: number of the language model's first layers after which features of images are added.
@@ -114,7 +114,7 @@ class ModelHandle:
         self.trained_encoders = {n for n, of in empty.encoders.items() if any(p.requires_grad for p in of.parameters())}
         self.partial_in_encoders: dict[str, list[tuple[nn.Module, str]]] = {}
         for name, layout in meshes.encoders.items():
-            if not layout.is_guest:
+            if not layout.is_outsider:
                 self.partial_in_encoders[name] = parallelise_encoder(empty.encoders[name], layout, model, memory)
                 self.components.append(Component(name, [empty.encoders[name]], layout))
         self.parts = [part for component in self.components for part in component.parts]

@@ -27,9 +27,9 @@ class Stage:
 
 
 def split_model(model: Any, layout: Layout, implementation: Implementation) -> list[Stage]:
-    """This rank's stages of a language model, first stage first; none for a guest. AutoPipeline splits the classes of
-    nemo_automodel."""
-    if layout.is_guest:
+    """This rank's stages of a language model, first stage first; none for an outsider. AutoPipeline splits the
+    classes of nemo_automodel."""
+    if layout.is_outsider:
         return []
     parallel = layout.parallel
     if parallel.pp == 1:

@@ -13,20 +13,20 @@ T = TypeVar("T")
 
 
 def from_last_stage(value: Any, layout: Layout) -> Any:
-    """The object of the last stage, on every stage of its data rank. A guest keeps its own."""
-    if layout.parallel.pp == 1 or layout.is_guest:
+    """The object of the last stage, on every stage of its data rank. An outsider keeps its own."""
+    if layout.parallel.pp == 1 or layout.is_outsider:
         return value
     box = [value]
     dist.broadcast_object_list(box, group=layout.pp_control, group_src=layout.last_stage_rank)
     return box[0]
 
 
-def share_with_guests(value: T, layout: Layout) -> T:
-    """The object that is equal on all ranks of the component, on its guests, too. What guests give is not read."""
-    if layout.guests_control is None:
+def share_with_outsiders(value: T, layout: Layout) -> T:
+    """The object that all ranks of the component have, on its outsiders, too. What outsiders give is not read."""
+    if layout.outsiders_control is None:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=layout.guests_leader, group=layout.guests_control)
+    dist.broadcast_object_list(box, src=layout.outsiders_leader, group=layout.outsiders_control)
     return box[0]
 
 

@@ -3,9 +3,9 @@
 A model of one component has one layout, over all ranks of the job. Each component of a multimodal model has a layout
 of its own, over the same ranks or over other ones.
 
-Every rank of the job has every layout. A rank that does not belong to a component is a guest of its layout. A guest of
-the language model has none of its parts and no microbatches. It takes part in the collectives of the whole job, and a
-leader sends it the results of each step.
+Every rank of the job has every layout. A rank that does not belong to a component is an outsider of its layout. An
+outsider of the language model has none of its parts and no microbatches. It takes part in the collectives of the whole
+job, and a leader sends it the results of each step.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ MESSAGES = ("activation", "gradient")
 
 @dataclass(frozen=True)
 class Layout:
-    """This rank's place among the ranks of a component. A guest does not belong to the component, but has its layout.
+    """This rank's place among the ranks of a component. An outsider has the layout, too.
 
     The `control` groups are gloo groups on every device, for a few numbers and objects on the host. They are exact in
     float64 and never queued behind the device's work.
@@ -45,16 +45,16 @@ class Layout:
         mesh: the mesh with `DENSE_AXES`.
         expert_mesh: the mesh with `EXPERT_AXES`; None without expert parallelism.
         cp_group: the ranks that share a microbatch; None without context parallelism.
-        world_control: all ranks of the job, guests included.
+        world_control: all ranks of the job, outsiders included.
         stage_control: all ranks of this rank's stages.
         data_control: the data ranks of this rank's stage.
         pp_control: the pipeline ranks of this rank's data rank, the one with the first stage first.
         ends_group: for tied embeddings, the ranks of this data rank with the first and the last stage; None elsewhere.
         message_groups: the pipeline ranks, once for each of `MESSAGES` and for senders at even and at odd pipeline
             ranks; empty with one stage on a rank.
-        guests_control: all guests and `guests_leader`; None on other ranks, and if there are no guests.
-        guests_leader: the rank of the job that sends results to the guests. It has the last stage.
-        is_guest: whether this rank is a guest. Its groups over stages and data ranks then hold it alone.
+        outsiders_control: all outsiders and `outsiders_leader`; None on other ranks, and if there are no outsiders.
+        outsiders_leader: the rank of the job that sends results to the outsiders. It has the last stage.
+        is_outsider: whether this rank is an outsider. Its groups over stages and data ranks then hold it alone.
     """
 
     parallel: ParallelConfig
@@ -68,9 +68,9 @@ class Layout:
     pp_control: dist.ProcessGroup
     ends_group: dist.ProcessGroup | None
     message_groups: dict[tuple[str, int], dist.ProcessGroup]
-    guests_control: dist.ProcessGroup | None = None
-    guests_leader: int = 0
-    is_guest: bool = False
+    outsiders_control: dist.ProcessGroup | None = None
+    outsiders_leader: int = 0
+    is_outsider: bool = False
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
@@ -99,7 +99,7 @@ class Layout:
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
         """The ranks that split each layer; None without tensor parallelism."""
-        return self.mesh["tp"].get_group() if self.parallel.tp > 1 and not self.is_guest else None
+        return self.mesh["tp"].get_group() if self.parallel.tp > 1 and not self.is_outsider else None
 
     @property
     def pp_rank(self) -> int:
@@ -125,12 +125,12 @@ class Layout:
     @property
     def writes_for_stage(self) -> bool:
         """Whether this rank stands for its stage where only one rank should write."""
-        return not self.is_guest and self.data_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
+        return not self.is_outsider and self.data_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
     def is_first_of_data_rank(self) -> bool:
         """Whether this rank stands for its data rank where only one rank should write."""
-        return not self.is_guest and self.pp_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
+        return not self.is_outsider and self.pp_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
     def last_stage_rank(self) -> int:
@@ -139,11 +139,11 @@ class Layout:
 
     @property
     def has_last_stage(self) -> bool:
-        return not self.is_guest and self.pp_rank == self.last_stage_rank
+        return not self.is_outsider and self.pp_rank == self.last_stage_rank
 
     @property
     def has_first_stage(self) -> bool:
-        return not self.is_guest and self.pp_rank == 0
+        return not self.is_outsider and self.pp_rank == 0
 
     @property
     def ranks_per_stage(self) -> int:
@@ -155,7 +155,7 @@ class Meshes:
     """The layouts of a model's components.
 
     Attributes:
-        language: the language model's layout; this rank may be a guest there.
+        language: the language model's layout; this rank may be an outsider there.
         encoders: the layouts of the encoders by name; none for a model that reads text only.
         components: the ranks and sizes of each component; None for a model of one component.
     """
@@ -194,8 +194,8 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
     """
     everyone = range(dist.get_world_size())
     members = list(everyone if ranks is None else ranks)
-    guests = [rank for rank in everyone if rank not in members]
-    alone = [[rank] for rank in guests]
+    outsiders = [rank for rank in everyone if rank not in members]
+    alone = [[rank] for rank in outsiders]
     outer = (parallel.pp, parallel.dp_replicate)
     dense = (*outer, parallel.fsdp_size, parallel.tp)
     experts = (*outer, parallel.expert_ranks // parallel.ep, parallel.ep)
@@ -216,9 +216,9 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
         pp_control=_control_group(by_stage + alone),
         ends_group=own_group([sorted({ranks_[0], ranks_[last]}) for ranks_ in by_stage]),
         message_groups=_message_groups(by_stage, device) if parallel.virtual_stages > 1 else {},
-        guests_control=own_group([[by_stage[0][last], *guests]], "gloo") if guests else None,
-        guests_leader=by_stage[0][last],
-        is_guest=dist.get_rank() not in members,
+        outsiders_control=own_group([[by_stage[0][last], *outsiders]], "gloo") if outsiders else None,
+        outsiders_leader=by_stage[0][last],
+        is_outsider=dist.get_rank() not in members,
     )
 
 
@@ -240,7 +240,7 @@ def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tup
     for message in MESSAGES:
         for parity in (0, 1):
             group = own_group(by_stage)
-            if group is None:  # a guest
+            if group is None:  # an outsider
                 continue
             # All members connect now: the first message has two of them only, and NCCL would wait for the others.
             dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -99,7 +99,7 @@ class TreeCrew:
     def __init__(self, layout: Layout, do: Callable[[Job, Share | None], Any]):
         self.do, self.group = do, layout.world_control
         self.rank, self.size = self.group.rank(), self.group.size()
-        own = None if layout.is_guest else layout.data_rank
+        own = None if layout.is_outsider else layout.data_rank
         self.data_ranks: list[int | None] = gather_objects(own, self.group)
         self.signals: list[str] = []
         self.is_intact = True

@@ -80,7 +80,7 @@ class PolicyRank:
 
         Args:
             job: the job.
-            share: the rows of this rank's data rank; None for a guest, and for a job without rows.
+            share: the rows of this rank's data rank; None for an outsider, and for a job without rows.
         """
         return self.handlers[type(job)](job, share)
 

@@ -54,7 +54,7 @@ class RouteStore:
         assert self.handle.router_shape is not None
         layout, rank = self.handle.layout, dist.get_rank()
         if not self._ranks:
-            here = (None if layout.is_guest else layout.data_rank, tuple(self.handle.router_layers))
+            here = (None if layout.is_outsider else layout.data_rank, tuple(self.handle.router_layers))
             self._ranks = gather_objects(here, layout.world_control)
         mine, layers = self._ranks[rank]
         pieces = [

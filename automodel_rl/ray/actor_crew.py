@@ -31,7 +31,7 @@ class ActorCrew:
         signals: none: signals go to the program.
         is_intact: whether the ranks take jobs.
         host: the address of the program's machine.
-        data_ranks: the data rank of each rank, None for a guest; filled once models are loaded.
+        data_ranks: the data rank of each rank, None for an outsider; filled once models are loaded.
     """
 
     def __init__(self, ranks: Sequence[Any], held: contextlib.ExitStack):

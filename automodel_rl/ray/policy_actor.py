@@ -45,7 +45,7 @@ class RankFacts:
     """What the program needs to know of a rank.
 
     Attributes:
-        data_rank: its data rank; None for a guest.
+        data_rank: its data rank; None for an outsider.
         packing: how rows become microbatches.
         vocab_size: number of token ids of the model.
     """
@@ -111,7 +111,7 @@ class PolicyActor:
             self.handlers = self.handlers | FleetRank(self.policy, tokenizer).handlers
         layout = self.handle.layout
         packing = Packing.of(config.batch, config.parallel, self.handle.flops)
-        data_rank = None if layout.is_guest else layout.data_rank
+        data_rank = None if layout.is_outsider else layout.data_rank
         return RankFacts(data_rank, packing, self.handle.config.vocab_size)
 
     def do(self, job: Job, share: Share | None) -> Any:

@@ -18,8 +18,8 @@ from automodel_rl.losses import Denominator, count
 from automodel_rl.parallel.host_collectives import any_rank, gather_objects
 from automodel_rl.parallel.layout import Layout
 
-GUEST = -1
-"""The data rank that a guest reports, a rank without the language model."""
+OUTSIDER = -1
+"""The data rank that an outsider reports, a rank without the language model."""
 
 UNITS, ROUNDING = 10_000, 10
 """Sums of microbatches' values are compared in units of 1 / `UNITS` of their size. They may differ by `ROUNDING`."""
@@ -60,7 +60,7 @@ def agree_on_batch(microbatches: Sequence[Microbatch], vocab_size: int, layout: 
     problem = _problem(microbatches, vocab_size)
     counts = count(microbatches)
     reported: dict[str, int] = {
-        "data_rank": GUEST if layout.is_guest else layout.data_rank,
+        "data_rank": OUTSIDER if layout.is_outsider else layout.data_rank,
         "is_first": int(layout.is_first_of_data_rank),
         "problem": int(problem != ""),
         "num_microbatches": len(microbatches),
@@ -98,7 +98,7 @@ def _agreed_microbatches(of_ranks: dict[str, Tensor]) -> int:
         ("value_summary", ROUNDING, "values in their microbatches"),
     ):
         expected = by_data_rank(name)[data_rank.clamp_min(0)]
-        others = (data_rank != GUEST) & ((of_ranks[name] - expected).abs() > allowed)
+        others = (data_rank != OUTSIDER) & ((of_ranks[name] - expected).abs() > allowed)
         if others.any():
             raise InputError(
                 f"the ranks of data rank {data_rank[others][0]} have different {what}: all pipeline, tensor and "

@@ -54,7 +54,7 @@ class Bridge:
     """This rank's end of the bridge. Every method is a collective of all ranks with the encoder or a first stage.
 
     Args:
-        encoder, language: the layouts of both components; this rank may be a guest of one.
+        encoder, language: the layouts of both components; this rank may be an outsider of one.
         encoder_ranks, language_ranks: the ranks of the job that have them.
 
     Attributes:

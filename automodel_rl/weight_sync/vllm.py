@@ -100,7 +100,7 @@ class VllmSameDevice(_Vllm):
     The first of them talks to vLLM, and they go on together.
 
     Args:
-        channel: the channel to this rank's generator; that of a bystander on all ranks but the first.
+        channel: the channel to this rank's generator; a `NoGenerator` on all ranks but the first.
         layout: this rank's place.
         seconds: longest wait for an answer.
         group: the ranks on whose devices vLLM is; None for this rank alone.

@@ -74,7 +74,7 @@ def difference_in_bf16(folder: Path, components: ComponentsConfig) -> float:
     """Mean absolute difference of log-probabilities to transformers, with the kernels of 16 bits on both components."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), components=components)
     sequences = [with_media(s, handle.whole_config, n + 1) for n, s in enumerate(make_sequences(6, 0))]
-    microbatches = [] if handle.layout.is_guest else [pack_microbatch(sequences)]
+    microbatches = [] if handle.layout.is_outsider else [pack_microbatch(sequences)]
     found = Engine(handle).logprobs(microbatches)
     expected = OneProcess(folder, torch.bfloat16, Training(), handle.layout.device)
     with torch.no_grad():

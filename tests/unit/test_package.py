@@ -50,6 +50,7 @@ def test_public_names_have_texts_with_all_parameters_and_examples(name: str) -> 
 
 MADE_INSIDE = {
     "AdapterOrigin",
+    "ChatTemplate",
     "Completion",
     "Crew",
     "EmptyModel",

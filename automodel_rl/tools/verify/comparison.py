@@ -244,7 +244,7 @@ def _compare_step(
         found: the differences noted so far.
     """
     handle = engine.handle
-    mine = [] if handle.layout.is_guest else of_ranks[handle.layout.data_rank]
+    mine = [] if handle.layout.is_outsider else of_ranks[handle.layout.data_rank]
     microbatches = packed(mine)
     with torch.no_grad():
         logprobs = [expected.logprobs(sequence) for microbatch in mine for sequence in microbatch]
@@ -383,8 +383,8 @@ def _compare_export(engine: Engine, scratch: Path, found: Differences) -> None:
 
 
 def _one_microbatch(handle: ModelHandle, seed: int) -> list[Microbatch]:
-    """A microbatch of two sequences, the same on every data rank. A guest gets none."""
-    return [] if handle.layout.is_guest else [pack_microbatch(_two_sequences(handle, seed))]
+    """A microbatch of two sequences, the same on every data rank. An outsider gets none."""
+    return [] if handle.layout.is_outsider else [pack_microbatch(_two_sequences(handle, seed))]
 
 
 def _two_sequences(handle: ModelHandle, seed: int) -> list[TokenSequence]:

@@ -59,7 +59,7 @@ def train(folder: Path, lora: LoraConfig, components: ComponentsConfig) -> tuple
     for step in range(STEPS):
         microbatches = [
             pack_microbatch(sequences_of(folder, step, handle.layout.data_rank, microbatch))
-            for microbatch in range(0 if handle.layout.is_guest else MICROBATCHES)
+            for microbatch in range(0 if handle.layout.is_outsider else MICROBATCHES)
         ]
         losses.append(engine.train_step(microbatches, sft_loss).loss)
     handle.save_pretrained(folder / "trained")

@@ -223,7 +223,7 @@ def test_encoder_ranks_without_images_wait_for_nobody_and_change_no_scale(
     together = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2})
     found = ranks(4).run(train_with_few_images, tmp_path, side_by_side, images_of)
     expected = ranks(3).run(train_with_few_images, tmp_path, together, images_of)
-    assert len(set(found)) == 1  # guests and all
+    assert len(set(found)) == 1  # outsiders and all
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
 
 

@@ -53,10 +53,12 @@ def do(job: Job, share: Share | None) -> Any:
 
 
 def lead(size: int, program: Any) -> Any:
-    """A crew in which ranks of even number are data rank 0, others data rank 1, and rank 2 a guest."""
+    """A crew in which ranks of even number are data rank 0, others data rank 1, and rank 2 an outsider."""
     join_process_group(size)
     rank = dist.get_rank()
-    layout: Any = SimpleNamespace(world_control=dist.new_group(backend="gloo"), is_guest=rank == 2, data_rank=rank % 2)
+    layout: Any = SimpleNamespace(
+        world_control=dist.new_group(backend="gloo"), is_outsider=rank == 2, data_rank=rank % 2
+    )
     crew = TreeCrew(layout, do)
     if rank:
         with StopSignal() as stop:

@@ -64,11 +64,13 @@ def make_engine(folder: Path, components: ComponentsConfig | None) -> Engine:
 
 
 def microbatches_of(engine: Engine) -> list[Microbatch]:
-    """As many microbatches with an image each; none for a guest."""
+    """As many microbatches with an image each; none for an outsider."""
     handle = engine.handle
     sequences: list[TokenSequence] = make_sequences(MICROBATCHES, 0, handle.config.vocab_size)
     return (
-        [] if handle.layout.is_guest else [pack_microbatch([with_media(s, handle.whole_config, 1)]) for s in sequences]
+        []
+        if handle.layout.is_outsider
+        else [pack_microbatch([with_media(s, handle.whole_config, 1)]) for s in sequences]
     )
 
 
@@ -162,7 +164,7 @@ def late_image(folder: Path, components: ComponentsConfig) -> tuple[float, float
     collectives."""
     engine = make_engine(folder, components)
     handle, microbatches = engine.handle, []
-    for number in range(0 if handle.layout.is_guest else 6):
+    for number in range(0 if handle.layout.is_outsider else 6):
         (sequence,) = make_sequences(1, number, handle.config.vocab_size)
         has_image = handle.layout.data_rank == 0 or number == 5
         microbatches.append(pack_microbatch([with_media(sequence, handle.whole_config, int(has_image))]))

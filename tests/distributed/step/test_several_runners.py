@@ -41,7 +41,7 @@ def norms_of_steps(folder: Path, layout: dict[str, Any]) -> list[float]:
 
 
 def _microbatches_of(handle: ModelHandle) -> list[Microbatch]:
-    if handle.layout.is_guest:
+    if handle.layout.is_outsider:
         return []
     sequences = make_sequences(3, 0, handle.config.vocab_size)
     if handle.has_encoder:

@@ -192,7 +192,7 @@ def allocate_encoder(model: ModelConfig, components: ComponentsConfig) -> tuple[
     handle = ModelHandle.from_pretrained(model, components=components)
     engine = Engine(handle, ADAMW)
     sequence = with_media(make_sequences(1, 0)[0], handle.whole_config, seed=1)
-    engine.train_step([] if handle.layout.is_guest else [pack_microbatch([sequence])], sft_loss)
+    engine.train_step([] if handle.layout.is_outsider else [pack_microbatch([sequence])], sft_loss)
     (part,) = next((module.parts for module in handle.components if module.name != "language"), [None])
     if part is None:
         return 0, 0, 0

@@ -15,7 +15,7 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request
-from automodel_rl.generators.engine_ranks import Bystander, EngineRanks
+from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.fleet_rank import FleetRank
 from automodel_rl.generators.make_generator import make_generator
 from automodel_rl.generators.protocol import Completion, Generator
@@ -146,7 +146,7 @@ def run_split(settings: Settings) -> int:
         within = dataclasses.replace(spec, choice=TransformersGeneratorConfig())
         generator, transport = make_generator(within, handle, tokenizer, ranks, is_first)
         generator.__class__ = Flaky
-        return (generator if ranks.leads else Bystander()), transport
+        return (generator if ranks.leads else NoGenerator()), transport
 
     Flaky.left, Flaky.written = 1, 0
     with mock.patch("automodel_rl.generators.supervisor.make_generator", make):

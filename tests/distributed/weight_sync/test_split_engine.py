@@ -11,7 +11,7 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Message
-from automodel_rl.generators.engine_ranks import Bystander, EngineRanks
+from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.vllm import VllmSameDevice
 from tests.distributed.weight_sync.generators import own_tensors, sync_config, train, trained_model
@@ -75,7 +75,7 @@ def sync_over_two_ranks(folder: Path, sizes: dict[str, Any]) -> list[str]:
     spec = GeneratorSpec(VllmGeneratorConfig(tensor_parallel=2), 8, sync_config())
     ranks = EngineRanks.join(spec)
     workers = Workers()
-    channel: Any = workers if ranks.leads else Bystander()
+    channel: Any = workers if ranks.leads else NoGenerator()
     config = sync_config(num_buffers=2, timeout=5.0)
     sync = WeightSync(handle, VllmSameDevice(channel, handle.layout, 5.0, ranks.group), config)
     problems = []

@@ -36,18 +36,18 @@ def test_devices_of_their_own_are_dealt_to_the_ranks_of_a_machine(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("devices", "size", "writers"), [((4,), 1, (0, 4)), ((4, 5), 1, (0, 1, 4, 5)), ((4, 5, 6, 7), 2, (0, 1, 4, 5))]
+    ("devices", "size", "leaders"), [((4,), 1, (0, 4)), ((4, 5), 1, (0, 1, 4, 5)), ((4, 5, 6, 7), 2, (0, 1, 4, 5))]
 )
 def test_the_first_ranks_of_each_machine_lead_a_vllm_on_devices_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], size: int, writers: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], size: int, leaders: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(engine_ranks.dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(engine_ranks.dist, "get_rank", lambda: 5)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     spec = GeneratorSpec(VllmGeneratorConfig(place=devices, tensor_parallel=size), 8, WeightSyncConfig())
     ranks = EngineRanks.join(spec)
-    assert (ranks.writers, ranks.size, ranks.group) == (writers, size, None)
-    assert ranks.leads == (5 in writers)
+    assert (ranks.leaders, ranks.size, ranks.group) == (leaders, size, None)
+    assert ranks.leads == (5 in leaders)
 
 
 @pytest.mark.parametrize(("devices", "size"), [((4, 5, 6, 7, 8, 9), 2), ((4, 5, 6), 1)])
