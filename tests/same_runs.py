@@ -62,6 +62,11 @@ def cases(folder: Path) -> Iterator[tuple[str, Settings]]:
     adapters = _float64(settings_of("grpo", text, Path(), weight_sync={"adapters": "alone"}, parallel={"pp": 2}))
     adapters["model"]["lora"] = {"rank": 2, "targets": "all-linear"}
     yield "grpo, adapters alone", adapters
+    ahead = _float64(settings_of("grpo", text, Path(), parallel={"dp_shard": 2}))
+    ahead["rollout"] |= {"generator": {"kind": "transformers", "place": "shared"}, "max_staleness": 1}
+    ahead["rollout"] |= {"max_new_tokens": 4}  # so few that each batch is written before the next weight sync
+    ahead["loss"] |= {"correction": {"kind": "truncate"}}
+    yield "grpo, ahead", ahead
     for algorithm in ("sft", "dpo", "grpo"):
         often = _float64(settings_of(algorithm, text, Path(), parallel={"dp_shard": 2}, length={"steps": 8}))
         yield f"{algorithm}, {KILLED}", often | {"checkpoint": {"every_steps": 1}}

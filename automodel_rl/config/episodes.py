@@ -47,9 +47,9 @@ class EpisodeConfig(Section):
     episode_seconds: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which no further turn of a conversation begins; null for no limit."""
 
-    max_episodes: Positive = 512
-    """Most conversations that are under way at once, and so most processes of environments, which run on the machine of
-    the first rank."""
+    max_episodes: Positive = 256
+    """Most conversations for each rank that are under way at once, and so most processes of environments. They run on
+    the machine of the first rank."""
 
     on_bad_call: Literal["answer", "end"] = "answer"
     """What happens if a turn has a call that cannot be read. answer: the model is told, and goes on. end: the

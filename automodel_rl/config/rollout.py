@@ -155,9 +155,9 @@ class RewardConfig(Section):
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further keyword arguments of the function, e.g. pattern for format."""
 
-    workers: Annotated[int, Field(gt=0, le=1024)] | None = None
-    """Number of processes that call the function at the same time, on the machine of the first rank; null for as many
-    as there are ranks, up to the number of its processors."""
+    workers: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Number of processes for each rank that call the function at the same time. They run on the machine of the first
+    rank, and are no more than it has processors, unless this number alone is."""
 
     concurrency: Annotated[int, Field(gt=0, le=100_000)] = 64
     """Most calls of an async function at once in each process."""

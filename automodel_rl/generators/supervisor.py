@@ -212,9 +212,10 @@ class GeneratorSupervisor:
             torch.cuda.empty_cache()
 
     def _replace(self) -> None:
-        if self.generator is not None:
-            self.generator.close()
-        self.generator, self.problem = None, ""
+        lost, self.generator = self.generator, None  # at once: who waits for it must not hold the next one for lost
+        if lost is not None:
+            lost.close()
+        self.problem = ""
         self.sync.disconnect()
         self._free_unused()
         try:

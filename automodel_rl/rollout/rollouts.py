@@ -108,7 +108,7 @@ class Rollouts:
             rollout = config.rollout.model_copy(update={"stop_token_ids": stops})
             self.config = config.model_copy(update={"rollout": rollout})
         try:
-            self.scorer = Scorer([_with_workers(reward, config.world_size) for reward in rewards])
+            self.scorer = Scorer([_for_all_ranks(reward, config.world_size) for reward in rewards])
         except BaseException:
             self._close_conversations()
             raise
@@ -301,9 +301,10 @@ class Rollouts:
         return completion
 
 
-def _with_workers(reward: RewardConfig, num_ranks: int) -> RewardConfig:
-    """The reward with a number of processes, if its config leaves that open."""
-    return reward.model_copy(update={"workers": reward.workers or min(num_ranks, os.cpu_count() or 1)})
+def _for_all_ranks(reward: RewardConfig, num_ranks: int) -> RewardConfig:
+    """The reward with as many processes as all ranks together ask for, if this machine has as many processors."""
+    workers = max(reward.workers, min(reward.workers * num_ranks, os.cpu_count() or 1))
+    return reward.model_copy(update={"workers": workers})
 
 
 def completion_seed(seed: int, prompt: int, sample: int) -> int:

@@ -89,7 +89,8 @@ class StepRollouts:
             self.fleet.restore()
             self.run.abandon_step(before)
             raise
-        step.metrics["rollout/lost_generators"] = len(self.fleet.lost)
+        if self.fleet.lost:
+            step.metrics["rollout/lost_generators"] = len(self.fleet.lost)
         step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
         self._mention_overlong()
         self.write({})  # at once, so that they are there if the step fails

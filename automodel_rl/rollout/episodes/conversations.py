@@ -56,7 +56,7 @@ class Conversations:
             rollout.max_new_tokens,
             rollout.episode_seconds,
         )
-        self._driver = EpisodeDriver(rollout.max_episodes)
+        self._driver = EpisodeDriver(rollout.max_episodes * config.world_size)
 
     @property
     def stop_ids(self) -> set[int]:

@@ -64,7 +64,6 @@ class RewardPool:
         config: the reward.
 
     Attributes:
-        num_processes: number of processes.
         takes_batches: whether the function takes lists of completions.
 
     Raises:
@@ -77,11 +76,10 @@ class RewardPool:
         self._is_closed = False
         first = _Process(config)
         self.takes_batches, self._is_async = first.kind == BATCH, first.kind == ASYNC
-        self.num_processes = config.workers or 1
-        self._processes: list[_Process | None] = [first, *[None] * (self.num_processes - 1)]
+        self._processes: list[_Process | None] = [first, *[None] * (config.workers - 1)]
         self._threads = [
             threading.Thread(target=self._work, args=(place,), daemon=True, name=f"{config.function} {place}")
-            for place in range(self.num_processes)
+            for place in range(config.workers)
         ]
         for thread in self._threads:
             thread.start()

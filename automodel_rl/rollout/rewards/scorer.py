@@ -88,7 +88,7 @@ class Scorer:
         return [self._score(results) for results in zip(*by_reward, strict=True)]
 
     def _together(self, pool: RewardPool, scorings: Sequence[Scoring]) -> list[Result]:
-        size = max(1, -(-len(scorings) // pool.num_processes))
+        size = max(1, -(-len(scorings) // pool.config.workers))
         parts = [scorings[start : start + size] for start in range(0, len(scorings), size)]
         futures = [pool.submit([s.completion for s in part], [s.example for s in part]) for part in parts]
         return [result for future in futures for result in future.result()]

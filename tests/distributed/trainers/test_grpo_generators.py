@@ -137,6 +137,48 @@ def test_the_others_write_what_a_dead_generator_was_to_write(ranks: RankPool, wo
     assert_same_weights(tmp_path / "both" / "final", tmp_path / "steady" / "final")
 
 
+def run_with_one_that_does_not_come_back(settings: Settings) -> int:
+    """Trains; the generator of rank 1 dies at its third batch, and no other one starts. How often one was to."""
+    made = calls = 0
+    write = FleetRank._write
+
+    def make(*arguments: Any) -> tuple[Generator, Transport]:
+        nonlocal made
+        made += 1
+        if made > 1:
+            raise InputError("its device is broken")
+        generator, transport = make_generator(*arguments)
+        generator.__class__ = Flaky
+        return generator, transport
+
+    def counting(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        Flaky.left = int(calls == 3 and os.environ["RANK"] == "1")
+        write(*arguments)
+
+    Flaky.works = 0
+    with (
+        mock.patch("automodel_rl.generators.supervisor.make_generator", make),
+        mock.patch.object(FleetRank, "_write", counting),
+    ):
+        train(settings | {"weight_sync": {"check_every": 0}})
+    return made - 1
+
+
+def test_a_generator_that_does_not_come_back_is_left_out_while_others_write(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "steady", length={"steps": 4}, parallel={"dp_shard": 2})
+    ranks(2).run(train, settings)
+    settings |= {"output": str(tmp_path / "left out")}
+    restarts = ranks(2).run(run_with_one_that_does_not_come_back, settings)
+    assert restarts[0] == 0
+    assert restarts[1] >= 4  # retries of the last two steps
+    assert_same_weights(tmp_path / "left out" / "final", tmp_path / "steady" / "final")
+    assert [row.get("rollout/lost_generators", 0) for row in metrics_of(tmp_path / "left out")] == [0, 0, 1, 1]
+
+
 def run_split(settings: Settings) -> int:
     """Trains with a generator that two ranks share, which fails at first. The completions that this rank wrote."""
 
