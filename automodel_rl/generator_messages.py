@@ -104,6 +104,7 @@ class Request:
         conversation: a number that all turns of a conversation share, so that one generator writes them, or None.
         media: the prompt's images and clips, in order.
         rollouts: the number of the rollouts for which the routes are kept; None if nobody needs them.
+        routes_from: place of the prompt's first token whose routes are kept: those before it are known.
     """
 
     prompt: list[int]
@@ -112,6 +113,7 @@ class Request:
     conversation: int | None = None
     media: tuple[PromptMedia, ...] = ()
     rollouts: int | None = None
+    routes_from: int = 0
 
 
 @dataclass(frozen=True)

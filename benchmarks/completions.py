@@ -2,8 +2,8 @@
 
     python benchmarks/completions.py 1 8 64
 
-Generators are processes of this machine that write at once: 4 million tokens in completions of 2,048. So the time is that
-of the way from relays to the fleet alone; with few processors it includes what the generators' ranks do.
+Generators are processes of this machine that write at once: 4 million tokens in completions of 2,048. So the time is
+that of the way from relays to the fleet alone; with few processors it includes what the generators' ranks do.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators import jobs
 from automodel_rl.generators.fleet import Fleet
-from automodel_rl.generators.protocol import Completion, OnFinished
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost
 from automodel_rl.generators.relay import Relay
 
 TOKENS, LENGTH, PROMPT, TIMES = 4_000_000, 2048, 512, 3
@@ -30,12 +30,10 @@ class Instant:
     works_alone = True
     completion = Completion([7] * LENGTH, [-0.125] * LENGTH, "length", versions=(0, 0))
 
-    def submit(self, requests: Sequence[Request], on_finished: OnFinished) -> Callable[[], None]:
-        def wait() -> None:
-            for place in range(len(requests)):
-                on_finished(place, self.completion)
-
-        return wait
+    def submit(self, requests: Sequence[Request], on_finished: OnFinished, on_lost: OnLost) -> Callable[[], list[Any]]:
+        for place in range(len(requests)):
+            on_finished(place, self.completion)
+        return list
 
 
 class Forked:
@@ -55,7 +53,7 @@ class Forked:
                 supervisor: Any = SimpleNamespace(
                     generator=Instant(), problem="", handle=handle, policy_versions=lambda versions: versions
                 )
-                Relay(rank, supervisor, SimpleNamespace(own={}), job.address)  # type: ignore[arg-type]
+                Relay(rank, supervisor, None, job.address)  # type: ignore[arg-type]
                 while os.getppid() != 1:
                     time.sleep(0.2)
         return [(rank, True) for rank in range(self.size)]

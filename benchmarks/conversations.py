@@ -20,7 +20,7 @@ import torch
 from workload import TINY, WORKLOADS, write_model
 
 from automodel_rl.generator_messages import Request, Sampling, VllmSettings
-from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, Generator, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
@@ -79,7 +79,7 @@ class Watched:
         self.turns = self.cached = self.asked = 0
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
         self._add(len(requests))
 
@@ -91,7 +91,7 @@ class Watched:
                 self.asked += len(requests[place].prompt)
             on_finished(place, completion)
 
-        return self.inner.submit(requests, finished)
+        return self.inner.submit(requests, finished, on_lost)
 
     def close(self) -> None:
         self.inner.close()
@@ -112,10 +112,10 @@ class InRounds(Watched):
     works_alone = False
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
         held: list[tuple[int, Completion]] = []
-        wait = super().submit(requests, lambda place, completion: held.append((place, completion)))
+        wait = super().submit(requests, lambda place, completion: held.append((place, completion)), on_lost)
 
         def waited() -> list[Completion]:
             completions = wait()
@@ -211,7 +211,7 @@ def _tiny_generator(folder: Path) -> Generator:
         works_alone = True
 
         def submit(
-            self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+            self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
         ) -> Callable[[], list[Completion]]:
             completion = Completion([1, 2, 0], [-1.0, -1.0, -1.0], "stop", num_cached=0)
 

@@ -1,5 +1,6 @@
 """Fleets without ranks: relays with generators of the tests, in this process."""
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ from automodel_rl.batch import RouterShape
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators import jobs
 from automodel_rl.generators.fleet import Fleet
-from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.generators.relay import Relay
 from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.routes import RouteStore
 
 VOCABULARY = 100
 
@@ -37,12 +39,22 @@ class Echo:
         self.held.set()
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
         self.asked += requests
-        return lambda: self._write(requests, on_finished)
+        if not self.works_alone:
+            return lambda: self.write(requests, on_finished)
 
-    def _write(self, requests: Sequence[Request], on_finished: OnFinished) -> list[Completion]:
+        def work() -> None:
+            try:
+                self.write(requests, on_finished)
+            except Exception as error:
+                on_lost(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return list
+
+    def write(self, requests: Sequence[Request], on_finished: OnFinished) -> list[Completion]:
         self.held.wait()
         if self._lost.is_set():
             raise ConnectionError("it is gone")
@@ -78,7 +90,9 @@ class LocalCrew:
             )
             for rank, generator in generators.items()
         }
-        self.routes = {rank: SimpleNamespace(own={}) for rank in generators}
+        for supervisor in self.supervisors.values():
+            supervisor.lose = functools.partial(_lose, supervisor)
+        self.routes = {rank: RouteStore(handle) for rank in generators}  # type: ignore[arg-type]
         self.relays: dict[int, Relay] = {}
         self.host, self.is_intact, self.signals = "localhost", True, list[str]()
         self.restarted: list[dict[int, str]] = []
@@ -88,13 +102,12 @@ class LocalCrew:
         match job:
             case jobs.StartGenerators(_, address):
                 for rank, supervisor in self.supervisors.items():
-                    routes: Any = self.routes[rank]
-                    self.relays[rank] = Relay(rank, supervisor, routes, address)
+                    self.relays[rank] = Relay(rank, supervisor, self.routes[rank], address)
                 return [(rank, one.generator.works_alone) for rank, one in self.supervisors.items()]
-            case jobs.Write(orders):
-                for rank, of_rank in orders.items():
+            case jobs.Write(requests):
+                for rank, of_rank in requests.items():
                     self.relays[rank].write(of_rank)
-            case jobs.RestartGenerators(lost):
+            case jobs.RestartGenerators(lost, _):
                 self.restarted.append(lost)
                 for rank in lost:
                     self.supervisors[rank].problem = ""
@@ -107,6 +120,11 @@ class LocalCrew:
         """Ends the relays."""
         for relay in self.relays.values():
             relay.close()
+
+
+def _lose(supervisor: Any, generator: Any, problem: str) -> None:
+    if generator is supervisor.generator:
+        supervisor.problem = supervisor.problem or problem
 
 
 def fleet_of(crew: LocalCrew) -> Fleet:

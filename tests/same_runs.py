@@ -52,7 +52,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Settings]]:
     for algorithm in ("sft", "dpo", "grpo"):
         for name, parallel in LAYOUTS.items():
             yield f"{algorithm}, {name}", _float64(settings_of(algorithm, text, Path(), parallel=parallel))
-    turns = _float64(settings_of("grpo", text, Path(), length={"steps": 3}, parallel={"dp_shard": 2}))
+    turns = _float64(settings_of("grpo", text, Path(), length={"steps": 3}))
     add_turns(turns)
     turns["rollout"]["max_episodes"] = 1  # else answers' times decide which turns are written together
     yield "grpo, conversations", turns | {"model": turns["model"] | {"path": str(folder / "ending")}}

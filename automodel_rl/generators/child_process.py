@@ -41,7 +41,7 @@ class ChildProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
         self.connection, theirs = multiprocessing.Pipe()
-        self._sending = threading.Lock()
+        self._sending, self._is_closed = threading.Lock(), False
         try:
             # A session of its own, so that Ctrl-C reaches only the rank, which finishes its step first.
             self.process = subprocess.Popen(
@@ -101,6 +101,9 @@ class ChildProcess:
                 own children are killed.
         """
         self.connection.close()
+        if self._is_closed:  # another process may have its number by now
+            return
+        self._is_closed = True
         _wait_while(lambda: self.process.poll() is None, seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)

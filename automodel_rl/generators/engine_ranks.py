@@ -11,7 +11,7 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig, VllmServersConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Answer, Call, Committed, Message, Request, unknown
-from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import own_group
 
@@ -93,7 +93,7 @@ class NoGenerator:
         self._answers: deque[Message] = deque()
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
         assert not requests
         return list

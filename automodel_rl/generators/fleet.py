@@ -4,9 +4,9 @@ import contextlib
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from automodel_rl.config.generator_spec import GeneratorSpec
@@ -15,7 +15,9 @@ from automodel_rl.generator_messages import Failed, Finished, Request
 from automodel_rl.generators import jobs
 from automodel_rl.generators.meeting import Meeting
 from automodel_rl.generators.member import Member
-from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+from automodel_rl.generators.submission import MOST_LOSSES, Assignment, Submission, nobody_writes
+from automodel_rl.launch import watchdog
 from automodel_rl.launch.flight import flight
 from automodel_rl.policy.crew import Crew
 from automodel_rl.policy.jobs import Job
@@ -23,49 +25,15 @@ from automodel_rl.policy.jobs import Job
 T = TypeVar("T")
 
 LOOK_SECONDS = 10.0
-"""Seconds between two looks whether all ranks are there, while a program waits for completions."""
-
-
-@dataclass(eq=False)
-class _Order:
-    """The requests of one `submit`.
-
-    Attributes:
-        requests, on_finished: what `submit` got.
-        only: the member that is to write them; None for any.
-        done: completions by place.
-        problem: why nobody writes those that are missing, "" if somebody does.
-        error: what `on_finished` raised.
-    """
-
-    requests: Sequence[Request]
-    on_finished: OnFinished
-    only: Member | None = None
-    done: dict[int, Completion] = field(default_factory=dict)
-    problem: str = ""
-    error: BaseException | None = None
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether there is nothing to wait for."""
-        return len(self.done) == len(self.requests) or bool(self.problem) or self.error is not None
-
-
-@dataclass(eq=False)
-class _Part:
-    """The part of an order that a member writes: its places, of which so many are not done."""
-
-    order: _Order
-    places: list[int]
-    member: Member
-    left: int
+"""Seconds between two looks whether all ranks and members are there, while a program waits for completions."""
 
 
 class Fleet:
     """The generators of a policy. A program calls its methods; nothing in it is a collective.
 
     Each generator is a member, led by a rank. What a member that is lost was to write goes to others, with the same
-    seeds; `restart` brings it back. The turns of a conversation go to one member, which has their beginning cached.
+    seeds; `restart` brings it back. A request with which three members were lost becomes a completion with an error.
+    The turns of a conversation go to one member, which has their beginning cached.
 
     Args:
         crew: the ranks, which lead the generators.
@@ -92,9 +60,10 @@ class Fleet:
         self.policy_version = 0
         self.warning = ""
         self.spec: GeneratorSpec
-        self._news = threading.Condition()
+        self._news = threading.Condition()  # guards what follows, and all members and submissions
         self._numbers = itertools.count(1)
-        self._parts: dict[int, _Part] = {}
+        self._assignments: dict[int, Assignment] = {}
+        self._held: list[tuple[Submission, Sequence[int]]] | None = None
 
     @property
     def works_alone(self) -> bool:
@@ -108,8 +77,13 @@ class Fleet:
 
     @property
     def lost(self) -> dict[int, str]:
-        """Why members are lost, by rank."""
-        return {member.rank: member.problem for member in self.members if member.problem}
+        """Why members are lost that `restart` starts again, by rank."""
+        return {one.rank: one.problem for one in self.members if one.problem and not self._is_given_up(one)}
+
+    @property
+    def given_up(self) -> dict[int, str]:
+        """Why members are lost that did not come back, by rank. Another start is tried some policy versions later."""
+        return {one.rank: one.problem for one in self.members if one.problem and self._is_given_up(one)}
 
     def start(self, spec: GeneratorSpec) -> None:
         """Starts all generators.
@@ -136,23 +110,25 @@ class Fleet:
         self._note(self.crew.ask(jobs.SyncWeights(is_new=False)))
 
     @contextlib.contextmanager
-    def awake(self, time: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> Iterator[None]:
+    def awake(self, timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> Iterator[None]:
         """Lets generators write in this block, in the memory that they share with the trainer, if they do. After it
         the trainer's weights may still be on the host.
 
         Args:
-            time: a block that measures how long the phase with this name takes.
+            timed: a block that measures how long the phase with this name takes.
         """
         if not self.spec.shares_memory:
             yield
             return
         try:
-            with time("wake"):
+            with timed("wake"):
                 self._note(self.crew.ask(jobs.Wake()))
+                if self.lost:
+                    self.restart()
             yield
         finally:
             if self.crew.is_intact:
-                with time("sleep"):
+                with timed("sleep"):
                     self.warning = self.crew.ask(jobs.Sleep())[0]
 
     def restore(self) -> None:
@@ -161,22 +137,24 @@ class Fleet:
             self.crew.ask(jobs.Restore())
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
-        """Lets generators begin to write. Any thread may call it.
+        """Lets generators begin to write. Any thread may call it, and none waits.
 
         Args:
             requests: the completions to write, which are dealt to the members.
             on_finished: called for every completion, by another thread.
+            on_lost: called if all members are lost before all completions have come.
 
         Returns:
             A function that waits for the completions, in the order of the requests. If generators do not work alone,
             the program's own thread must call it. It raises RolloutError if all members are lost.
         """
-        return functools.partial(self._completions, self._begin(_Order(requests, on_finished)))
+        return functools.partial(self._completions, self._begin(Submission(requests, on_finished, on_lost)))
 
     def waited(self, wait: Callable[[], T]) -> T:
-        """What a function returns that waits for completions. Meanwhile this looks whether all ranks are there.
+        """What a function returns that waits for completions. Meanwhile this looks whether all ranks are there, and
+        whether members that have something to write do send something.
 
         Args:
             wait: the function.
@@ -198,6 +176,7 @@ class Fleet:
         while thread.is_alive():
             with flight.phase("asking whether all ranks are there"):
                 self.crew.ask(Job())
+            self._lose_those_that_are_silent()
             thread.join(LOOK_SECONDS)
         if errors:
             raise errors[0]
@@ -210,16 +189,14 @@ class Fleet:
             requests: the completions to write, which are dealt to the generators.
 
         Raises:
-            RolloutError: a generator cannot write.
+            RolloutError: all generators are lost.
         """
         try:
             with self.awake():
-                completions = self.waited(self.submit(requests))
+                return self.waited(self.submit(requests))
         finally:
             if self.crew.is_intact:
                 self.restore()
-        self._raise_if_lost()
-        return completions
 
     def write_alike(self, requests: Sequence[Request]) -> dict[int, list[Completion]]:
         """The same completions by every generator, by the rank that leads it; none by one that is lost.
@@ -227,16 +204,16 @@ class Fleet:
         Args:
             requests: the completions to write.
         """
-        orders = [self._begin(_Order(requests, do_nothing, member)) for member in self.members]
+        submissions = [self._begin(Submission(requests, do_nothing, not_told, member)) for member in self.members]
 
         def wait() -> None:
-            for order in orders:
+            for submission in submissions:
                 with contextlib.suppress(RolloutError):
-                    self._completions(order)
+                    self._completions(submission)
 
         self.waited(wait)
-        of_members = zip(self.members, orders, strict=True)
-        return {m.rank: [o.done[place] for place in range(len(requests))] for m, o in of_members if not o.problem}
+        of_members = zip(self.members, submissions, strict=True)
+        return {member.rank: submission.completions() for member, submission in of_members if submission.error is None}
 
     def lose(self, rank: int, problem: str) -> None:
         """Holds a generator for lost: it gets no requests until `restart`.
@@ -250,12 +227,31 @@ class Fleet:
 
     def restart(self) -> None:
         """Starts generators again that are lost. All get the weights that the policy has now, as the same policy
-        version as before. One that does not start is lost again."""
-        answers: list[tuple[int, str]] = self.crew.ask(jobs.RestartGenerators(self.lost))
+        version as before. One that does not start is lost again. Requests wait for the end of it, if generators have
+        the trainer's memory in turns."""
+        with self._news:
+            lost, given_up = self.lost, self.given_up
+            self._held = [] if self.spec.shares_memory else None
+        try:
+            problems: list[tuple[int, str]] = self.crew.ask(jobs.RestartGenerators(lost, frozenset(given_up)))
+        finally:
+            with self._news:
+                held, self._held = self._held, None
+                for member in self.members:
+                    if member.rank in lost:
+                        member.problem, member.first_number = "", next(self._numbers)
+        self._note(problems)
+        with self._news:
+            for submission, places in held or ():
+                self._deal(submission, places)
+
+    def give_up(self) -> None:
+        """Notes that members that are lost do not come back: other starts are tried after 1, 2, 4 ... further policy
+        versions. Until then others write."""
         with self._news:
             for member in self.members:
-                member.problem = ""
-        self._note(answers)
+                if member.rank in self.lost:
+                    member.give_up(self.policy_version)
 
     def close(self) -> None:
         """Ends all generators."""
@@ -263,9 +259,8 @@ class Fleet:
         for member in self.members:
             member.close()
 
-    def _raise_if_lost(self) -> None:
-        for rank, problem in self.lost.items():
-            raise RolloutError(f"the generator of rank {rank} cannot write: {problem}")
+    def _is_given_up(self, member: Member) -> bool:
+        return member.tried_again_at > self.policy_version
 
     def _note(self, problems: Iterable[tuple[int, str]]) -> None:
         """Learns from ranks that their generators are lost."""
@@ -275,70 +270,94 @@ class Fleet:
                 if member.rank in lost:
                     self._lose(member, lost[member.rank])
 
-    def _begin(self, order: _Order) -> _Order:
+    def _begin(self, submission: Submission) -> Submission:
+        if not submission.requests:
+            submission.settled.set()
         with self._news:
-            self._deal(order, range(len(order.requests)))
-        return order
+            self._deal(submission, range(len(submission.requests)))
+        return submission
 
-    def _deal(self, order: _Order, places: Sequence[int]) -> None:
+    def _deal(self, submission: Submission, places: Sequence[int]) -> None:
         """Gives members requests in turn, or by their conversations."""
-        candidates = self.members if order.only is None else [order.only]
+        if self._held is not None:
+            self._held.append((submission, places))
+            return
+        candidates = self.members if submission.only is None else [submission.only]
         well = [member for member in candidates if not member.problem]
         if places and not well:
-            order.problem = f"the generator of rank {candidates[0].rank} cannot write: {candidates[0].problem}"
+            submission.fail(nobody_writes(candidates[0]))
             return
         shares: dict[Member, list[int]] = {}
         for turn, place in enumerate(places):
-            conversation = order.requests[place].conversation
+            conversation = submission.requests[place].conversation
             shares.setdefault(well[(turn if conversation is None else conversation) % len(well)], []).append(place)
+        busy = {assignment.member for assignment in self._assignments.values()}
         for member, own in shares.items():
+            if member not in busy:
+                member.heard = time.monotonic()
             number = next(self._numbers)
-            self._parts[number] = _Part(order, own, member, len(own))
-            member.ask(number, [order.requests[place] for place in own])
+            self._assignments[number] = Assignment(submission, own, member, len(own))
+            member.ask(number, [submission.requests[place] for place in own])
 
-    def _completions(self, order: _Order) -> list[Completion]:
-        """Waits for the completions of an order. Those of members that do not work alone are written now."""
-        while queued := {member.rank: member.take_queued() for member in self.members if member.queued}:
-            self.crew.ask(jobs.Write(queued))
-            numbers = {one.number for of_member in queued.values() for one in of_member}
+    def _completions(self, submission: Submission) -> list[Completion]:
+        """Waits for the completions of a submission. Those of members that do not work alone are written now."""
+        while not self.works_alone and not submission.settled.is_set():
+            with self._news:
+                queued = {member.rank: member.take_queued() for member in self.members if member.queued}
+            if queued:
+                self.crew.ask(jobs.Write(queued))
             with self._news:  # what they have written may still be on its way
-                self._news.wait_for(lambda numbers=numbers: not numbers & self._parts.keys())  # type: ignore[misc]
-        with self._news:
-            self._news.wait_for(lambda: order.is_settled)
-        if order.error is not None:
-            raise order.error
-        if order.problem:
-            raise RolloutError(order.problem)
-        return [order.done[place] for place in range(len(order.requests))]
+                self._news.wait_for(
+                    lambda: submission.settled.is_set() or any(member.queued for member in self.members)
+                )
+        return submission.completions()
 
     def _take(self, member: Member, message: Finished | Failed) -> None:
         """Takes what a member sends. Its thread calls it."""
         if isinstance(message, Failed):
             with self._news:
-                if not message.number or message.number in self._parts:  # else it was lost before
+                if not message.number or message.number >= member.first_number:  # else of a generator before
                     self._lose(member, message.text)
             return
-        part = self._parts.get(message.number)
-        if part is None:
-            return
-        order, place = part.order, part.places[message.place]
-        try:
-            order.on_finished(place, message.written)
-        except BaseException as error:
-            order.error = error
         with self._news:
-            order.done[place] = message.written
-            part.left -= 1
-            if not part.left:
-                self._parts.pop(message.number, None)
-            self._news.notify_all()
+            assignment = self._assignments.get(message.number)
+            place = -1 if assignment is None else assignment.places[message.place]
+            if assignment is None or place in assignment.submission.claimed:
+                return
+            assignment.submission.claimed.add(place)
+            assignment.left -= 1
+            if not assignment.left:
+                del self._assignments[message.number]
+        assignment.submission.finish(place, message.written)
+        if not self.works_alone:
+            with self._news:
+                self._news.notify_all()
 
     def _lose(self, member: Member, problem: str) -> None:
         """Lets others write what a member was to write."""
         member.problem = member.problem or problem
         member.queued.clear()
-        for number, part in [*self._parts.items()]:
-            if part.member is member:
-                del self._parts[number]
-                self._deal(part.order, [place for place in part.places if place not in part.order.done])
+        for number, assignment in [*self._assignments.items()]:
+            if assignment.member is not member:
+                continue
+            del self._assignments[number]
+            submission = assignment.submission
+            left = [place for place in assignment.places if place not in submission.claimed]
+            submission.losses.update(left)
+            to_blame = [place for place in left if submission.losses[place] >= MOST_LOSSES and submission.only is None]
+            submission.claimed.update(to_blame)
+            self._deal(submission, [place for place in left if place not in to_blame])
+            for place in to_blame:
+                text = f"{MOST_LOSSES} generators were lost that were to write it, the last: {problem}"
+                submission.finish(place, Completion([], [], "error", text))
         self._news.notify_all()
+
+    def _lose_those_that_are_silent(self) -> None:
+        """Holds members for lost that have something to write, and have sent nothing for as long as a rank may hang."""
+        longest = watchdog.hang_seconds
+        if longest is None:
+            return
+        with self._news:
+            for member in {assignment.member for assignment in self._assignments.values()}:
+                if time.monotonic() - member.heard > longest:
+                    self._lose(member, f"it has written nothing for {longest / 60:.3g} minutes (failures.hang_minutes)")

@@ -85,11 +85,11 @@ class FleetRank:
         return self.supervisor.offload.warning
 
     def _write(self, job: jobs.Write, _: Share | None) -> None:
-        if orders := job.orders.get(dist.get_rank()):
-            self._relay.write(orders)
+        if requests := job.requests.get(dist.get_rank()):
+            self._relay.write(requests)
 
     def _restart(self, job: jobs.RestartGenerators, _: Share | None) -> tuple[int, str] | None:
-        supervisor = self.supervisor
-        supervisor.problem = supervisor.problem or job.lost.get(dist.get_rank(), "")
-        supervisor.restart(bool(supervisor.problem))
+        supervisor, rank = self.supervisor, dist.get_rank()
+        supervisor.lose(supervisor.generator, job.lost.get(rank, ""))
+        supervisor.restart(bool(supervisor.problem) and rank not in job.given_up)
         return self._problem

@@ -21,7 +21,7 @@ from automodel_rl.generator_messages import (
 )
 from automodel_rl.generators.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
 from automodel_rl.generators.completions import completion_of
-from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.weight_sync.channel import call
 
 
@@ -30,17 +30,21 @@ class _Batch:
 
     Attributes:
         completions: the completions that have come, by place.
-        error: why the others will not come; empty if they will.
+        error: why the others will not come; None if they will.
     """
 
-    def __init__(self, size: int, on_finished: OnFinished):
-        self.size, self.on_finished = size, on_finished
+    def __init__(self, size: int, on_finished: OnFinished, on_lost: OnLost):
+        self.size, self.on_finished, self.on_lost = size, on_finished, on_lost
         self.completions: dict[int, Completion] = {}
-        self.error = ""
+        self.error: Exception | None = None
 
     @property
     def is_over(self) -> bool:
-        return bool(self.error) or len(self.completions) == self.size
+        return self.error is not None or len(self.completions) == self.size
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.on_lost(error)
 
 
 class GeneratorProcess:
@@ -99,7 +103,7 @@ class GeneratorProcess:
             raise
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
         """Lets the generator begin, and returns a function that waits for the completions.
 
@@ -108,8 +112,11 @@ class GeneratorProcess:
         """
         if not requests:
             return list
-        number = next(self._numbers)
-        batch = self._batches[number] = _Batch(len(requests), on_finished)
+        number, batch = next(self._numbers), _Batch(len(requests), on_finished, on_lost)
+        with self._news:
+            if self._ended is not None:
+                raise self._ended
+            self._batches[number] = batch
         self.child.send(Generate(number, list(requests)))
         return functools.partial(self._completions, batch)
 
@@ -156,8 +163,8 @@ class GeneratorProcess:
 
     def _completions(self, batch: _Batch) -> list[Completion]:
         self._wait_for(lambda: batch.is_over)
-        if batch.error:
-            raise RuntimeError(batch.error)
+        if batch.error is not None:
+            raise batch.error
         return [batch.completions[place] for place in range(batch.size)]
 
     def _wait_for(self, arrived: Callable[[], bool]) -> None:
@@ -179,8 +186,11 @@ class GeneratorProcess:
                 match message:
                     case ChildEndedError():
                         self._ended = message
+                        lost, self._batches = self._batches, {}
+                        for batch in lost.values():
+                            batch.fail(message)
                     case Failed(number, text) if number in self._batches:
-                        self._batches.pop(number).error = text
+                        self._batches.pop(number).fail(RuntimeError(text))
                     case _:
                         self._answers.append(message)
                 self._news.notify_all()
@@ -189,11 +199,15 @@ class GeneratorProcess:
         batch, completion = self._batches.get(message.number), completion_of(message.written)
         if batch is None:  # it has failed
             return
-        batch.on_finished(message.place, completion)
+        try:
+            batch.on_finished(message.place, completion)
+        except Exception as error:  # this thread must go on: it reads answers about weights, too
+            self._batches.pop(message.number, None)
+            batch.fail(error)
         with self._news:
             batch.completions[message.place] = completion
             if batch.is_over:
-                del self._batches[message.number]
+                self._batches.pop(message.number, None)
             self._news.notify_all()
 
     def _next_message(self) -> Any:

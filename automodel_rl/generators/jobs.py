@@ -59,10 +59,10 @@ class Write(Job):
     """Let generators that share their rank's process write completions, which go to the program as they come.
 
     Attributes:
-        orders: the requests of each rank.
+        requests: the requests of each rank.
     """
 
-    orders: dict[int, list[Generate]]
+    requests: dict[int, list[Generate]]
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,13 @@ class RestartGenerators(Job):
 
     Attributes:
         lost: why the program holds a generator for lost, by its rank.
+        given_up: ranks whose generators are not started this time.
     """
 
     answered_by = "all"
 
     lost: dict[int, str]
+    given_up: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,22 @@ def make_generator(
             return _transformers(transformers, spec, handle, Writing(tokenizer, transformers.batch_size, ends))
 
 
+def without_generator(spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks) -> Transport | None:
+    """The transport of a rank whose generator does not start again, with which others get weights nevertheless.
+
+    Args:
+        spec: the generator that was asked for.
+        handle: the model that is trained.
+        ranks: the ranks that lead generators, and those that share this rank's.
+
+    Returns:
+        None if there is none for generators of this kind.
+    """
+    if isinstance(spec.choice, VllmSamplerConfig):
+        return _vllm_transport(NoGenerator(), spec, handle, ranks)
+    return None
+
+
 def _transformers(
     choice: TransformersSamplerConfig, spec: GeneratorSpec, handle: ModelHandle, writing: Writing
 ) -> tuple[Generator, Transport]:

@@ -7,15 +7,15 @@ import socket
 import threading
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-from automodel_rl.errors import RolloutError
+from automodel_rl.errors import InputError, RolloutError, innermost
 
-LOCAL = "localhost"
-"""The host of a program all of whose ranks are on its machine."""
+LOCAL = ("localhost", "127.0.0.1")
+"""Names of this machine for itself: all ranks are on it."""
 
 LONGEST_WAIT = 60.0
-"""Longest wait in seconds for ranks that say that they have come."""
+"""Longest wait in seconds of a rank for the program, and of the program for a rank that says that it has come."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,19 @@ class FleetAddress:
             rank: this rank.
 
         Raises:
-            OSError: the program cannot be reached.
+            InputError: the program cannot be reached.
         """
-        connection: Connection = Client((self.host, self.port), authkey=self.key)
-        connection.send(rank)
+        try:
+            with socket.create_connection((self.host, self.port), LONGEST_WAIT) as end:
+                connection = _kept_alive(end)
+            answer_challenge(connection, self.key)
+            deliver_challenge(connection, self.key)
+            connection.send(rank)
+        except (AuthenticationError, OSError, EOFError) as error:
+            raise InputError(
+                f"rank {rank} leads a generator and cannot reach the program at {self.host}:{self.port} "
+                f"({innermost(error)}): let ranks connect to that machine, on any port"
+            ) from None
         return connection
 
 
@@ -56,7 +65,7 @@ class Meeting:
     """
 
     def __init__(self, host: str):
-        self._server = socket.create_server(("127.0.0.1" if host == LOCAL else "", 0))
+        self._server = socket.create_server(("127.0.0.1" if host in LOCAL else "", 0))
         self._server.settimeout(0.2)
         self.address = FleetAddress(host, self._server.getsockname()[1], secrets.token_bytes(32))
         self._come: dict[int, Connection] = {}
@@ -86,9 +95,8 @@ class Meeting:
             while self._is_open:
                 with contextlib.suppress(TimeoutError):
                     taken, _ = self._server.accept()
-                    taken.setblocking(True)
                     # In a thread of its own, for a stranger may come and say nothing.
-                    threading.Thread(target=self._greet, args=(Connection(taken.detach()),), daemon=True).start()
+                    threading.Thread(target=self._greet, args=(_kept_alive(taken),), daemon=True).start()
 
     def _greet(self, connection: Connection) -> None:
         try:
@@ -101,6 +109,15 @@ class Meeting:
         with self._news:
             self._come[rank] = connection
             self._news.notify_all()
+
+
+def _kept_alive(end: socket.socket) -> Connection:
+    """A connection over a socket, which notices in time if the other machine is gone. The socket is of no use then."""
+    end.setblocking(True)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, seconds in ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
+        end.setsockopt(socket.IPPROTO_TCP, option, seconds)
+    return Connection(end.detach())
 
 
 def hang_up(connection: Connection) -> None:

@@ -1,9 +1,12 @@
 """A member of a fleet: one generator, as a program sees it."""
 
+import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
+from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request
 from automodel_rl.generators.meeting import hang_up
 
@@ -14,6 +17,9 @@ RANK_IS_GONE = "its rank is gone"
 class Member:
     """The program's end of a relay.
 
+    Two threads send and receive. So nobody waits for a generator that does not read, and its completions are taken as
+    they come.
+
     Args:
         rank: the rank that leads the generator.
         works_alone: whether the generator writes while its rank does something else. If not, it writes in a job.
@@ -23,6 +29,11 @@ class Member:
     Attributes:
         problem: why it is lost, "" if it is not.
         queued: requests that it has not got yet: they wait for a job.
+        heard: time at which it last sent something, or was first asked after it had nothing to do, by the monotonic
+            clock.
+        first_number: the first number of what its generator was asked. Earlier requests went to generators before it.
+        num_given_up: how often it did not come back, in a row.
+        tried_again_at: the policy version from which on another start is tried.
     """
 
     def __init__(
@@ -35,8 +46,12 @@ class Member:
         self.rank, self.works_alone = rank, works_alone
         self.problem = ""
         self.queued: list[Generate] = []
-        self._connection, self._take, self._sending = connection, take, threading.Lock()
-        threading.Thread(target=self._read, daemon=True, name=f"generator of rank {rank}").start()
+        self.heard = time.monotonic()
+        self.first_number = self.num_given_up = self.tried_again_at = 0
+        self._connection, self._take = connection, take
+        self._outgoing: queue.SimpleQueue[Generate | None] = queue.SimpleQueue()
+        for work in (self._send, self._read):
+            threading.Thread(target=work, daemon=True, name=f"generator of rank {rank}").start()
 
     def ask(self, number: int, requests: Sequence[Request]) -> None:
         """Gives it requests. If its rank is gone, `take` learns of it.
@@ -45,31 +60,48 @@ class Member:
             number: a number that its answers have.
             requests: the completions to write.
         """
-        order = Generate(number, [*requests])
-        if not self.works_alone:
-            self.queued.append(order)
-            return
-        try:
-            with self._sending:
-                self._connection.send(order)
-        except OSError:
-            self._take(self, Failed(number, RANK_IS_GONE))
+        asked = Generate(number, [*requests])
+        if self.works_alone:
+            self._outgoing.put(asked)
+        else:
+            self.queued.append(asked)
 
     def take_queued(self) -> list[Generate]:
         """The requests that wait, which now wait no more."""
         queued, self.queued = self.queued, []
         return queued
 
+    def give_up(self, version: int) -> None:
+        """Notes that it did not come back: other starts are tried after 1, 2, 4 ... further policy versions.
+
+        Args:
+            version: the policy version now.
+        """
+        self.tried_again_at = version + 2**self.num_given_up
+        self.num_given_up += 1
+
     def close(self) -> None:
         """Gives it no more requests."""
         hang_up(self._connection)
 
-    def _read(self) -> None:
-        while True:
+    def _send(self) -> None:
+        while (asked := self._outgoing.get()) is not None:
             try:
+                self._connection.send(asked)
+            except OSError:
+                return  # the other thread learns of it, too
+            except Exception as error:  # what cannot be pickled, such as bytes of a picture that are too many
+                self._take(self, Failed(asked.number, innermost(error)))
+
+    def _read(self) -> None:
+        try:
+            while True:
                 message = self._connection.recv()
-            except (EOFError, OSError):  # its rank has ended, or the program
-                self._connection.close()
-                self._take(self, Failed(0, RANK_IS_GONE))
-                return
-            self._take(self, message)
+                self.heard = time.monotonic()
+                self._take(self, message)
+        except (EOFError, OSError):  # its rank has ended, or the program
+            pass
+        finally:
+            self._connection.close()
+            self._outgoing.put(None)
+            self._take(self, Failed(0, RANK_IS_GONE))

@@ -113,8 +113,16 @@ OnFinished = Callable[[int, Completion], None]
 """Called with the place of a request and its completion, as soon as that is written, by any thread."""
 
 
+OnLost = Callable[[BaseException], None]
+"""Called once, by any thread, if completions that are missing will not come. It must not wait for anything."""
+
+
 def do_nothing(place: int, completion: Completion) -> None:
     """The `OnFinished` of those who wait for all completions."""
+
+
+def not_told(error: BaseException) -> None:
+    """The `OnLost` of those who wait."""
 
 
 class Generator(Protocol):
@@ -129,13 +137,14 @@ class Generator(Protocol):
     def works_alone(self) -> bool: ...
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
         """Gives the generator requests. It begins at once, if it can work while this process does something else.
 
         Args:
             requests: the completions to write.
             on_finished: called for every completion, also for those of a generator that is lost later.
+            on_lost: called if a generator that works alone is lost before all completions have come.
 
         Returns:
             A function that waits for the completions and returns them in the order of the requests. If a single

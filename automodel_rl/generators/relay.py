@@ -6,8 +6,9 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from automodel_rl.batch import RouterShape, RoutesAt, read_routes
+from automodel_rl.batch import RouterShape, Routes, RoutesAt, read_routes
 from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request
 from automodel_rl.generators.meeting import FleetAddress, hang_up
@@ -29,7 +30,7 @@ class Relay:
         address: where the program waits.
 
     Raises:
-        OSError: the program cannot be reached.
+        InputError: the program cannot be reached.
     """
 
     def __init__(self, rank: int, supervisor: GeneratorSupervisor, routes: RouteStore, address: FleetAddress):
@@ -38,54 +39,53 @@ class Relay:
         self._connection = address.connect(rank)
         threading.Thread(target=self._take_requests, daemon=True, name="requests").start()
 
-    def write(self, orders: Sequence[Generate]) -> None:
+    def write(self, requests: Sequence[Generate]) -> None:
         """Writes completions, by a generator that shares this process.
 
         Args:
-            orders: the requests.
+            requests: the requests.
         """
-        for order in orders:
-            self._begin(order)()
+        for asked in requests:
+            generator = self.supervisor.generator
+            wait = self._begin(asked)
+            try:
+                wait()
+            except Exception as error:
+                self._lose(asked, generator, innermost(error))
 
     def close(self) -> None:
         """Takes no more requests."""
         hang_up(self._connection)
 
     def _take_requests(self) -> None:
-        while True:
-            try:
-                order: Generate = self._connection.recv()
-            except (EOFError, OSError):  # the program has ended, or this rank
-                self._connection.close()
-                return
-            threading.Thread(target=self._begin(order), daemon=True, name="completions").start()
+        """Takes requests until the program has ended, or this rank. If this thread fails, the program learns of it."""
+        with self._connection, contextlib.suppress(EOFError, OSError):
+            while True:
+                self._begin(self._connection.recv())
 
-    def _begin(self, order: Generate) -> Callable[[], None]:
-        """Lets the generator begin, if it works alone. What is returned waits, and tells the program of a loss."""
+    def _begin(self, asked: Generate) -> Callable[[], Any]:
+        """Lets the generator begin, if it works alone. What is returned waits for it."""
         generator = self.supervisor.generator
+        if generator is None or self.supervisor.problem:
+            self._lose(asked, generator, self.supervisor.problem or "it is not there")
+            return list
         try:
-            if generator is None or self.supervisor.problem:
-                raise RuntimeError(self.supervisor.problem or "it is not there")
-            wait = generator.submit(order.requests, functools.partial(self._finish, order))
+            return generator.submit(
+                asked.requests,
+                functools.partial(self._finish, asked),
+                lambda error: self._lose(asked, generator, innermost(error)),
+            )
         except Exception as error:
-            return functools.partial(self._lose, order, generator, error)
+            self._lose(asked, generator, innermost(error))
+            return list
 
-        def watch() -> None:
-            try:
-                wait()
-            except Exception as error:
-                self._lose(order, generator, error)
+    def _lose(self, asked: Generate, generator: Generator | None, problem: str) -> None:
+        """Tells the supervisor and the program that a generator is lost."""
+        self.supervisor.lose(generator, problem)
+        self._send(Failed(asked.number, problem))
 
-        return watch
-
-    def _lose(self, order: Generate, generator: Generator | None, error: Exception) -> None:
-        """Tells the program that a generator is lost, and the supervisor, if no other one has taken its place."""
-        if generator is self.supervisor.generator:
-            self.supervisor.problem = self.supervisor.problem or innermost(error)
-        self._send(Failed(order.number, innermost(error)))
-
-    def _finish(self, order: Generate, place: int, completion: Completion) -> None:
-        self._send(Finished(order.number, place, self._checked(completion, order.requests[place])))
+    def _finish(self, asked: Generate, place: int, completion: Completion) -> None:
+        self._send(Finished(asked.number, place, self._checked(completion, asked.requests[place])))
 
     def _send(self, message: Finished | Failed) -> None:
         with self._sending, contextlib.suppress(OSError):  # the program has ended
@@ -111,7 +111,11 @@ class Relay:
 
     def _keep(self, completion: Completion, request: Request, rollouts: int, shape: RouterShape) -> KeptRoutes:
         """Keeps the routes of a completion and its prompt here."""
-        routes = read_routes(completion.routes, len(request.prompt), len(completion.token_ids), shape)
+        routes, start = read_routes(completion.routes, len(request.prompt), len(completion.token_ids), shape), 0
+        missing = routes.missing()
+        if request.routes_from:  # a copy: else all would stay
+            start = request.routes_from
+            routes = Routes(routes.layers, routes.experts[start:].clone())
         key = rollouts, next(self._keys)
-        self.routes.own[key] = routes
-        return KeptRoutes(RoutesAt(self.rank, key, 0, len(routes)), routes.missing())
+        self.routes.keep(key, start, routes)
+        return KeptRoutes(RoutesAt(self.rank, key, start, start + len(routes)), missing[start:])

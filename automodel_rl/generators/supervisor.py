@@ -10,6 +10,7 @@ ask:
 """
 
 import datetime
+import threading
 from collections.abc import Callable
 
 import torch
@@ -23,7 +24,7 @@ from automodel_rl.engine.rollout_offload import RolloutOffload
 from automodel_rl.errors import InputError, WeightSyncError, innermost
 from automodel_rl.generators.engine_ranks import EngineRanks
 from automodel_rl.generators.generator_process import GeneratorProcess
-from automodel_rl.generators.make_generator import make_generator
+from automodel_rl.generators.make_generator import make_generator, without_generator
 from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -67,7 +68,7 @@ class GeneratorSupervisor:
         self.ranks = EngineRanks.join(spec)
         self.offload = RolloutOffload(engine)
         self._is_awake = False
-        self.problem = ""
+        self.problem, self._noting = "", threading.Lock()
         self.offload.after_sync()  # the generator starts in the memory that it will have
         self.generator: Generator | None
         self.generator, transport = self._start_with_others()
@@ -119,6 +120,17 @@ class GeneratorSupervisor:
                 self.generator.close()  # the trainer needs the memory
         self.ranks.meet()
         self._is_awake = False
+
+    def lose(self, generator: Generator | None, problem: str) -> None:
+        """Notes why a generator cannot write, unless another one has taken its place. Any thread may call it.
+
+        Args:
+            generator: the generator.
+            problem: why.
+        """
+        with self._noting:
+            if generator is self.generator:
+                self.problem = self.problem or problem
 
     def policy_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
         """The policy versions that two weight syncs sent. A sync after a failure sends the same version again."""
@@ -212,15 +224,18 @@ class GeneratorSupervisor:
             torch.cuda.empty_cache()
 
     def _replace(self) -> None:
-        lost, self.generator = self.generator, None  # at once: who waits for it must not hold the next one for lost
+        with self._noting:  # before it is closed: what that ends must not be held against the next one
+            lost, self.generator, self.problem = self.generator, None, ""
         if lost is not None:
             lost.close()
-        self.problem = ""
         self.sync.disconnect()
         self._free_unused()
         try:
             self.generator, transport = self._start(is_first=False)
         except Exception as problem:
             self.problem = innermost(problem)
+            others = without_generator(self.spec, self.handle, self.ranks)
+            if others is not None:
+                self.sync.reconnect(others)
         else:
             self.sync.reconnect(transport)

@@ -13,7 +13,7 @@ from automodel_rl.compat.modules import with_cache
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.media_inputs import MediaInputs, next_positions
 from automodel_rl.generators.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
-from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
@@ -57,7 +57,7 @@ class TransformersGenerator:
         self.recorder = RouteRecorder.of(self.model) if copy.capture_routes else None
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
         """Returns a function that writes the completions. It cannot begin earlier, because it shares this process."""
         return functools.partial(self.generate, requests, on_finished=on_finished)

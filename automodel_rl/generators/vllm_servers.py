@@ -12,13 +12,13 @@ import numpy as np
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Request, Written
 from automodel_rl.generators.completions import completion_of
-from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.generators.vllm_checks import check_server, listed
 from automodel_rl.generators.vllm_http import VllmServer
 from automodel_rl.generators.vllm_server_weights import ServerWeights, is_there
 
-REQUESTS_AT_ONCE = 1024
-"""Most requests that servers have at once. Each is a thread that waits."""
+REQUESTS_AT_ONCE = 256
+"""Most requests for each server that servers have at once. Each is a thread that waits."""
 
 WHOLE_DISTRIBUTION = {
     "top_p": 1.0,
@@ -61,7 +61,7 @@ class VllmServers:
         self.weights, self.works_alone = ServerWeights(servers, leads), True
         there = next(server for server in servers if is_there(server))
         self.model = there.get("/v1/models")["data"][0]["id"]
-        self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE)
+        self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE * max(4, len(servers)))
         self._gone: dict[VllmServer, int] = {}  # those that did not answer, with the version of weights then
         self._mentioned: set[str] = set()
 
@@ -79,25 +79,22 @@ class VllmServers:
         return {server for server in self.servers if self._is_usable(server)} != set(weights.members)
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
         if self.weights.is_broken:
             raise WeightSyncError("a server has no complete weights, for a weight sync failed: start the servers anew")
 
         def complete(place: int, request: Request) -> Completion:
-            completion = self._complete_anywhere(place, request)
-            on_finished(place, completion)
+            try:
+                completion = self._complete_anywhere(place, request)
+                on_finished(place, completion)
+            except Exception as error:
+                on_lost(error)
+                raise
             return completion
 
         futures = [self._requests.submit(complete, place, request) for place, request in enumerate(requests)]
-
-        def wait() -> list[Completion]:
-            completions = [future.result() for future in futures]
-            if completions and all(completion.finish == "error" for completion in completions):
-                raise RuntimeError(f"every request failed, the first with: {completions[0].error}")
-            return completions
-
-        return wait
+        return lambda: [future.result() for future in futures]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return self.submit(requests)()
@@ -122,9 +119,13 @@ class VllmServers:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _complete_anywhere(self, place: int, request: Request) -> Completion:
-        """A completion by one of the servers that have weights: for each place or conversation another one first."""
+        """A completion by one of the servers that have weights: for each place or conversation another one first.
+
+        Raises:
+            ConnectionError: none of them answers.
+        """
         first = place if request.conversation is None else request.conversation
-        completion = Completion([], [], "error", "no server answers")
+        problem = "no server answers"
         members = self.weights.members
         for turn in range(len(members)):
             server = members[(first + turn) % len(members)]
@@ -134,8 +135,8 @@ class VllmServers:
                 return self._complete(request, server)
             except OSError as error:
                 self._gone[server] = self.weights.version
-                completion = _failed(server, error)
-        return completion
+                problem = _failed(server, error).error
+        raise ConnectionError(problem)
 
     def _complete(self, request: Request, server: VllmServer) -> Completion:
         """A completion by a server, or its error. Raises OSError if the server does not answer."""

@@ -137,34 +137,38 @@ class Worker:
         self.connection.send(self.messages.Answer(verb, value))
 
     def generate(self, order: Any) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         if self.version is None or self.is_asleep:
             why = "it sleeps" if self.is_asleep else "a weight sync was interrupted, or none came after a sleep"
             text = f"the generator has no complete weights or no cache: {why}"
             self.connection.send(self.messages.Failed(order.number, text))
             return
-        names: list[str] = []
         pictures: dict[Any, Any] = {}  # those of this order, which completions of one prompt share
-        try:
-            for place, request in enumerate(order.requests):
-                sampling = request.sampling.for_vllm(self.ends)
-                has_texts = bool(request.sampling.stop)
-                params = SamplingParams(logprobs=0, seed=request.seed, detokenize=has_texts, **sampling)
-                params.output_kind = RequestOutputKind.FINAL_ONLY
-                names.append(f"{order.number}/{place}")
-                prompt, adapter = prompt_of(request, pictures), self.adapters.get(self.version)
-                self.engine.llm_engine.add_request(names[-1], prompt, params, lora_request=adapter)
-                if request.media:
-                    self.prompts[names[-1]] = request.prompt
-        except Exception as error:
-            traceback.print_exc()
-            self.engine.llm_engine.abort_request(names)
-            self.connection.send(self.messages.Failed(order.number, describe(error)))
-            return
         self.left[order.number] = len(order.requests)
-        self.oldest |= dict.fromkeys(names, self.version)
+        for place, request in enumerate(order.requests):
+            try:
+                self.add(f"{order.number}/{place}", request, pictures)
+            except Exception as error:  # vLLM refuses this one, such as a prompt that is too long
+                traceback.print_exc()
+                self.send_finished(order.number, place, self.messages.Written([], [], describe(error)))
+
+    def add(self, name: str, request: Any, pictures: dict[Any, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling, has_texts = request.sampling.for_vllm(self.ends), bool(request.sampling.stop)
+        params = SamplingParams(logprobs=0, seed=request.seed, detokenize=has_texts, **sampling)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        prompt, adapter = prompt_of(request, pictures), self.adapters.get(self.version or 0)
+        self.engine.llm_engine.add_request(name, prompt, params, lora_request=adapter)
+        self.oldest[name] = self.version
+        if request.media:
+            self.prompts[name] = request.prompt
+
+    def send_finished(self, number: int, place: int, written: Any) -> None:
+        self.left[number] -= 1
+        if not self.left[number]:
+            del self.left[number]
+        self.connection.send(self.messages.Finished(number, place, written))
 
     def sleep(self, level: int) -> None:
         """Frees device memory when all is written. Level 2 drops the weights: nothing is written before a commit."""
@@ -208,10 +212,7 @@ class Worker:
             routes=completion.routed_experts,
             num_cached=output.num_cached_tokens,
         )
-        self.left[number] -= 1
-        if not self.left[number]:
-            del self.left[number]
-        self.connection.send(self.messages.Finished(number, place, written))
+        self.send_finished(number, place, written)
 
     def finish_of(self, output: Any) -> str:
         """Why a completion ended: also if vLLM made other image tokens of its prompt's images than the trainer."""

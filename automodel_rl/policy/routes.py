@@ -23,16 +23,26 @@ class RouteStore:
         handle: the model.
 
     Attributes:
-        own: routes of all layers, of what this rank's generator wrote, by their keys. The first number of a key is that
-            of the rollouts that they belong to.
         arrived: routes of this rank's layers, of pieces of rows that this rank trains on.
     """
 
     def __init__(self, handle: ModelHandle):
         self.handle = handle
-        self.own: dict[tuple[int, int], Routes] = {}
+        self._own: dict[tuple[int, int], tuple[int, Routes]] = {}
+        self._forgotten: set[int] = set()
         self.arrived: dict[RoutesAt, Routes] = {}
         self._ranks: list[tuple[int | None, tuple[int, ...]]] = []
+
+    def keep(self, key: tuple[int, int], start: int, routes: Routes) -> None:
+        """Keeps routes of what this rank's generator wrote. Any thread may call it.
+
+        Args:
+            key: their name. The first number is that of the rollouts that they belong to.
+            start: the place of the first of their tokens.
+            routes: routes of all layers.
+        """
+        if key[0] not in self._forgotten:  # as of a generator that was given up
+            self._own[key] = start, routes
 
     def forget(self, rollouts: Collection[int]) -> None:
         """Lets go of routes.
@@ -40,9 +50,10 @@ class RouteStore:
         Args:
             rollouts: the numbers of the rollouts that they belong to.
         """
-        for key in [*self.own]:  # a thread adds others meanwhile
+        self._forgotten |= {*rollouts}
+        for key in [*self._own]:  # a thread adds others meanwhile
             if key[0] in rollouts:
-                del self.own[key]
+                del self._own[key]
         self.arrived = {at: routes for at, routes in self.arrived.items() if at.key[0] not in rollouts}
 
     def move(self, moves: Sequence[tuple[RoutesAt, int]]) -> None:
@@ -58,11 +69,7 @@ class RouteStore:
             self._ranks = gather_objects(here, layout.world_control)
         mine, layers = self._ranks[rank]
         pieces = [
-            [
-                self.own[at.key].select(of).experts[at.start : at.stop].numpy().ravel()
-                for at, to in moves
-                if (at.rank, to) == (rank, there)
-            ]
+            [self._piece(at).select(of).experts.numpy().ravel() for at, to in moves if (at.rank, to) == (rank, there)]
             for there, of in self._ranks
         ]
         top_k = self.handle.router_shape.top_k
@@ -72,6 +79,10 @@ class RouteStore:
         arrived = zip(itertools.chain(*incoming), flat.split([*itertools.chain(*sizes)]), strict=True)
         for at, piece in arrived:
             self.arrived[at] = Routes(layers, piece.view(at.stop - at.start, len(layers), top_k))
+
+    def _piece(self, at: RoutesAt) -> Routes:
+        start, routes = self._own[at.key]
+        return Routes(routes.layers, routes.experts[at.start - start : at.stop - start])
 
 
 def _all_to_all(

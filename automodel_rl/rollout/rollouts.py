@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,8 @@ class Rollouts:
         ...     policy.begin()
         ...     fleet.start(rollouts.config.generator_spec)
         ...     fleet.sync()
-        ...     (group,) = rollouts.collect(run.prompts().take(1), 2, run.config.rollout.sampling)
+        ...     with fleet.awake():
+        ...         (group,) = rollouts.collect(run.prompts().take(1), 2, run.config.rollout.sampling)
         ...     return len(group), group[0].is_rewarded
         >>> run_program(program, load_config("my_grpo.yaml"))  # doctest: +ELLIPSIS
         loading ...
@@ -123,7 +125,8 @@ class Rollouts:
             prompts: the prompts.
             group_size: number of completions of each.
             sampling: how tokens are drawn, and where completions end.
-            keeps_routes: whether ranks keep the completions' routes, for training.
+            keeps_routes: whether ranks keep the completions' routes, for training, until `Policy.forget_routes` gets
+                what `numbers_taken` says.
 
         Returns:
             A number for `take`.
@@ -167,7 +170,7 @@ class Rollouts:
         return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
     def collect(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> list[list[Rollout]]:
-        """The rewarded completions of each prompt, whose routes nobody keeps.
+        """The rewarded completions of each prompt, whose routes nobody keeps. Generators must be awake (`Fleet.awake`).
 
         Args:
             prompts, group_size, sampling: as those of `submit`.
@@ -223,19 +226,23 @@ class Rollouts:
         Raises:
             RolloutError: all were lost more often than the config allows.
         """
-        retries = self.config.rollout.retries
+        retries, losses = self.config.rollout.retries, Counter[int]()
         for attempt in range(retries + 1):
             # First look for generators that lost their weights: others may wait for these, and would never finish.
             if not self.fleet.lost:
                 self._write(pending)
-            if not self.fleet.lost:
+            lost = self.fleet.lost
+            if not lost and not pending.missing:
                 return
-            rank, problem = next(iter(self.fleet.lost.items()))
-            if attempt < retries:
+            losses.update(lost.keys())
+            problems = self.fleet.given_up | lost
+            if lost and attempt < retries:
                 self.fleet.restart()
+        self.fleet.give_up()
         self._write(pending)
         if pending.missing:
-            raise RolloutError(f"the generator of rank {rank} failed {retries + 1} times: {problem}")
+            rank = max(problems, key=lambda rank: losses[rank])
+            raise RolloutError(f"the generator of rank {rank} failed {losses[rank]} times: {problems[rank]}")
 
     def _write(self, pending: _Pending) -> None:
         """Waits for what is missing, as long as a generator writes it."""

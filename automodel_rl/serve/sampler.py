@@ -39,13 +39,17 @@ def complete(fleet: Fleet, prompts: list[Prompt], show: Callable[[], None]) -> l
     ]
     problem = ""
     for _ in range(MOST_ATTEMPTS):
+        if fleet.lost:
+            problem = next(iter(fleet.lost.values()))
+            print(f"warning: a generator failed ({problem}); starting it again", file=sys.stderr, flush=True)
+            show()
+            fleet.restart()
+            if fleet.can_write:  # others write in place of those that are still lost
+                fleet.give_up()
         try:
             completions = iter(fleet.write(requests))
         except RolloutError as error:
             problem = str(error)
-            print(f"warning: a generator failed ({problem}); starting it again", file=sys.stderr, flush=True)
-            show()
-            fleet.restart()
         else:
             return [_sequences([*itertools.islice(completions, prompt.num_samples)]) for prompt in prompts]
     raise InputError(f"sampling fails again and again ({problem})")

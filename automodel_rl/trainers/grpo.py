@@ -78,7 +78,6 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
         collected.warn(step)
         validation.measure_in(step)
     fleet.close()
-    rollouts.close()
     return run.finish()
 
 

@@ -89,8 +89,8 @@ class StepRollouts:
             self.fleet.restore()
             self.run.abandon_step(before)
             raise
-        if self.fleet.lost:
-            step.metrics["rollout/lost_generators"] = len(self.fleet.lost)
+        if self.fleet.given_up:
+            step.metrics["rollout/lost_generators"] = len(self.fleet.given_up)
         step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
         self._mention_overlong()
         self.write({})  # at once, so that they are there if the step fails
@@ -154,11 +154,11 @@ class StepRollouts:
         """Warns of problems with the rollouts of a step that was trained."""
         if self.fleet.warning:
             self._say_once("memory", self.fleet.warning)
-        for rank, problem in self.fleet.lost.items():
+        for rank, problem in self.fleet.given_up.items():
             self._say_once(
                 f"lost {rank}",
                 f"warning: the generator of rank {rank} does not come back ({problem}): others write its part, and it "
-                "is started again in every step; rollout/lost_generators counts those that are lost",
+                "is started again some steps later; rollout/lost_generators counts those that are lost",
             )
         if self.signal.num_steps == 1:
             but = " but length" if self.config.filter.overlong_buffer and not self.config.filter.dynamic else ""

@@ -1,5 +1,6 @@
 """Drives episodes: conversations advance on their own, and environments run while the generator writes."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -11,6 +12,9 @@ from automodel_rl.errors import innermost
 from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
 from automodel_rl.rollout.episodes.episode import ENVIRONMENT_ERRORS, Episode
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
+
+ROOM_SECONDS = 0.1
+"""Seconds between two looks for room for more episodes."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class EpisodeDriver:
     """Writes episodes with a generator that writes single turns.
 
     Args:
-        at_once: most episodes that are under way at the same time.
+        at_once: most episodes that are under way at the same time, of all calls of `submit` together.
     """
 
     def __init__(self, at_once: int):
-        self.at_once = at_once
+        self._room = threading.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="environment")
 
     def close(self) -> None:
@@ -70,7 +74,7 @@ class EpisodeDriver:
             A function that waits until all episodes are over. It returns them in order, as completions. It raises what
             the generator raises; no environment is at work then.
         """
-        work = _Work(generator, episodes, on_finished, self._threads, self.at_once)
+        work = _Work(generator, episodes, on_finished, self._threads, self._room)
         if not generator.works_alone:
             return work.finish
         result: Future[list[Completion]] = Future()
@@ -100,7 +104,7 @@ class _Work:
     episodes: Sequence[Episode]
     on_finished: OnFinished
     threads: ThreadPoolExecutor
-    at_once: int
+    room: threading.Semaphore
     news: "queue.SimpleQueue[_Written | _Answered | _Lost]" = field(default_factory=queue.SimpleQueue)
     waits: list[Callable[[], list[Completion]]] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
@@ -119,15 +123,18 @@ class _Work:
                 while self.waits:
                     self.waits.pop()()
                 if self.over < len(self.episodes):
-                    self._handle(self.news.get())
+                    with contextlib.suppress(queue.Empty):  # others may have made room
+                        self._handle(self.news.get(timeout=None if self.begun == len(self.episodes) else ROOM_SECONDS))
         except BaseException:
             self._end_calls()
+            for _ in range(self.begun - self.over):
+                self.room.release()
             raise
         return [episode.completion for episode in self.episodes]
 
     def _begin(self) -> None:
-        """Begins as many episodes as may be under way."""
-        while self.begun < len(self.episodes) and self.begun - self.over < self.at_once:
+        """Begins as many episodes as there is room for."""
+        while self.begun < len(self.episodes) and self.room.acquire(blocking=False):
             place, episode = self.begun, self.episodes[self.begun]
             self.begun += 1
             match episode.phase:
@@ -145,19 +152,12 @@ class _Work:
         def written(number: int, completion: Completion) -> None:
             self.news.put(_Written(places[number], completion))
 
-        wait = self.generator.submit([self.episodes[place].request for place in places], written)
+        def lost(error: BaseException) -> None:
+            self.news.put(_Lost(error))
+
+        wait = self.generator.submit([self.episodes[place].request for place in places], written, lost)
         if not self.generator.works_alone:
             self.waits.append(wait)
-            return
-
-        def watch() -> None:
-            """Tells of a generator that is lost, whose completions will never come."""
-            try:
-                wait()
-            except BaseException as error:
-                self.news.put(_Lost(error))
-
-        threading.Thread(target=watch, daemon=True, name="generator").start()
 
     def _handle(self, event: _Written | _Answered | _Lost) -> None:
         match event:
@@ -205,6 +205,7 @@ class _Work:
 
     def _count(self, place: int) -> None:
         self.over += 1
+        self.room.release()
         self.on_finished(place, self.episodes[place].completion)
 
     def _end_calls(self) -> None:

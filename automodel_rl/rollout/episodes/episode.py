@@ -98,7 +98,7 @@ class Episode:
         if number:
             seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
         opening = self.transcript.opening
-        return dataclasses.replace(self.first, prompt=opening, seed=seed)
+        return dataclasses.replace(self.first, prompt=opening, seed=seed, routes_from=self.transcript.num_routed)
 
     def begin(self, messages: Sequence[Message], seconds: float = 0.0) -> None:
         """Adds to the prompt what the environment begins with."""

@@ -39,9 +39,14 @@ class Transcript:
         return (min(old for old, _ in known), max(new for _, new in known)) if known else None
 
     @property
+    def num_routed(self) -> int:
+        """Number of tokens whose experts its turns have told. The last token of a turn was never computed by it."""
+        return self.ends[-1] - 1 if self.ends else 0
+
+    @property
     def routes(self) -> list[KeptRoutes] | None:
         """The experts of all tokens, each as told by the turn that sampled it, or that read it first; None if they are
-        not kept. The last token of a turn was never computed by that turn, so the next one tells its experts."""
+        not kept."""
         pieces, start = [], 0
         for turn, end in zip(self.turns, self.ends, strict=True):
             if turn.routes is None:

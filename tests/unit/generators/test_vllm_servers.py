@@ -106,8 +106,18 @@ def test_servers_answer_requests_one_by_one(url: str) -> None:
     assert good.finish == "length"
     assert bad.finish == "error"
     assert "500" in bad.error
-    with pytest.raises(RuntimeError, match="every request failed, the first with: .*500"):
-        generator.generate([Request([13], 7, Sampling(3, 0.5))])
+    (alone,) = generator.generate([Request([13], 7, Sampling(3, 0.5))])
+    assert alone.error == bad.error  # a server that refuses a request is there
+    generator.close()
+
+
+def test_a_generator_without_a_server_that_answers_is_lost() -> None:
+    with serving() as only:
+        generator = connect([only])
+    told: list[BaseException] = []
+    with pytest.raises(ConnectionError, match="refused"):
+        generator.submit([Request([5], 7, Sampling(3, 0.5))], on_lost=told.append)()
+    assert len(told) == 1
     generator.close()
 
 

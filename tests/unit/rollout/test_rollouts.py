@@ -1,7 +1,7 @@
 """Rollouts: what generators are asked for, and what becomes of what they write."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from automodel_rl.config import RewardConfig
 from automodel_rl.config.generators import TransformersGeneratorConfig, VllmGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, OnFinished
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from automodel_rl.rollout.rollouts import Rollouts, completion_seed
 from tests.fleets import VOCABULARY, Echo, LocalCrew, fleet_of
@@ -61,24 +61,18 @@ class Patient(Echo):
 
     scorings: list[Scoring]
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
-    ) -> Callable[[], list[Completion]]:
+    def write(self, requests: Sequence[Request], on_finished: OnFinished) -> list[Completion]:
         completions = [Completion([place, 1], [0.0, 0.0], "stop") for place in range(len(requests))]
         completions[1] = Completion([VOCABULARY], [0.0], "stop")  # a token outside the vocabulary
-
-        def wait() -> list[Completion]:
-            for place, completion in enumerate(completions[:-1]):
-                on_finished(place, completion)
-            deadline = time.monotonic() + LONGEST
-            while not (self.scorings and self.scorings[0].results[0].done()):  # type: ignore[union-attr]
-                if time.monotonic() > deadline:
-                    raise RuntimeError("nothing was scored")
-                time.sleep(0.01)
-            on_finished(len(completions) - 1, completions[-1])
-            return completions
-
-        return wait
+        for place, completion in enumerate(completions[:-1]):
+            on_finished(place, completion)
+        deadline = time.monotonic() + LONGEST
+        while not (self.scorings and self.scorings[0].results[0].done()):  # type: ignore[union-attr]
+            if time.monotonic() > deadline:
+                raise RuntimeError("nothing was scored")
+            time.sleep(0.01)
+        on_finished(len(completions) - 1, completions[-1])
+        return completions
 
 
 def test_completions_are_scored_while_others_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +119,20 @@ def test_a_generator_that_never_comes_back_is_left_out_if_others_can_write(
 ) -> None:
     rollouts = rollouts_of(crew)
     rollouts.fleet.lose(1, "it is broken")
-    monkeypatch.setattr(rollouts.fleet, "restart", lambda: None)
+    tries: list[int] = []
+    monkeypatch.setattr(rollouts.fleet, "restart", lambda: tries.append(1))
     groups = rollouts.collect(prompts(2), 2, Sampling(2))
     assert {rollout.completion.rank for group in groups for rollout in group} == {0}
-    assert rollouts.fleet.lost == {1: "it is broken"}
+    assert (rollouts.fleet.lost, rollouts.fleet.given_up) == ({}, {1: "it is broken"})
+    assert len(tries) == 1
+    rollouts.collect(prompts(2), 2, Sampling(2))
+    assert len(tries) == 1  # not in the same step
+    for version, more in ((2, 1), (3, 0), (4, 1), (5, 0), (7, 0), (8, 1)):
+        tries.clear()
+        rollouts.fleet.policy_version = version
+        rollouts.config.rollout.max_staleness = version
+        rollouts.collect(prompts(2), 2, Sampling(2))
+        assert len(tries) == more, version
     rollouts.fleet.lose(0, "it is broken, too")
     with pytest.raises(RolloutError, match="the generator of rank 0 failed 2 times: it is broken, too"):
         rollouts.collect(prompts(2), 2, Sampling(2))

@@ -36,13 +36,12 @@ class Generators:
         self.log: list[str] = []
         self.fails = False
 
-    def submit(self, prompts: list[int], group_size: int, sampling: Sampling) -> list[int]:
-        assert (group_size, sampling) == (8, Sampling(1024))
+    def submit(self, prompts: list[int], group_size: int, sampling: Sampling, keeps_routes: bool) -> list[int]:
+        assert (group_size, sampling, keeps_routes) == (8, Sampling(1024), True)
         self.log.append(f"asked {prompts[0]}")
         return prompts
 
-    def take(self, pending: list[int], group_size: int) -> list[int]:
-        assert group_size == 8
+    def take(self, pending: list[int]) -> list[int]:
         if self.fails:
             raise RolloutError("gone")
         self.log.append(f"took {pending[0]}")

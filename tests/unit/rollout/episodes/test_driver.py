@@ -7,7 +7,7 @@ import pytest
 
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.generators.protocol import Completion, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
@@ -37,7 +37,7 @@ class Writer:
         self.asked: list[Request] = []
 
     def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
     ) -> Callable[[], list[Completion]]:
         self.asked += requests
         dies = 0 <= self.dies_at < len(self.asked)
@@ -51,6 +51,8 @@ class Writer:
                 done.append(completion)
                 if not dies:
                     on_finished(place, completion)
+            if dies:
+                on_lost(ConnectionError("the generator is gone"))
 
         thread = threading.Thread(target=write)
         if self.works_alone:
@@ -234,6 +236,31 @@ def test_no_more_environments_are_open_than_asked_for() -> None:
     completions = drive(Writer(True), [episode_of([1], World(2)) for _ in range(7)], at_once=3)
     assert [len(completion.token_ids) for completion in completions] == [7] * 7
     assert (most, len(is_open)) == (3, 0)
+
+
+def test_room_for_environments_is_that_of_all_who_ask() -> None:
+    """Batches ahead and validation may be under way together."""
+    is_open: set[int] = set()
+    most = 0
+
+    class World(Echo):
+        def reset(self) -> Sequence[Message]:
+            nonlocal most
+            is_open.add(id(self))
+            most = max(most, len(is_open))
+            return ()
+
+        def close(self) -> None:
+            is_open.discard(id(self))
+
+    driver = EpisodeDriver(3)
+    waits = [driver.submit(Writer(True), [episode_of([1], World(2)) for _ in range(4)]) for _ in range(3)]
+    assert [len(wait()) for wait in waits] == [4, 4, 4]
+    assert (most, len(is_open)) == (3, 0)
+    with pytest.raises(ConnectionError):  # what was under way gives its room back
+        driver.submit(Writer(True, dies_at=0), [episode_of([1], World(2)) for _ in range(4)])()
+    assert len(driver.submit(Writer(True), [episode_of([1], World(2)) for _ in range(4)])()) == 4
+    driver.close()
 
 
 def test_what_an_environment_begins_with_is_part_of_the_prompt() -> None:

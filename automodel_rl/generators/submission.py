@@ -1,0 +1,78 @@
+"""The requests of one `Fleet.submit`, and what has become of them."""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from automodel_rl.errors import RolloutError
+from automodel_rl.generator_messages import Request
+from automodel_rl.generators.member import Member
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost
+
+MOST_LOSSES = 3
+"""A request whose generators were lost so often is to blame, and is not asked again."""
+
+
+@dataclass(eq=False)
+class Submission:
+    """Requests that members of a fleet write.
+
+    Attributes:
+        requests, on_finished, on_lost: what `Fleet.submit` got.
+        only: the member that is to write them; None for any.
+        claimed: places whose completion has come.
+        done: completions by place. They are there once `on_finished` has been called.
+        losses: how often the generator of a request was lost, by place.
+        settled: set once there is nothing to wait for.
+        error: why those that are missing will not come.
+    """
+
+    requests: Sequence[Request]
+    on_finished: OnFinished
+    on_lost: OnLost
+    only: Member | None = None
+    claimed: set[int] = field(default_factory=set)
+    done: dict[int, Completion] = field(default_factory=dict)
+    losses: Counter[int] = field(default_factory=Counter)
+    settled: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def finish(self, place: int, completion: Completion) -> None:
+        """Takes the completion of a place, which the caller has claimed."""
+        try:
+            self.on_finished(place, completion)
+        except BaseException as error:
+            self.fail(error)
+        self.done[place] = completion
+        if len(self.done) == len(self.requests):
+            self.settled.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the waiting for what is missing."""
+        if not self.settled.is_set():
+            self.error = error
+            self.settled.set()
+            self.on_lost(error)
+
+    def completions(self) -> list[Completion]:
+        """Waits for the completions, and returns them in the order of the requests."""
+        self.settled.wait()
+        if self.error is not None:
+            raise self.error
+        return [self.done[place] for place in range(len(self.requests))]
+
+
+@dataclass(eq=False)
+class Assignment:
+    """The places of a submission that a member writes, of which so many have not come."""
+
+    submission: Submission
+    places: list[int]
+    member: Member
+    left: int
+
+
+def nobody_writes(member: Member) -> RolloutError:
+    """The error of a submission that no member can write."""
+    return RolloutError(f"the generator of rank {member.rank} cannot write: {member.problem}")
