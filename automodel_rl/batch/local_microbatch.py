@@ -41,8 +41,8 @@ class AttentionCall:
         cu_queries, cu_keys: the starts of the segments, and the total at the end, int32 [N + 1].
         query_lengths, key_lengths: tokens of every segment; on the host.
         is_causal: whether a query sees no later keys.
-        counted: places, among the queries, of those whose outputs count, int64; None for all. The others only keep a
-            segment's last query beside its last key.
+        counted: places, among the queries, of those whose outputs count, int64; None for all. The other queries are
+            fillers, which align the last query of a segment with the segment's last key.
         longest_query, longest_key: the largest of them.
     """
 

@@ -58,8 +58,8 @@ class RolloutConfig(EpisodeConfig):
     run already. Its name alone, or a section with its name as `kind` and the keys of this kind."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Most policy versions between the weights that wrote a completion and those that train on it. Above 0, generators
-    write the completions of later steps while earlier steps are trained on, and get new weights while they write."""
+    """Largest age of a completion when it is trained on, in policy versions. Above 0, generators write the completions
+    of later steps while earlier steps are trained on, and get new weights while they write."""
 
     retries: Annotated[int, Field(ge=0)] = 2
     """How often within a step a failed generator is started again, or its servers are connected to again. After that,

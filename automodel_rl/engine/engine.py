@@ -222,8 +222,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _adding_gradients(self) -> Iterator[None]:
-        """Adds the gradients that were there before the block to those that it leaves. In the block they step aside,
-        for sums over tp ranks and of tied embeddings are of one batch."""
+        """Adds the gradients of the block to those of the batches before it. Gradients from before are set aside during
+        the block, because sums over tp ranks and of tied embeddings must contain one batch only."""
         parameters = [parameter for part in self.handle.parts for parameter in part.parameters()]
         before = [parameter.grad for parameter in parameters]
         self.zero_grad()

@@ -1,4 +1,4 @@
-"""The forward of a router: its own, which follows routes if there are some, and what is counted of it.
+"""The forward of routers: the family's own computation, then routes to follow, then counts of the load of experts.
 
 It is one function, and what it needs lies on the router, so that compiled layers that are equal share a graph.
 """

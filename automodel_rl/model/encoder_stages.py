@@ -1,8 +1,8 @@
 """Pipeline stages of an encoder: each rank keeps some of its layers, and has stand-ins for everything else.
 
-transformers' own forward runs on every stage. In the place of another stage's layers are some that pass their input on,
-and in the place of its other modules some that give zeros of the right shape. A stage takes the hidden states of the
-stage before where that one's last layer was, and gives its own to the next after its last layer.
+transformers' own forward runs on every stage. A stage replaces the layers of other stages by layers that pass their
+input on, and other modules of other stages by modules that give zeros of the right shape. After its last layer a stage
+sends its hidden states to the next stage, which takes them at the same place.
 
 Features that leave the encoder early (DeepStack) go along to the last stage, where all meet.
 """

@@ -25,7 +25,7 @@ MOST_SEQUENCES = 1024
 
 
 def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
-    """Takes the first order, and all others that run as one with it.
+    """Takes the first order out of the queue, and with it all orders that can run in the same pass.
 
     Args:
         waiting: orders, each with a `job`; at least one. Those that are taken are removed.

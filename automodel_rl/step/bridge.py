@@ -174,7 +174,7 @@ class Bridge:
         """Starts to receive embeddings [size, E] on all ranks of this rank's language lane.
 
         Args:
-            share: the place of the encoder lane that sends among those that serve this one.
+            share: the number of the sending encoder lane, among the encoder lanes that send to this language lane.
             size: how many there are; 0 is no message.
             like: a tensor with the dtype, device and width of the embeddings.
         """

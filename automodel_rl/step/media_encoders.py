@@ -75,7 +75,7 @@ def _joined(embeddings: Sequence[Callable[[], Tensor]]) -> Tensor:
 
 
 class AbsentEncoder:
-    """Stands for an encoder that shares ranks with the language model, on a rank that has neither of them."""
+    """The encoder of a rank without encoder and language model, in a job whose other ranks have both."""
 
     failure = None
 

@@ -59,8 +59,8 @@ class Family:
         nemo_class: module and name of nemo_automodel's own class, if this package can run it.
         multimodal: its encoders, if it has any. All other facts are then those of its language model's family.
         is_part: whether it is the language model of such a family, and no model of its own.
-        names_in_files_of: for an entry that only stands for other names in files, the family of these models; else
-            None.
+        names_in_files_of: the family whose checkpoints may have other tensor names. The entry then describes these
+            names and nothing else. None for a family.
         tell_tale: pattern of a name that only such files have.
         renamed: patterns of names in the model and their text in files, for tensors with other names there.
     """

@@ -1,4 +1,4 @@
-"""The tokens of an episode: those that the generator was asked with and those that it wrote, and no others."""
+"""The tokens of an episode, exactly as the generator read and wrote them."""
 
 from collections.abc import Sequence
 
