@@ -3,7 +3,7 @@
 # make test    lint, types, import contracts, tests
 # make quick   lint, unit tests, and a few layouts against one process, for the inner loop (about a minute on 2 cores)
 # make longer  the few tests that take a minute or more
-# make check   lint, types, import contracts
+# make check   lint, types, import contracts, pages
 # make pages   README's generated parts and API.md
 # make chaos   kill runs at 50 random moments and go on with them (about 20 minutes on 2 cores)
 # make exits   start and end 200 jobs of two ranks (about 5 minutes on 2 cores)
@@ -45,9 +45,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/lints
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not longer"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not longer" --ignore tests/lints
 
 longer: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m longer

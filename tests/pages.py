@@ -1,7 +1,7 @@
 """The pages: a README.md in every folder that has something to tell, and API.md. Parts of them are made from code: the
 tree, the import order, the table of what works together and the keys of other trainers.
 
-python -m tests.pages writes these parts; tests/unit/test_pages.py says when they are out of date.
+python -m tests.pages writes these parts; tests/lints/test_pages.py says when they are out of date.
 """
 
 import ast

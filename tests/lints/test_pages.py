@@ -1,12 +1,12 @@
 """The pages say what the code is: every place, link, key, config, command and generated part is looked up."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 import automodel_rl
@@ -14,6 +14,7 @@ from automodel_rl.config import ALGORITHMS, describe_keys, elsewhere
 from automodel_rl.config.load import check_config
 from automodel_rl.tools.help import COMMANDS
 from tests import pages
+from tests.lints.problems import assert_none
 
 TEXTS = {str(page.relative_to(pages.ROOT)): page.read_text() for page in pages.PAGES}
 
@@ -60,6 +61,7 @@ def test_the_page_of_the_api_has_every_public_name_once() -> None:
     assert sorted(name for names in pages.GROUPS.values() for name in names) == sorted(automodel_rl.__all__)
 
 
+@functools.cache
 def names_in(file: Path) -> set[str]:
     """Functions, classes, methods and constants that a file defines."""
     names = set()
@@ -72,27 +74,34 @@ def names_in(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("page", "file", "names"), found(PLACE))
-def test_what_a_page_names_is_where_it_says(page: str, file: str, names: str) -> None:
-    missing = {name.strip() for name in names.split(",")} - names_in(pages.PACKAGE / file)
-    assert not missing
+def test_what_a_page_names_is_where_it_says() -> None:
+    assert_none(
+        f"{page}: {file} has no {name.strip()}"
+        for page, file, names in found(PLACE)
+        for name in names.split(",")
+        if name.strip() not in names_in(pages.PACKAGE / file)
+    )
 
 
 def test_pages_name_places() -> None:
     assert len(found(PLACE)) > 80
 
 
+@functools.cache
 def anchors(page: Path) -> set[str]:
     """Of the headings of a page, as GitHub makes them."""
     heads = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {"#" + re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize(("page", "path", "anchor"), [link for link in found(LINK) if "://" not in link[1]])
-def test_links_lead_somewhere(page: str, path: str, anchor: str) -> None:
-    target = pages.ROOT / page if not path else (pages.ROOT / page).parent / path
-    assert target.exists()
-    assert not anchor or anchor in anchors(target)
+def test_links_lead_somewhere() -> None:
+    assert_none(
+        f"{page}: {path}{anchor} leads nowhere"
+        for page, path, anchor in found(LINK)
+        if "://" not in path
+        for target in [pages.ROOT / page if not path else (pages.ROOT / page).parent / path]
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    )
 
 
 def keys_of(values: Any, prefix: str = "") -> Iterator[str]:
@@ -113,18 +122,21 @@ def parts_of_configs() -> Iterator[tuple[str, str]]:
         yield from ((page, span) for span in spans(text) if re.match(r"(\w+): [{\[]", span))
 
 
-@pytest.mark.parametrize(("page", "code"), list(parts_of_configs()))
-def test_examples_of_configs_have_keys_that_exist(page: str, code: str) -> None:
-    values = yaml.safe_load(code)
-    known = KEYS | SECTIONS | {key.rpartition(".")[2] for key in KEYS | SECTIONS}
-    assert {key for key in keys_of(values) if key.partition(".")[0] in SECTIONS} <= KEYS | SECTIONS
-    assert {key.rpartition(".")[2] for key in keys_of(values)} <= known
+def test_examples_of_configs_have_keys_that_exist() -> None:
+    last = {key.rpartition(".")[2] for key in KEYS | SECTIONS}
+    assert_none(
+        f"{page}: there is no key {key}"
+        for page, code in parts_of_configs()
+        for key in keys_of(yaml.safe_load(code))
+        if (key.partition(".")[0] in SECTIONS and key not in KEYS | SECTIONS) or key.rpartition(".")[2] not in last
+    )
 
 
-@pytest.mark.parametrize(("page", "code"), [(page, code) for page, code in parts_of_configs() if "output:" in code])
-def test_whole_configs_are_accepted(page: str, code: str) -> None:
-    values = yaml.safe_load(code)
-    check_config(ALGORITHMS[values.get("algorithm", "sft")], values)
+def test_whole_configs_are_accepted() -> None:
+    for _, code in parts_of_configs():
+        if "output:" in code:
+            values = yaml.safe_load(code)
+            check_config(ALGORITHMS[values.get("algorithm", "sft")], values)
 
 
 def named_keys() -> Iterator[tuple[str, str]]:
@@ -137,11 +149,13 @@ def named_keys() -> Iterator[tuple[str, str]]:
                 yield page, re.sub(r"\.\d+(?=\.)", "", key)
 
 
-@pytest.mark.parametrize(
-    ("page", "key"), [pair for pair in named_keys() if not pair[1].endswith((".py", ".yaml", ".json", ".jsonl", ".md"))]
-)
-def test_keys_that_pages_name_exist(page: str, key: str) -> None:
-    assert key in KEYS | SECTIONS
+def test_keys_that_pages_name_exist() -> None:
+    files = (".py", ".yaml", ".json", ".jsonl", ".md")
+    assert_none(
+        f"{page}: there is no key {key}"
+        for page, key in named_keys()
+        if not key.endswith(files) and key not in KEYS | SECTIONS
+    )
 
 
 def commands() -> str:
