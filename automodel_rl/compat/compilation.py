@@ -51,13 +51,13 @@ class Compiled:
         return Compiled(self.graphs - before.graphs, self.seconds - before.seconds)
 
 
-class _Watch:
+class _CompileWatch:
     """Counts compilations of this process from its making on."""
 
     def __init__(self) -> None:
         self.graphs, self.seconds, self.started = 0, 0.0, 0.0
 
-    def listen(self) -> "_Watch":
+    def listen(self) -> "_CompileWatch":
         """Is told of compilations from here on; again after `torch.compiler.reset`, which forgets who is told."""
         if self._start not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._start)
@@ -72,12 +72,12 @@ class _Watch:
         self.graphs += event.callback_trigger is CallbackTrigger.DYNAMO
 
 
-def _prepare() -> _Watch:
+def _prepare() -> _CompileWatch:
     return _prepare_once().listen()
 
 
 @functools.cache
-def _prepare_once() -> _Watch:
+def _prepare_once() -> _CompileWatch:
     """Prepares this process for compilation: no silent fallback, a cache that outlives the machine's start, a watch."""
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automodel_rl" / "inductor"
@@ -85,7 +85,7 @@ def _prepare_once() -> _Watch:
         with contextlib.suppress(OSError):  # torch's own place is in the folder for temporary files
             cache.mkdir(parents=True, exist_ok=True)
             os.environ[CACHE_VARIABLE] = str(cache)
-    return _Watch()
+    return _CompileWatch()
 
 
 def compiled_so_far() -> Compiled:

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from automodel_rl.config import RunConfig, SourceConfig
-from automodel_rl.data.sources import Source, open_source
+from automodel_rl.data.sources import RecordSource, open_source
 
 WHOLE = 2**30
 """Bytes of the largest file that is read whole."""
@@ -122,7 +122,7 @@ def changes(before: Mapping[str, Any], inputs: Inputs) -> list[Change]:
     return [Change(key, then, now) for key, then, now in pairs if then.hash != now.hash]
 
 
-def _hash_of_source(config: SourceConfig, source: Source) -> str:
+def _hash_of_source(config: SourceConfig, source: RecordSource) -> str:
     files = [*_files_of(config.path)]
     if not files:
         step = max(1, len(source) // NUM_RECORDS)

@@ -27,7 +27,7 @@ MOST_FILES = 20_000
 """Most files that a dataset's folder may hold. `datasets` walks through it dozens of times, some 20 us a file."""
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """A sequence of records, with the place of each for error messages."""
 
     def __len__(self) -> int: ...
@@ -67,7 +67,7 @@ class ArrowRecords:
 class Joined:
     """Several sources one after the other."""
 
-    def __init__(self, sources: Sequence[Source]):
+    def __init__(self, sources: Sequence[RecordSource]):
         self.sources = sources
         self.starts = [0, *itertools.accumulate(len(source) for source in sources)]
 
@@ -85,7 +85,7 @@ class Joined:
         place, source = self._find(number)
         return source.where(place)
 
-    def _find(self, number: int) -> tuple[int, Source]:
+    def _find(self, number: int) -> tuple[int, RecordSource]:
         which = bisect.bisect_right(self.starts, number) - 1
         return number - self.starts[which], self.sources[which]
 
@@ -105,7 +105,7 @@ class Sources:
         InputError: a source cannot be opened, or is empty.
     """
 
-    def __init__(self, configs: Sequence[SourceConfig], open_one: Callable[[SourceConfig], Source] | None = None):
+    def __init__(self, configs: Sequence[SourceConfig], open_one: Callable[[SourceConfig], RecordSource] | None = None):
         self._configs, self._opened = configs, [(open_one or open_source)(config) for config in configs]
         self.sizes = [len(source) for source in self._opened]
         self.weights = [config.weight for config in configs]
@@ -121,7 +121,7 @@ def is_local(config: SourceConfig) -> bool:
     return glob.has_magic(config.path) or Path(config.path).exists()
 
 
-def open_source(config: SourceConfig) -> Source:
+def open_source(config: SourceConfig) -> RecordSource:
     """Opens a source; JSON lines without reading their records.
 
     Raises:
@@ -146,7 +146,7 @@ def ending_of(path: Path) -> str:
     return endings[-1] if endings else ""
 
 
-def _open_file(path: Path) -> Source:
+def _open_file(path: Path) -> RecordSource:
     ending = ending_of(path)
     if not path.is_file():
         where = "" if path.is_absolute() else f" in {os.getcwd()}"
@@ -160,7 +160,7 @@ def _open_file(path: Path) -> Source:
     return _opened(path, lambda: load_dataset(BUILDERS[ending], data_files=str(path), split="train"), str(path))
 
 
-def _open_dataset(path: Path, config: SourceConfig) -> Source:
+def _open_dataset(path: Path, config: SourceConfig) -> RecordSource:
     """Opens a dataset by its hub id or its folder, or one that was written by `save_to_disk`."""
     from datasets import load_dataset, load_from_disk
 

@@ -10,10 +10,10 @@ from automodel_rl.config.data import DataConfig, SourcesConfig
 from automodel_rl.data.columns import MISSING, look_up, names_of
 from automodel_rl.data.media_files import listed
 from automodel_rl.data.messages import MEDIA_PARTS, SHAREGPT_ROLES, media_parts
-from automodel_rl.data.sources import Source, open_source
+from automodel_rl.data.sources import RecordSource, open_source
 
 
-def open_examples(config: SourceConfig, data: SourcesConfig) -> Source:
+def open_examples(config: SourceConfig, data: SourcesConfig) -> RecordSource:
     """Opens a source, with its chats split into turns if the config's `data` says so."""
     source = open_source(config)
     return SplitTurns(source, config) if isinstance(data, DataConfig) and data.turns == "split" else source
@@ -27,7 +27,7 @@ class SplitTurns:
         config: its config.
     """
 
-    def __init__(self, source: Source, config: SourceConfig):
+    def __init__(self, source: RecordSource, config: SourceConfig):
         self.source, self.config = source, config
         self.starts = [0, *itertools.accumulate(max(1, len(self._turns(record))) for record in source)]
 

@@ -249,7 +249,7 @@ class _Gate(torch.autograd.Function):
         return torch.empty_like(ctx.saved_tensors[0])
 
 
-class _Attention(torch.autograd.Function):
+class _MeasuredAttention(torch.autograd.Function):
     """Attention that keeps query, key, value, output and log-sum-exp. Under context parallelism, it keeps the keys and
     values of both calls."""
 
@@ -276,7 +276,7 @@ def attention_stand_in(
     cp: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
 ) -> tuple[Tensor, None]:
     """Attention in transformers' signature, which keeps as much as a fused kernel does."""
-    return _Attention.apply(query, key, value, cp), None
+    return _MeasuredAttention.apply(query, key, value, cp), None
 
 
 class _Rule(torch.autograd.Function):

@@ -42,10 +42,10 @@ def main() -> None:
         connection.send(Failure(innermost(error)))
         return
     connection.send(Answer("start", ""))
-    Worker(generator, connection).run()
+    TransformersWorker(generator, connection).run()
 
 
-class Worker:
+class TransformersWorker:
     """Takes turns between completions and weights.
 
     Args:

@@ -35,7 +35,7 @@ def main() -> None:
     messages: Any = load_messages()
     sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the weight transfer by the name of its file
     connection = Connection(int(sys.argv[-1]))
-    worker = Worker(connection, messages)
+    worker = VllmWorker(connection, messages)
     try:
         worker.start(messages.receive_start(connection).settings)
     except EOFError:
@@ -55,7 +55,7 @@ def main() -> None:
             return
 
 
-class Worker:
+class VllmWorker:
     """Generates, and takes weights between two steps of vLLM.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_rl.errors import EXIT_OK
-from automodel_rl.launch.rank_processes import RankProcesses, Share
+from automodel_rl.launch.rank_processes import NodeShare, RankProcesses
 from automodel_rl.launch.record import show
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.launch.terminal import Terminal
@@ -62,7 +62,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None
 
         handlers = {number: signal.signal(number, pass_on) for number in stop_signals()}
         try:
-            ranks.start(command, Share(0, num_ranks, num_ranks, "localhost", free_port()), os.environ, shown=0)
+            ranks.start(command, NodeShare(0, num_ranks, num_ranks, "localhost", free_port()), os.environ, shown=0)
             while ranks.exit_code is None:
                 time.sleep(0.05)
             return EXIT_OK if ranks.exit_code == EXIT_OK else _show_cause(ranks)

@@ -24,7 +24,7 @@ TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """A machine's share of a job's ranks, and where all ranks of the job meet.
 
     Attributes:
@@ -83,10 +83,12 @@ class RankProcesses:
 
     def __init__(self, folder: Path, flights: Path | None):
         self.folder, self.flights = folder, flights
-        self.share = Share(0, 0, 0, "", 0)
+        self.share = NodeShare(0, 0, 0, "", 0)
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, command: Sequence[str], share: Share, environment: Mapping[str, str], *, shown: int | None) -> None:
+    def start(
+        self, command: Sequence[str], share: NodeShare, environment: Mapping[str, str], *, shown: int | None
+    ) -> None:
         """Starts every rank of the share.
 
         Args:

@@ -64,7 +64,7 @@ def observed_uses(model: nn.Module, run: Callable[[], list[Tensor]]) -> Uses:
         model: the model.
         run: runs it forward on examples in which every parameter takes part, and returns the logits.
     """
-    watch = _Watch(model)
+    watch = _UseWatch(model)
     with torch.no_grad(), watch:
         logits = run()
     for tensor in logits:
@@ -72,7 +72,7 @@ def observed_uses(model: nn.Module, run: Callable[[], list[Tensor]]) -> Uses:
     return watch.uses
 
 
-class _Watch(OperationWatch):
+class _UseWatch(OperationWatch):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.uses = Uses()

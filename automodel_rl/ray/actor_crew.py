@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from automodel_rl.policy.crew import those_that_count
 from automodel_rl.policy.jobs import Job
 from automodel_rl.policy.shares import Share
-from automodel_rl.ray.policy_actor import Failure
+from automodel_rl.ray.policy_actor import ActorFailure
 
 GRACE_SECONDS = 30.0
 """Longest wait for the other ranks once one has refused its input, and for ranks that are to close."""
@@ -68,11 +68,11 @@ class ActorCrew:
         while waiting:  # ranks that wait for one that failed do not answer
             done, waiting = ray.wait(waiting, timeout=None if refusal is None else GRACE_SECONDS)
             try:
-                failures = [answer for answer in ray.get(done) if isinstance(answer, Failure)]
+                failures = [answer for answer in ray.get(done) if isinstance(answer, ActorFailure)]
             except RayError as error:
-                failures = [Failure(f"a node or its actor is gone: {' '.join(str(error).split())[:300]}")]
+                failures = [ActorFailure(f"a node or its actor is gone: {' '.join(str(error).split())[:300]}")]
             if not done:
-                failures = [Failure(f"only some ranks refused their input: {refusal}")]
+                failures = [ActorFailure(f"only some ranks refused their input: {refusal}")]
             for failure in failures:
                 if failure.refusal is None:
                     self._lose()

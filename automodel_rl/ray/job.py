@@ -16,7 +16,7 @@ from automodel_rl.config import RunConfig
 from automodel_rl.config.launch import RayConfig
 from automodel_rl.errors import EXIT_FAILURE, EXIT_OK, InputError
 from automodel_rl.launch.flight import last_place, left_flight
-from automodel_rl.launch.rank_processes import Ends, Share
+from automodel_rl.launch.rank_processes import Ends, NodeShare
 from automodel_rl.launch.record import FailureRecord, show
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.launch.terminal import Terminal
@@ -142,7 +142,7 @@ def _attempt(config: RunConfig, settings: RayConfig, arguments: Sequence[str], s
     """Runs the job once. Returns why it failed, or None."""
     devices = () if config.generation is None else config.generation.rollout.generator.devices
     with reserved(settings, config.world_size, devices) as nodes:
-        job = _Job(nodes, Path(config.output).absolute() / FLIGHTS)
+        job = _Attempt(nodes, Path(config.output).absolute() / FLIGHTS)
         try:
             job.start(["-m", "automodel_rl", *arguments], config.world_size)
             stop.ranks_work = True
@@ -161,7 +161,7 @@ def _attempt(config: RunConfig, settings: RayConfig, arguments: Sequence[str], s
     return ends.cause
 
 
-class _Job:
+class _Attempt:
     """The agents of an attempt."""
 
     def __init__(self, nodes: Nodes, flights: Path):
@@ -182,7 +182,7 @@ class _Job:
         shared = (environment_for_nodes(), str(Path.cwd()), self.flights)
         refusals = self._ask(
             lambda agent, node: agent.start.remote(
-                command, Share(node * per_node, per_node, world_size, first.address, first.port), *shared
+                command, NodeShare(node * per_node, per_node, world_size, first.address, first.port), *shared
             )
         )
         for node, refusal in refusals.items():

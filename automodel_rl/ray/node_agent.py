@@ -12,7 +12,7 @@ from pathlib import Path
 import ray
 
 from automodel_rl.launch.local import free_port
-from automodel_rl.launch.rank_processes import Ends, RankProcesses, Share
+from automodel_rl.launch.rank_processes import Ends, NodeShare, RankProcesses
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.ray.cluster import device_order
 
@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Progress:
+class AgentProgress:
     """What has happened on a node since the driver last asked.
 
     Attributes:
@@ -58,7 +58,7 @@ class NodeAgent:
         return Place(socket.gethostname(), ray.util.get_node_ip_address(), free_port())
 
     def start(
-        self, command: Sequence[str], share: Share, environment: dict[str, str], cwd: str, flights: Path | None
+        self, command: Sequence[str], share: NodeShare, environment: dict[str, str], cwd: str, flights: Path | None
     ) -> str:
         """Starts the ranks.
 
@@ -83,7 +83,7 @@ class NodeAgent:
         self._ranks.start([sys.executable, *command], share, environment | own, shown=None)
         return ""
 
-    def progress(self, signals: Sequence[int]) -> Progress:
+    def progress(self, signals: Sequence[int]) -> AgentProgress:
         """What has happened; first passes signals on to the ranks."""
         for number in signals:
             self._ranks.signal(number)
@@ -94,7 +94,7 @@ class NodeAgent:
                 log.seek(self._shown)
                 output = log.read(MOST_BYTES)
             self._shown += len(output)
-        return Progress(output, None if len(output) == MOST_BYTES else exit_code)
+        return AgentProgress(output, None if len(output) == MOST_BYTES else exit_code)
 
     def end(self) -> Ends:
         """Ends all ranks and says how they ended."""

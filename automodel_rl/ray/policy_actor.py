@@ -56,7 +56,7 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
-class Failure:
+class ActorFailure:
     """What a rank answers if it fails. An exception of any kind may not survive the way to the program.
 
     Attributes:
@@ -72,13 +72,13 @@ class PolicyActor:
     """A rank. Its methods after `join` are collectives: the group calls each on all ranks."""
 
     def answer(self, method: str, *arguments: Any) -> Any:
-        """What a method returns, or a `Failure`."""
+        """What a method returns, or a `ActorFailure`."""
         try:
             return getattr(self, method)(*arguments)
         except REFUSALS as error:
-            return Failure(str(error), error)
+            return ActorFailure(str(error), error)
         except Exception as error:
-            return Failure(describe(error))
+            return ActorFailure(describe(error))
 
     def place(self) -> RankPlace:
         devices = [str(number) for number in ray.get_gpu_ids()]

@@ -10,7 +10,7 @@ from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Sampling
 from automodel_rl.hf.opened_model import OpenedModel
-from automodel_rl.serve.messages import Datum, Prompt, RunShape
+from automodel_rl.serve.messages import Datum, RunShape, SamplePrompt
 from automodel_rl.serve.requests import LARGEST, CreateModelBody, OptimizerKind, SampleBody, number_of
 
 TARGETS = "target_tokens"
@@ -152,7 +152,7 @@ NOT_OF_SAMPLES = (
 """What a sample request may ask for, and is not served."""
 
 
-def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> Prompt:
+def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SamplePrompt:
     """The prompt of a sample request.
 
     Raises:
@@ -190,4 +190,4 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> Prompt:
         None if stop is None or texts else ids,
     )
     seed = secrets.randbelow(2**63) if params.seed is None else params.seed
-    return Prompt(tokens, body.num_samples, seed, sampling, bool(body.prompt_logprobs))
+    return SamplePrompt(tokens, body.num_samples, seed, sampling, bool(body.prompt_logprobs))

@@ -20,7 +20,7 @@ class OpenRuns(Job):
 class OfRuns(Job):
     """One of the server's jobs that only runs are asked to do, with its answer."""
 
-    asked: messages.Job
+    asked: messages.ServiceJob
 
 
 @dataclass(frozen=True)

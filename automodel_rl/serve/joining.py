@@ -8,14 +8,14 @@ from typing import Any
 from automodel_rl.serve.messages import (
     CreateRun,
     Forget,
-    ForwardBackward,
-    Job,
     Keep,
     Load,
-    OptimizerStep,
     Refused,
-    Sample,
+    RunOptimizerStep,
+    RunPass,
+    SampleJob,
     Save,
+    ServiceJob,
     Spoil,
     Together,
 )
@@ -35,9 +35,9 @@ def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
     taken, left = [first], []
     joint: _JointSample | _JointPass
     match first.job:
-        case Sample():
+        case SampleJob():
             joint = _JointSample(first.job)
-        case ForwardBackward() if pass_tokens:
+        case RunPass() if pass_tokens:
             joint = _JointPass(first.job, pass_tokens)
         case _:
             return taken
@@ -54,18 +54,18 @@ def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
     return taken
 
 
-def joined(jobs: list[Any]) -> Job:
+def joined(jobs: list[Any]) -> ServiceJob:
     """One job for jobs that were taken together."""
     if len(jobs) == 1:
         return jobs[0]
-    if isinstance(jobs[0], ForwardBackward):
+    if isinstance(jobs[0], RunPass):
         return Together(jobs)
     return dataclasses.replace(jobs[0], prompts=[prompt for job in jobs for prompt in job.prompts])
 
 
 def answers_of(jobs: list[Any], answer: Any) -> Iterable[Any]:
     """The part of each job in the answer to all. A sample of which a prompt is refused is refused."""
-    if isinstance(jobs[0], Sample):
+    if isinstance(jobs[0], SampleJob):
         rest = iter(answer)
         return [_all_or_refused([next(rest) for _ in job.prompts]) for job in jobs]
     return [answer] if len(jobs) == 1 else answer
@@ -78,12 +78,12 @@ def _all_or_refused(answers: list[Any]) -> Any:
 class _JointSample:
     """Samples from the same weights."""
 
-    def __init__(self, first: Sample):
+    def __init__(self, first: SampleJob):
         self.weights, self.count = (first.kept, first.folder), _num_sequences(first)
 
-    def takes(self, job: Job) -> bool:
+    def takes(self, job: ServiceJob) -> bool:
         """Whether a job fits, which then counts."""
-        if not isinstance(job, Sample) or (job.kept, job.folder) != self.weights:
+        if not isinstance(job, SampleJob) or (job.kept, job.folder) != self.weights:
             return False
         if self.count + _num_sequences(job) > MOST_SEQUENCES:
             return False
@@ -94,13 +94,13 @@ class _JointSample:
 class _JointPass:
     """Forwards and backwards, or forwards alone, of runs whose adapters share no row."""
 
-    def __init__(self, first: ForwardBackward, most: int):
+    def __init__(self, first: RunPass, most: int):
         self.forward_only, self.most = first.forward_only, most
         self.tokens, self.rows = _num_tokens(first), {*_rows(first)}
 
-    def takes(self, job: Job) -> bool:
+    def takes(self, job: ServiceJob) -> bool:
         """Whether a job fits, which then counts."""
-        if not isinstance(job, ForwardBackward) or job.forward_only != self.forward_only:
+        if not isinstance(job, RunPass) or job.forward_only != self.forward_only:
             return False
         if self.tokens + _num_tokens(job) > self.most or not self.rows.isdisjoint(_rows(job)):
             return False
@@ -109,25 +109,23 @@ class _JointPass:
         return True
 
 
-def _num_sequences(job: Sample) -> int:
+def _num_sequences(job: SampleJob) -> int:
     return sum(prompt.num_samples for prompt in job.prompts)
 
 
-def _num_tokens(job: ForwardBackward) -> int:
+def _num_tokens(job: RunPass) -> int:
     return sum(map(len, job.data))
 
 
-def _rows(job: ForwardBackward) -> range:
+def _rows(job: RunPass) -> range:
     return range(job.shape.rows.start, job.shape.rows.stop)
 
 
-def _runs_of(job: Job) -> tuple[str, ...]:
+def _runs_of(job: ServiceJob) -> tuple[str, ...]:
     """The runs whose state a job reads or changes."""
     match job:
         case Forget(runs):
             return runs
-        case (
-            ForwardBackward(run) | CreateRun(run) | OptimizerStep(run) | Spoil(run) | Save(run) | Load(run) | Keep(run)
-        ):
+        case RunPass(run) | CreateRun(run) | RunOptimizerStep(run) | Spoil(run) | Save(run) | Load(run) | Keep(run):
             return (run,)
     return ()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from automodel_rl.batch import IGNORED_TARGET, Batch, Microbatch, TokenSequence, pack_microbatch
 from automodel_rl.losses import LossFn, LossOutput, TokenOutputs, token_loss
-from automodel_rl.serve.messages import Datum, ForwardBackward, LossResult
+from automodel_rl.serve.messages import Datum, LossResult, RunPass
 
 TARGETS, JOB = "target_tokens", "job"
 
@@ -26,7 +26,7 @@ class JointBatch:
         loss: the sum of all losses.
     """
 
-    def __init__(self, jobs: list[ForwardBackward]):
+    def __init__(self, jobs: list[RunPass]):
         self.jobs = jobs
         self.loss = _joint_loss(jobs)
         names = dict.fromkeys(name for job in jobs for datum in job.data for name in datum.inputs)
@@ -67,7 +67,7 @@ def gated(microbatch: Microbatch, gate: Tensor | None, run_of: Sequence[int]) ->
     return dataclasses.replace(microbatch, adapter_gate=spread)
 
 
-def _joint_loss(jobs: list[ForwardBackward]) -> LossFn:
+def _joint_loss(jobs: list[RunPass]) -> LossFn:
     """The sum of the losses of jobs, over the tokens of each."""
     kinds: dict[tuple[str, tuple[tuple[str, float], ...]], list[int]] = {}
     for number, job in enumerate(jobs):
@@ -86,7 +86,7 @@ def _joint_loss(jobs: list[ForwardBackward]) -> LossFn:
     return loss
 
 
-def _loss_of(job: ForwardBackward, logprobs: list[Tensor]) -> float:
+def _loss_of(job: RunPass, logprobs: list[Tensor]) -> float:
     """The loss of a job from the log-probabilities of its targets."""
     microbatch = with_own_targets(pack_microbatch([_sequence(datum, {}, 0) for datum in job.data]))
     outputs = TokenOutputs(torch.cat([part for values in logprobs for part in (values, values.new_zeros(1))]))

@@ -49,17 +49,17 @@ class RunShape:
         return slice(self.first, self.first + self.rank)
 
 
-class Job:
+class ServiceJob:
     """The base of all jobs. Ranks run them one after the other."""
 
 
 @dataclass(frozen=True)
-class Stop(Job):
+class Stop(ServiceJob):
     """The ranks must end."""
 
 
 @dataclass(frozen=True)
-class CreateRun(Job):
+class CreateRun(ServiceJob):
     """A new training run. The answer is None."""
 
     run: str
@@ -67,7 +67,7 @@ class CreateRun(Job):
 
 
 @dataclass(frozen=True)
-class ForwardBackward(Job):
+class RunPass(ServiceJob):
     """Gradients of a loss to add up; `forward_only` for its results alone. `shape` is that of the run. The answer is a
     `LossResult`."""
 
@@ -80,11 +80,11 @@ class ForwardBackward(Job):
 
 
 @dataclass(frozen=True)
-class Together(Job):
+class Together(ServiceJob):
     """Forwards and backwards of several runs, or forwards alone, that meet in one pass. Their adapters share no row.
     The answer has one for each, perhaps `Refused`."""
 
-    jobs: list[ForwardBackward]
+    jobs: list[RunPass]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LossResult:
 
 
 @dataclass(frozen=True)
-class OptimizerStep(Job):
+class RunOptimizerStep(ServiceJob):
     """One optimizer step with the gradients so far. The answer is metrics by name."""
 
     run: str
@@ -109,7 +109,7 @@ class OptimizerStep(Job):
 
 
 @dataclass(frozen=True)
-class Spoil(Job):
+class Spoil(ServiceJob):
     """A forward and backward of a run that the server refused: the run's next optimizer step must fail. The answer is
     None."""
 
@@ -117,7 +117,7 @@ class Spoil(Job):
 
 
 @dataclass(frozen=True)
-class Save(Job):
+class Save(ServiceJob):
     """Weights of a run to write into a folder, for training with the optimizer's moments. The answer is None."""
 
     run: str
@@ -127,7 +127,7 @@ class Save(Job):
 
 
 @dataclass(frozen=True)
-class Load(Job):
+class Load(ServiceJob):
     """A run that goes on from a folder, and is made if there is none. The answer is None."""
 
     run: str
@@ -137,7 +137,7 @@ class Load(Job):
 
 
 @dataclass(frozen=True)
-class Keep(Job):
+class Keep(ServiceJob):
     """The weights of a run as they are now, to sample from under a name. The answer is None."""
 
     run: str
@@ -145,7 +145,7 @@ class Keep(Job):
 
 
 @dataclass(frozen=True)
-class Forget(Job):
+class Forget(ServiceJob):
     """Runs and kept weights that are not needed any more. The answer is None."""
 
     runs: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class Forget(Job):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SamplePrompt:
     """A prompt to continue, or to score.
 
     Attributes:
@@ -172,14 +172,14 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Sample(Job):
+class SampleJob(ServiceJob):
     """Prompts for the same weights: kept under a name, in a folder, or neither for the base model. The answer has
     a `Sampled` or `Refused` for each."""
 
     kept: str | None
     folder: str | None
     shape: RunShape | None
-    prompts: list[Prompt]
+    prompts: list[SamplePrompt]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.serve import checks
-from automodel_rl.serve.messages import Prompt, Sampled, SampledSequence
+from automodel_rl.serve.messages import Sampled, SampledSequence, SamplePrompt
 from automodel_rl.serve.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 from automodel_rl.serve.ranks import RanksLostError, RefusedError
 from automodel_rl.serve.requests import ChunkBody, PromptBody, SampleBody, SamplingBody
@@ -137,7 +137,7 @@ class Completions:
             top_k=body.top_k,
             top_p=body.top_p,
         )
-        jobs: list[Prompt] = [
+        jobs: list[SamplePrompt] = [
             checks.prompt_of(
                 SampleBody(
                     sampling_session_id="",

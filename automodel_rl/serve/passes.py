@@ -4,7 +4,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.policy.policy import Policy
 from automodel_rl.serve import jobs
 from automodel_rl.serve.joint_batch import JointBatch
-from automodel_rl.serve.messages import ForwardBackward, LossResult, Refused, Spoil
+from automodel_rl.serve.messages import LossResult, Refused, RunPass, Spoil
 from automodel_rl.serve.runs import GONE, Runs
 
 
@@ -19,7 +19,7 @@ class Passes:
     def __init__(self, policy: Policy, runs: Runs):
         self.policy, self.crew, self.runs = policy, policy.crew, runs
 
-    def forward_backward(self, job: ForwardBackward) -> LossResult:
+    def forward_backward(self, job: RunPass) -> LossResult:
         """Adds up the gradients of a loss, or computes the loss alone.
 
         Raises:
@@ -30,7 +30,7 @@ class Passes:
         assert found is not None
         return found[0]
 
-    def together(self, asked: list[ForwardBackward]) -> list[LossResult | Refused]:
+    def together(self, asked: list[RunPass]) -> list[LossResult | Refused]:
         """What `forward_backward` does for several runs that share no row of the adapters, in one pass.
 
         Raises:
@@ -43,13 +43,13 @@ class Passes:
         answers = iter(results)
         return [next(answers) if job in there else Refused(GONE) for job in asked]
 
-    def _alone(self, job: ForwardBackward) -> LossResult | Refused:
+    def _alone(self, job: RunPass) -> LossResult | Refused:
         try:
             return self.forward_backward(job)
         except InputError as error:
             return Refused(str(error))
 
-    def _pass(self, asked: list[ForwardBackward]) -> list[LossResult] | None:
+    def _pass(self, asked: list[RunPass]) -> list[LossResult] | None:
         """The results of jobs in one pass; None if what overflowed in one run may have spoilt others."""
         batch = JointBatch(asked)
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_rl.serve.joining import answers_of, joined, take_together
-from automodel_rl.serve.messages import Done, Job, Ready, Refused, StopAsked, Together
+from automodel_rl.serve.messages import Done, Ready, Refused, ServiceJob, StopAsked, Together
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
 
 
@@ -31,7 +31,7 @@ class RefusedError(Exception):
 
 @dataclass
 class _Order:
-    job: Job
+    job: ServiceJob
     result: Future
 
     def settle(self, answer: Any) -> None:
@@ -83,7 +83,7 @@ class Ranks:
         """Number of jobs that wait."""
         return len(self._orders)
 
-    def submit(self, job: Job) -> Future:
+    def submit(self, job: ServiceJob) -> Future:
         """Puts a job behind those that wait.
 
         Returns:

@@ -14,13 +14,15 @@ from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.seeds import mixed_seed
-from automodel_rl.serve.messages import Prompt, Refused, Sampled, SampledSequence
+from automodel_rl.serve.messages import Refused, Sampled, SampledSequence, SamplePrompt
 
 MOST_ATTEMPTS = 3
 """Attempts at a sample, with failed generators started again in between."""
 
 
-def complete(fleet: Fleet, prompts: list[Prompt], show: Callable[[], None]) -> list[list[SampledSequence] | Refused]:
+def complete(
+    fleet: Fleet, prompts: list[SamplePrompt], show: Callable[[], None]
+) -> list[list[SampledSequence] | Refused]:
     """Completions of each prompt, with the weights that generators got last. A prompt is refused by itself if one of
     its completions failed.
 
@@ -55,7 +57,7 @@ def complete(fleet: Fleet, prompts: list[Prompt], show: Callable[[], None]) -> l
     raise InputError(f"sampling fails again and again ({problem})")
 
 
-def score(policy: Policy, prompts: list[Prompt]) -> list[torch.Tensor]:
+def score(policy: Policy, prompts: list[SamplePrompt]) -> list[torch.Tensor]:
     """Log-probabilities of the tokens of each prompt, fp32 [n], the first 0, by the trained model."""
     rows = Batch(
         TokenSequence(torch.tensor(prompt.tokens), torch.ones(len(prompt.tokens), dtype=torch.bool))

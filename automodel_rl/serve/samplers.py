@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_rl.errors import InputError
 from automodel_rl.serve import checks
-from automodel_rl.serve.messages import Job, Prompt, Sample
+from automodel_rl.serve.messages import SampleJob, SamplePrompt, ServiceJob
 from automodel_rl.serve.requests import SampleBody, SamplingSessionBody
 from automodel_rl.serve.results import digest_of
 from automodel_rl.serve.tables import UnknownError, Weights
@@ -58,11 +58,11 @@ class Samplers:
             self.service.start(request, digest, None, self.job(weights, [prompt]), lambda a: write_samples(a[0]))
         return {"request_id": request, "sample_sequence_ids": names}
 
-    def job(self, weights: Weights, prompts: list[Prompt]) -> Job:
+    def job(self, weights: Weights, prompts: list[SamplePrompt]) -> ServiceJob:
         """The job that samples from weights."""
         if weights.saved is None:
-            return Sample(weights.kept, None, None, prompts)
-        return Sample(None, str(weights.saved.folder), weights.saved.shape, prompts)
+            return SampleJob(weights.kept, None, None, prompts)
+        return SampleJob(None, str(weights.saved.folder), weights.saved.shape, prompts)
 
     def _sampler(self, name: str) -> Weights:
         if name not in self.table:

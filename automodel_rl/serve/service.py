@@ -15,13 +15,13 @@ from automodel_rl.serve.lists import Lists
 from automodel_rl.serve.messages import (
     CreateRun,
     Forget,
-    ForwardBackward,
-    Job,
     Keep,
     Load,
-    OptimizerStep,
+    RunOptimizerStep,
+    RunPass,
     RunShape,
     Save,
+    ServiceJob,
     Spoil,
     Stop,
 )
@@ -37,13 +37,13 @@ from automodel_rl.serve.requests import (
 from automodel_rl.serve.results import Result, Results, digest_of, failed, finish
 from automodel_rl.serve.samplers import Samplers
 from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, UnwritableError, about, remove_folder
-from automodel_rl.serve.tables import BusyError, Run, Session, Throughput, UnknownError, Weights, choose_rows
+from automodel_rl.serve.tables import BusyError, ServedRun, Session, Throughput, UnknownError, Weights, choose_rows
 from automodel_rl.serve.wire import read_datum, write_output
 
 GAP_SECONDS = 120.0
 """Longest wait for a request whose turn it is, after those behind it have come."""
 
-Work = tuple[Job, Callable[[Any], Result]]
+Work = tuple[ServiceJob, Callable[[Any], Result]]
 """A job, and what makes a result of its answer."""
 
 
@@ -60,7 +60,7 @@ class Service:
         self.config, self.ranks, self.saved = config, ranks, saved
         self.results = Results(60 * config.limits.result_minutes, config.limits.waiting)
         self.sessions: dict[str, Session] = {}
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, ServedRun] = {}
         self.samplers, self.lists = Samplers(self), Lists(self)
         self.is_stopping = False
         self.throughput = Throughput()
@@ -152,7 +152,7 @@ class Service:
             data = checks.for_loss([read_datum(datum) for datum in message.data], loss)
             checks.check_data(data, loss, self.config, self.ranks.vocab_size)
             shape = self.runs[message.model_id].shape
-            return ForwardBackward(message.model_id, loss, settings, data, message.forward_only, shape), done
+            return RunPass(message.model_id, loss, settings, data, message.forward_only, shape), done
 
         def done(answer: Any) -> Result:
             self.throughput.add(sum(map(len, answer.logprobs)))
@@ -166,7 +166,7 @@ class Service:
         def work() -> Work:
             if body.adam_params is None:
                 raise InputError("optim_step needs adam_params: AdamW is the optimizer that is served")
-            return OptimizerStep(body.model_id, body.adam_params.settings), lambda metrics: {"metrics": metrics}
+            return RunOptimizerStep(body.model_id, body.adam_params.settings), lambda metrics: {"metrics": metrics}
 
         return self._turn(body.model_id, body.seq_id, digest_of("optim_step", body), work)
 
@@ -244,7 +244,7 @@ class Service:
         return saved
 
     def _new_run(
-        self, body: Any, shape: RunShape, metadata: dict[str, Any] | None, make: Callable[[str, RunShape], Job]
+        self, body: Any, shape: RunShape, metadata: dict[str, Any] | None, make: Callable[[str, RunShape], ServiceJob]
     ) -> dict[str, Any]:
         session = self.session(body.session_id)
         session.seen = time.monotonic()
@@ -256,7 +256,7 @@ class Service:
             if alive >= most:
                 remedy = "for it trains all weights" if self.config.model.lora is None else "or raise it"
                 raise BusyError(f"there are {alive} runs, and limits.runs is {most}: end one, {remedy}")
-            run = self.runs[name] = Run(body.session_id, self._placed(shape, name), metadata)
+            run = self.runs[name] = ServedRun(body.session_id, self._placed(shape, name), metadata)
             self.start(request, digest, run, make(name, run.shape), lambda _: {"model_id": name})
             self.results.find(request).add_done_callback(lambda result: self._note_unmade(name, result.result()))
         return {"request_id": request, "model_id": name}
@@ -312,7 +312,7 @@ class Service:
         self._advance(run)
         return answer
 
-    def _advance(self, run: Run) -> None:
+    def _advance(self, run: ServedRun) -> None:
         """Starts all requests whose turn has come."""
         while run.next in run.waiting:
             start = run.waiting.pop(run.next)
@@ -328,7 +328,9 @@ class Service:
         done, _ = await asyncio.wait([result], timeout=seconds)
         return result.result() if done else None
 
-    def start(self, request: str, digest: bytes, run: Run | None, job: Job, convert: Callable[[Any], Result]) -> None:
+    def start(
+        self, request: str, digest: bytes, run: ServedRun | None, job: ServiceJob, convert: Callable[[Any], Result]
+    ) -> None:
         """Submits the job of a request that has no turn to wait for.
 
         Args:
@@ -397,7 +399,7 @@ class Service:
             raise UnknownError(f"there is no session {name!r}: it has ended, or the server was started again")
         return self.sessions[name]
 
-    def _run(self, name: str) -> Run:
+    def _run(self, name: str) -> ServedRun:
         if name not in self.runs:
             saved = self.saved.newest(name)
             remedy = "" if saved is None else f"; its newest saved weights are {saved.path}"

@@ -51,13 +51,13 @@ class ServiceRank:
         self.runs.show(job.kept, job.folder, job.shape)
         self._scale.set(self.runs.trained.scale)
 
-    def _of_runs(self, asked: messages.Job) -> Any:
+    def _of_runs(self, asked: messages.ServiceJob) -> Any:
         match asked:
             case messages.CreateRun(run, shape):
                 return self.runs.create(run, shape)
             case messages.Spoil(run):
                 return self.runs.spoil(run)
-            case messages.OptimizerStep(run, settings):
+            case messages.RunOptimizerStep(run, settings):
                 return self.runs.optimizer_step(run, settings)
             case messages.Save(run, folder, for_training, about):
                 return self.runs.save(run, Path(folder), for_training, about)

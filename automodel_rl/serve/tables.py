@@ -59,7 +59,7 @@ class Session:
 
 
 @dataclass
-class Run:
+class ServedRun:
     """A training run.
 
     Attributes:
@@ -93,7 +93,7 @@ class Weights:
     saved: Saved | None = None
 
 
-def choose_rows(runs: Iterable[Run], rank: int, largest: int) -> int:
+def choose_rows(runs: Iterable[ServedRun], rank: int, largest: int) -> int:
     """The first of so many rows of the model's adapters that no run has or, if there are not so many, whose runs were
     used longest ago.
 

@@ -20,7 +20,7 @@ from automodel_rl.policy.jobs import Job
 from automodel_rl.policy.policy import Policy
 from automodel_rl.serve import jobs, messages
 from automodel_rl.serve.checks import check_model
-from automodel_rl.serve.messages import Done, ForwardBackward, Ready, Refused, Sample, Stop, StopAsked, Together
+from automodel_rl.serve.messages import Done, Ready, Refused, RunPass, SampleJob, Stop, StopAsked, Together
 from automodel_rl.serve.passes import Passes
 from automodel_rl.serve.sampler import answers, complete, score
 from automodel_rl.serve.service_rank import ServiceRank
@@ -32,7 +32,7 @@ IDLE_SECONDS = 1.0
 NEVER = 1_000_000_000
 
 
-class Worker:
+class ServiceWorker:
     """Runs the server's jobs on rank 0, which leads the others.
 
     Args:
@@ -75,7 +75,7 @@ class Worker:
                 return
             server.send(Done(self._answer(job), peak_memory(self.device)))
 
-    def _answer(self, job: messages.Job) -> Any:
+    def _answer(self, job: messages.ServiceJob) -> Any:
         """The answer to a job. What all ranks refuse alike is refused; any other failure ends the ranks."""
         try:
             with flight.phase(type(job).__name__):
@@ -84,17 +84,17 @@ class Worker:
             self._shown = None
             return Refused(str(error))
 
-    def _run(self, job: messages.Job) -> Any:
+    def _run(self, job: messages.ServiceJob) -> Any:
         match job:
-            case ForwardBackward():
+            case RunPass():
                 return self.passes.forward_backward(job)
             case Together(asked):
                 return self.passes.together(asked)
-            case Sample():
+            case SampleJob():
                 return self._sample(job)
         return self.crew.ask(jobs.OfRuns(job))[0]
 
-    def _sample(self, job: Sample) -> Any:
+    def _sample(self, job: SampleJob) -> Any:
         prompts = job.prompts
         scored = [place for place, prompt in enumerate(prompts) if prompt.with_logprobs]
         weights = (job.kept, job.folder)
@@ -141,7 +141,7 @@ def serve_rank(config: ServeConfig) -> None:
         crew.follow()
         return
     try:
-        Worker(config, crew, rank).work(signals)
+        ServiceWorker(config, crew, rank).work(signals)
     except BaseException as error:
         crew.end(error)
         raise

@@ -160,17 +160,17 @@ class Bridge:
                     mine[number] = self._to_tp_peers(tensor, sizes[number][share], like)
         return mine
 
-    def send_embeddings(self, lane: int, embeddings: Tensor) -> "Message":
+    def send_embeddings(self, lane: int, embeddings: Tensor) -> "Transfer":
         """Starts to send embeddings [m, E] to a language lane, from a rank of an encoder lane that serves it.
         Each `send_embeddings` meets one `receive_embeddings`, in order.
         """
         assert self.own_share is not None
         leader, group = self.lanes[lane].encoder_leaders[self.own_share], self.lanes[lane].device_groups[self.own_share]
         if dist.get_rank() != leader:
-            return Message(embeddings)
-        return Message(embeddings, dist.broadcast(embeddings, src=leader, group=group, async_op=True))
+            return Transfer(embeddings)
+        return Transfer(embeddings, dist.broadcast(embeddings, src=leader, group=group, async_op=True))
 
-    def receive_embeddings(self, share: int, size: int, like: Tensor) -> "Message":
+    def receive_embeddings(self, share: int, size: int, like: Tensor) -> "Transfer":
         """Starts to receive embeddings [size, E] on all ranks of this rank's language lane.
 
         Args:
@@ -181,11 +181,11 @@ class Bridge:
         assert self.own_lane is not None
         lane, buffer = self.lanes[self.own_lane], like.new_empty(size, like.shape[1])
         if not size:
-            return Message(buffer)
+            return Transfer(buffer)
         source, group = lane.encoder_leaders[share], lane.device_groups[share]
-        return Message(buffer, dist.broadcast(buffer, src=source, group=group, async_op=True))
+        return Transfer(buffer, dist.broadcast(buffer, src=source, group=group, async_op=True))
 
-    def return_gradient(self, share: int, gradient: Tensor) -> "Message":
+    def return_gradient(self, share: int, gradient: Tensor) -> "Transfer":
         """Starts to send the gradient of embeddings back, once it is summed over the language lane.
 
         Args:
@@ -195,10 +195,10 @@ class Bridge:
         assert self.own_lane is not None
         lane = self.lanes[self.own_lane]
         if dist.get_rank() != lane.language_leader or not len(gradient):
-            return Message(gradient)
+            return Transfer(gradient)
         gradient = gradient.contiguous()
         message = dist.isend(gradient, dst=lane.encoder_leaders[share], group=lane.device_groups[share])
-        return Message(gradient, message)
+        return Transfer(gradient, message)
 
     def take_gradient(self, lane: int, size: int, like: Tensor) -> Tensor:
         """Waits for a gradient [size, E] that a language lane returns, on ranks of the encoder lane's last stage.
@@ -245,7 +245,7 @@ class Bridge:
 
 
 @dataclass(frozen=True)
-class Message:
+class Transfer:
     """A tensor on its way.
 
     Attributes:

@@ -24,7 +24,7 @@ from automodel_rl.batch import Microbatch
 from automodel_rl.batch.media import EncoderName, Media
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.parallel.sharding import release_gathered
-from automodel_rl.step.bridge import Bridge, Message
+from automodel_rl.step.bridge import Bridge, Transfer
 from automodel_rl.step.encoding import READING_THREADS, Encoding
 from automodel_rl.step.media_shares import MediaShares
 
@@ -99,7 +99,7 @@ class _EncoderEnd:
         self._blank_chunk: Tensor | None = None
         self._chunks: dict[tuple[int, int], Tensor] = {}  # by microbatch and lane, those that wait for their gradient
         self._loads: dict[tuple[int, int], list[Future[Tensor]]] = {}
-        self._sent: list[Message] = []
+        self._sent: list[Transfer] = []
         self._keeps = self._works = False
 
     def start(self, keeps: bool) -> None:
@@ -194,10 +194,10 @@ class _LanguageEnd:
         self.clear()
 
     def clear(self) -> None:
-        self._arriving: dict[int, list[Message]] = {}
+        self._arriving: dict[int, list[Transfer]] = {}
         self._gradients: dict[int, Tensor] = {}  # those that wait for that of an earlier microbatch
         self._next_gradient = 0
-        self._sent: list[Message] = []
+        self._sent: list[Transfer] = []
         self._keeps = False
 
     def start(self, keeps: bool) -> list[Callable[[], Tensor]]:

@@ -3,7 +3,7 @@
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, refuse_schedule
 from automodel_rl.parallel.pipeline.split import refuse_split
 from automodel_rl.support.model_rules import MIXTURE, MOE_FAMILIES
-from automodel_rl.support.rule import Combination, Example, Rule
+from automodel_rl.support.rule import Breach, Combination, Rule
 
 _SPLIT_BACKWARD = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.virtual_stages": 2}
 
@@ -22,18 +22,18 @@ SCHEDULE = Rule(
     ", ".join(f"{name} (torch 2.13)" if rule.splits_backward else name for name, rule in SCHEDULES.items()),
     _schedule,
     (
-        Example("parallel.virtual_stages=2 needs parallel.pp of at least 2", {"parallel.virtual_stages": 2}),
-        Example(
+        Breach("parallel.virtual_stages=2 needs parallel.pp of at least 2", {"parallel.virtual_stages": 2}),
+        Breach(
             "parallel.virtual_stages=2: 1F1B has 1 on each rank: use virtual_stages=1",
             {"parallel.virtual_stages": 2},
             {"parallel.pp": 2},
         ),
-        Example(
+        Breach(
             "parallel.virtual_stages=1: Interleaved1F1B has at least 2 on each rank: use virtual_stages=2",
             {"parallel.schedule": "Interleaved1F1B"},
             {"parallel.pp": 2},
         ),
-        Example(
+        Breach(
             "parallel.virtual_stages=3: DualPipeV has 2 on each rank: use virtual_stages=2",
             {"parallel.virtual_stages": 3},
             {**_SPLIT_BACKWARD, "parallel.schedule": "DualPipeV"},
@@ -51,16 +51,16 @@ STAGES = Rule(
     "any split, also uneven",
     _stages,
     (
-        Example(
+        Breach(
             "parallel.pp=4: the model has 3 layers and a stage needs at least one; use no more than 3 stages",
             {"parallel.pp": 4},
             {"description.num_layers": 3},
         ),
-        Example(
+        Breach(
             "parallel.layers_per_stage=[4, 4] lists 2 stages but parallel.pp=1 makes 1: list one number for each",
             {"parallel.layers_per_stage": [4, 4]},
         ),
-        Example(
+        Breach(
             "parallel.layers_per_stage=[4, 3] adds up to 7 but the model has 8 layers: make the sum equal",
             {"parallel.layers_per_stage": [4, 3]},
             {"parallel.pp": 2, "description.num_layers": 8},
@@ -85,7 +85,7 @@ RESHARDING = Rule(
     "gradients reduced after each microbatch (fsdp=reduce, reshard)",
     "with every other axis; schedules that split the backward reduce once a step",
     _resharding,
-    (Example("parallel.fsdp=reshard: ZBVZeroBubble goes through", {"parallel.fsdp": "reshard"}, _SPLIT_BACKWARD),),
+    (Breach("parallel.fsdp=reshard: ZBVZeroBubble goes through", {"parallel.fsdp": "reshard"}, _SPLIT_BACKWARD),),
 )
 
 
@@ -103,7 +103,7 @@ HSDP = Rule(
     "HSDP (dp_replicate)",
     "with dp_shard x cp of at least 2",
     _replicas,
-    (Example("parallel.dp_replicate=2 needs parallel.dp_shard x parallel.cp of", {"parallel.dp_replicate": 2}),),
+    (Breach("parallel.dp_replicate=2 needs parallel.dp_shard x parallel.cp of", {"parallel.dp_replicate": 2}),),
 )
 
 
@@ -130,7 +130,7 @@ TENSOR_PARALLEL = Rule(
     _tensor,
     (
         *(
-            Example(f"parallel.tp=2 must divide the 7 {what}", {key: 7}, {"parallel.tp": 2})
+            Breach(f"parallel.tp=2 must divide the 7 {what}", {key: 7}, {"parallel.tp": 2})
             for key, what in (
                 ("description.num_heads", "attention heads"),
                 ("description.num_kv_heads", "key-value heads"),
@@ -153,7 +153,7 @@ SEQUENCE_PARALLEL = Rule(
     "sequence parallel",
     "with tp",
     _sequence_parallel,
-    (Example("parallel.sequence_parallel=true needs parallel.tp of at least 2", {"parallel.sequence_parallel": True}),),
+    (Breach("parallel.sequence_parallel=true needs parallel.tp of at least 2", {"parallel.sequence_parallel": True}),),
 )
 
 
@@ -173,7 +173,7 @@ CONTEXT_PARALLEL = Rule(
     "attention",
     _linear_attention,
     (
-        Example(
+        Breach(
             "parallel.cp x parallel.tp = 4 must divide the 6 key heads of linear attention",
             {"description.num_linear_heads": 6},
             {"parallel.cp": 4, "description.family": "qwen3_5_text"},
@@ -196,7 +196,7 @@ RECOMPUTATION = Rule(
     "full: everywhere; selective: with schedules that do not split the backward",
     _recomputation,
     (
-        Example(
+        Breach(
             "memory.activation_checkpointing=selective: ZBVZeroBubble goes through the backward twice, which it",
             {"memory.activation_checkpointing": "selective"},
             _SPLIT_BACKWARD,
@@ -236,13 +236,13 @@ COMPILED = Rule(
     "with schedules that do not split the backward; mixtures of transformers, not with selective",
     _compiled,
     (
-        Example("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),
-        Example(
+        Breach("memory.compile=true: ZBVZeroBubble splits the backward", {"memory.compile": True}, _SPLIT_BACKWARD),
+        Breach(
             "memory.compile=true: layers of nemo_automodel's mixtures do not compile",
             {"memory.compile": True},
             {**MIXTURE, "model.implementation": "nemo_automodel"},
         ),
-        Example(
+        Breach(
             "memory.compile=true: compiled layers of a mixture do not show memory.activation_checkpointing=selective",
             {"memory.compile": True},
             {**MIXTURE, "memory.activation_checkpointing": "selective"},
@@ -278,13 +278,13 @@ EXPERT_PARALLEL = Rule(
     f"{', '.join(MOE_FAMILIES)}; ep divides experts and dp_shard x cp x tp",
     _experts,
     (
-        Example("parallel.ep=2: a 'qwen3' model has no experts", {"parallel.ep": 2}, {"parallel.dp_shard": 2}),
-        Example("parallel.ep=2 must divide parallel.dp_shard x parallel.cp x", {"parallel.ep": 2}, MIXTURE),
-        Example(
+        Breach("parallel.ep=2: a 'qwen3' model has no experts", {"parallel.ep": 2}, {"parallel.dp_shard": 2}),
+        Breach("parallel.ep=2 must divide parallel.dp_shard x parallel.cp x", {"parallel.ep": 2}, MIXTURE),
+        Breach(
             "parallel.ep=2 with parallel.tp=2 needs parallel.sequence_parallel=true",
             {"parallel.ep": 2},
             {**MIXTURE, "parallel.tp": 2},
         ),
-        Example("parallel.ep=4 must divide the model's 6 experts", {"parallel.ep": 4}, {**MIXTURE, "parallel.cp": 4}),
+        Breach("parallel.ep=4 must divide the model's 6 experts", {"parallel.ep": 4}, {**MIXTURE, "parallel.cp": 4}),
     ),
 )

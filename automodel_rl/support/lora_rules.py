@@ -2,7 +2,7 @@
 
 from automodel_rl.support.model_rules import NEMO_CLASSES
 from automodel_rl.support.multimodal_rules import LLAVA
-from automodel_rl.support.rule import Combination, Example, Rule
+from automodel_rl.support.rule import Breach, Combination, Rule
 
 GROUPED_MULTIPLE = 8
 """Sizes of bfloat16 matrices that torch's grouped products take: 16 bytes."""
@@ -45,24 +45,24 @@ LORA = Rule(
     f"{GROUPED_MULTIPLE}; with pp, cp, ep, dp; dropout with sft, but not on experts",
     _lora,
     (
-        Example("model.lora: adapters need parallel.tp=1 and", {"parallel.tp": 2}, {"model.lora": {}}),
-        Example("model.lora: adapters need parallel.tp=1 and", NEMO_CLASSES, {"model.lora": {}}),
-        Example(
+        Breach("model.lora: adapters need parallel.tp=1 and", {"parallel.tp": 2}, {"model.lora": {}}),
+        Breach("model.lora: adapters need parallel.tp=1 and", NEMO_CLASSES, {"model.lora": {}}),
+        Breach(
             "model.lora.targets: lm_head cannot have adapters",
             {"model.lora": {"targets": ["q_proj", "lm_head"]}},
             {"model.lora": {"targets": ["q_proj"]}},
         ),
-        Example(
+        Breach(
             "model.lora.rank=4: adapters of experts in bfloat16 need a multiple of 8",
             {"model.lora": {"rank": 4, "targets": ["experts"]}},
             {"model.lora": {"targets": ["experts"]}, "model.dtype": "bfloat16"},
         ),
-        Example(
+        Breach(
             "model.lora.dropout=0.1: adapters of experts have none",
             {"model.lora": {"dropout": 0.1, "targets": ["experts"]}},
             {"model.lora": {"targets": ["experts"]}},
         ),
-        Example(
+        Breach(
             "model.lora.dropout=0.1: dpo and grpo compare log-probabilities",
             {"model.lora": {"dropout": 0.1}},
             {"algorithm": "dpo"},
@@ -97,27 +97,27 @@ ADAPTERS_ALONE = Rule(
     f"transformers generators, and vLLM but servers up to rank {VLLM_RANKS[-1]}; without modules to save; text models",
     _adapters_alone,
     (
-        Example(
+        Breach(
             "weight_sync.adapters=alone needs model.lora: set it",
             {"weight_sync.adapters": "alone"},
             {"algorithm": "grpo"},
         ),
-        Example(
+        Breach(
             "weight_sync.adapters=alone: generators of a 'llava' model get merged ones",
             {"weight_sync.adapters": "alone"},
             {"algorithm": "grpo", "model.lora": {}, **LLAVA},
         ),
-        Example(
+        Breach(
             "weight_sync.adapters=alone with rollout.generator=servers",
             {"rollout.generator": {"kind": "servers", "urls": ["http://localhost:1"]}},
             {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}},
         ),
-        Example(
+        Breach(
             "weight_sync.adapters=alone: vLLM takes ranks up to 512, not 1024",
             {"model.lora": {"rank": 1024}},
             {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}, "rollout.generator": "vllm"},
         ),
-        Example(
+        Breach(
             "weight_sync.adapters=alone: model.lora.modules_to_save=['lm_head'] are no adapters",
             {"model.lora": {"modules_to_save": ["lm_head"]}},
             {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}},

@@ -3,7 +3,7 @@
 from automodel_rl.support.attention import ATTENTION
 from automodel_rl.support.families import COMPOSITES, TEXT_FAMILIES
 from automodel_rl.support.multimodal_rules import LLAVA
-from automodel_rl.support.rule import Combination, Example, Rule
+from automodel_rl.support.rule import Breach, Combination, Rule
 
 NEMO_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.nemo_class is not None)
 MOE_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.is_moe)
@@ -40,11 +40,11 @@ FAMILY = Rule(
     f"{', '.join(TEXT_FAMILIES)}; the language models in {', '.join(_TEXT_COMPOSITES)}",
     _family,
     (
-        Example(
+        Breach(
             "model.path: a 'gpt2' model with implementation transformers is not supported: use one of llama, mistral,",
             {"description.family": "gpt2"},
         ),
-        Example(
+        Breach(
             "model.path: a 'qwen2' model with implementation nemo_automodel is not supported: use one of llama, qwen3",
             NEMO_CLASSES,
             {"description.family": "qwen2"},
@@ -84,18 +84,18 @@ NEMO = Rule(
     f"{', '.join(NEMO_FAMILIES)}; bfloat16, float32; no tp, no LoRA; mixtures without auxiliary loss",
     _nemo,
     (
-        Example(
+        Breach(
             "model.moe.aux_loss=0.1: routers of nemo_automodel's mixtures do not give the scores",
             {"model.moe.aux_loss": 0.1},
             {**NEMO_CLASSES, **MIXTURE},
         ),
-        Example(
+        Breach(
             "model.implementation=nemo_automodel: its class of qwen3_moe models has no sliding windows",
             NEMO_CLASSES,
             {**MIXTURE, "description.has_windows": True},
         ),
-        Example("model.dtype=float64: nemo_automodel's classes keep", {"model.dtype": "float64"}, NEMO_CLASSES),
-        Example("parallel.tp=2: tensor parallelism splits transformers' classes", NEMO_CLASSES, {"parallel.tp": 2}),
+        Breach("model.dtype=float64: nemo_automodel's classes keep", {"model.dtype": "float64"}, NEMO_CLASSES),
+        Breach("parallel.tp=2: tensor parallelism splits transformers' classes", NEMO_CLASSES, {"parallel.tp": 2}),
     ),
 )
 
@@ -116,7 +116,7 @@ QUANTIZED = Rule(
     "quantized checkpoints",
     f"{', '.join(QUANTIZATIONS)}: read as plain weights, trained and exported in model.dtype; vLLM needs a plain copy",
     _quantized,
-    (Example("model.path: the weights are quantized by 'awq', and only", {"description.quantization": "awq"}),),
+    (Breach("model.path: the weights are quantized by 'awq', and only", {"description.quantization": "awq"}),),
 )
 
 
@@ -133,7 +133,7 @@ NOISE = Rule(
     "dropout of any kind, router jitter",
     "no",
     _noise,
-    (Example("model.path: config.json has resid_pdrop=0.1", {"description.noise": {"resid_pdrop": 0.1}}),),
+    (Breach("model.path: config.json has resid_pdrop=0.1", {"description.noise": {"resid_pdrop": 0.1}}),),
 )
 
 
@@ -147,7 +147,7 @@ BIDIRECTIONAL = Rule(
     "bidirectional attention",
     "no",
     _bidirectional,
-    (Example("model.path: config.json has use_bidirectional_attention", {"description.is_bidirectional": True}),),
+    (Breach("model.path: config.json has use_bidirectional_attention", {"description.is_bidirectional": True}),),
 )
 
 
@@ -167,8 +167,8 @@ ROTARY = Rule(
     f"every rope_type but {', '.join(BY_LENGTH)}",
     _rotary,
     (
-        Example("model.path: config.json has rope_type=dynamic", {"description.rope_types": ("dynamic",)}),
-        Example("model.path: config.json has rope_type=longrope", {"description.rope_types": ("default", "longrope")}),
+        Breach("model.path: config.json has rope_type=dynamic", {"description.rope_types": ("dynamic",)}),
+        Breach("model.path: config.json has rope_type=longrope", {"description.rope_types": ("default", "longrope")}),
     ),
 )
 
@@ -194,27 +194,27 @@ ATTENTION_BACKENDS = Rule(
     f"{', '.join(ANYWHERE)}: anywhere; {', '.join(ON_CUDA)}: CUDA and bfloat16",
     _attention,
     (
-        Example(
+        Breach(
             "model.attention=sdpa: this model has a soft cap in its attention: use eager",
             {"model.attention": "sdpa"},
             {"description.family": "gemma2", "description.has_softcap": True},
         ),
-        Example(
+        Breach(
             "model.attention=sdpa: this model has sinks in its attention: use eager or varlen or fa3",
             {"model.attention": "sdpa"},
             {"description.family": "gpt_oss"},
         ),
-        Example(
+        Breach(
             "model.attention=te computes in bfloat16, not float32",
             {"model.dtype": "float32"},
             {"model.attention": "te"},
         ),
-        Example(
+        Breach(
             "model.attention=varlen computes in bfloat16, not float64",
             {"model.attention": "varlen"},
             {"model.dtype": "float64"},
         ),
-        Example(
+        Breach(
             "model.attention=te with parallel.cp=2: it has no sliding windows there: use varlen",
             {"parallel.cp": 2},
             {"model.attention": "te", "description.has_windows": True},
@@ -247,11 +247,11 @@ FLOAT8 = Rule(
     "linear layers of text models without tp and LoRA, in bfloat16; GPUs with fp8",
     _float8,
     (
-        Example("model.fp8=rowwise with model.dtype=float32: fp8 layers take", {"model.dtype": "float32"}, _FP8),
-        Example("model.fp8=rowwise with model.lora: adapters have no", {"model.lora": {"rank": 4}}, _FP8),
-        Example("model.fp8=rowwise with parallel.tp=2: split layers", {"parallel.tp": 2}, _FP8),
-        Example("model.fp8=rowwise with model.implementation=nemo_automodel", NEMO_CLASSES, _FP8),
-        Example(
+        Breach("model.fp8=rowwise with model.dtype=float32: fp8 layers take", {"model.dtype": "float32"}, _FP8),
+        Breach("model.fp8=rowwise with model.lora: adapters have no", {"model.lora": {"rank": 4}}, _FP8),
+        Breach("model.fp8=rowwise with parallel.tp=2: split layers", {"parallel.tp": 2}, _FP8),
+        Breach("model.fp8=rowwise with model.implementation=nemo_automodel", NEMO_CLASSES, _FP8),
+        Breach(
             "model.fp8=rowwise: a multimodal model has no fp8",
             _FP8,
             LLAVA,
@@ -281,13 +281,13 @@ ROUTERS = Rule(
     f"softmax routers; {', '.join(name for name in MOE_FAMILIES if TEXT_FAMILIES[name].router_bias)}",
     _routers,
     (
-        Example("model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router", {"model.moe": {"aux_loss": 0.1}}),
-        Example(
+        Breach("model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router", {"model.moe": {"aux_loss": 0.1}}),
+        Breach(
             "model.moe.aux_loss=0.1: a 'deepseek_v3' model has no softmax router",
             {"model.moe": {"aux_loss": 0.1}},
             {"description.family": "deepseek_v3", "description.num_experts": 8},
         ),
-        Example(
+        Breach(
             "model.moe.bias_update_rate=0.1: the routers of a 'qwen3_moe' model have no bias: set it to 0",
             {"model.moe": {"bias_update_rate": 0.1}},
             MIXTURE,

@@ -4,7 +4,7 @@ from automodel_rl.config import RunConfig
 from automodel_rl.support.description import EncoderDescription
 from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
 from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
-from automodel_rl.support.rule import Combination, Example, Rule
+from automodel_rl.support.rule import Breach, Combination, Rule
 
 SEEING_FAMILIES = (
     "llama",
@@ -202,68 +202,68 @@ MULTIMODAL = Rule(
     "vLLM",
     _multimodal,
     (
-        Example("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
-        Example("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
-        Example(
+        Breach("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
+        Breach("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
+        Breach(
             "data.min_pixels and data.max_pixels: a 'qwen3' model reads no images: leave them out",
             {"data.max_pixels": 1000},
         ),
-        Example(
+        Breach(
             "data.min_pixels and data.max_pixels: a 'llava' model has no image processor with limits",
             {"data.min_pixels": 1000},
             LLAVA,
         ),
-        Example(
+        Breach(
             "model.lora.targets: a 'qwen3' model has no encoder: leave vision, audio and projector out",
             {"model.lora": {"targets": ["q_proj", "projector"]}},
             {"model.lora": {}},
         ),
-        Example(
+        Breach(
             "rollout: prompts of a 'llava' model have media, and conversations have none: leave tools",
             {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 2},
             {**LLAVA, "algorithm": "grpo"},
         ),
-        Example(
+        Breach(
             "rollout.generator=servers: servers get no media of a 'qwen2_5_vl' model: let ranks start vLLM",
             {"rollout.generator": {"kind": "servers", "urls": ["http://127.0.0.1:1"]}},
             {**_QWEN, "algorithm": "grpo"},
         ),
-        Example(
+        Breach(
             "rollout.generator=vllm: vLLM computes causal attention in images of a 'gemma3' model: use transformers",
             {"rollout.generator": "vllm"},
             {**LLAVA, "description.family": "gemma3_text", "description.multimodal": "gemma3", "algorithm": "grpo"},
         ),
-        Example(
+        Breach(
             "rollout.generator=vllm: the config of a 'qwen2_5_vl' model has no rope_parameters.mrope_interleaved",
             {"description.hides_interleaving": True},
             {**_QWEN, "rollout.generator": "vllm", "algorithm": "grpo"},
         ),
-        Example(
+        Breach(
             "batch.microbatch_tokens=auto: the memory of a 'llava' model depends on its images or audio: give a number",
             {"batch.microbatch_tokens": "auto"},
             LLAVA,
         ),
-        Example(
+        Breach(
             "model.path: a 'llava' model with a 'gemma2' language model is not supported: use one with llama,",
             {"description.family": "gemma2"},
             LLAVA,
         ),
-        Example(
+        Breach(
             "model.path: a 'llava' model with a 'dinov2' encoder is not supported: use clip_vision_model",
             {"description.encoders": {"vision": EncoderDescription("dinov2")}},
             LLAVA,
         ),
-        Example(
+        Breach(
             "model.implementation=nemo_automodel: a 'llava' model runs transformers' classes only: use transformers",
             {"model.implementation": "nemo_automodel"},
             LLAVA,
         ),
-        Example(
+        Breach(
             "model.frozen with model.lora: all but adapters and modules to save is frozen",
             {"model.frozen": ["vision"]},
             {**LLAVA, "model.lora": {}},
         ),
-        Example(
+        Breach(
             "components.vision.tp=2: adapters need tp=1: use dp_shard",
             _SPLIT_ENCODER,
             {
@@ -273,62 +273,62 @@ MULTIMODAL = Rule(
                 **_DATA_RANKS,
             },
         ),
-        Example(
+        Breach(
             "model.frozen: all parts are frozen and nothing is left to train: leave one out",
             {"model.frozen": ["vision", "projector", "language"]},
             {**LLAVA, "model.frozen": ["vision", "projector"]},
         ),
-        Example(
+        Breach(
             "components.vision.tp=2: Pixtral's encoder is not split over tp: use dp_shard",
             _SPLIT_ENCODER,
             {**LLAVA, "description.encoders": {"vision": EncoderDescription("pixtral")}, **_DATA_RANKS},
         ),
-        Example(
+        Breach(
             "components.vision.pp=2: the encoder has 1 layers: use at most 1 stages",
             _STAGED_ENCODER,
             {**LLAVA, **_DATA_RANKS},
         ),
-        Example(
+        Breach(
             "components.vision.pp=2: the projector takes the output of layers [-4] of 4, and all of them must be",
             _EARLY_FEATURES,
             {**LLAVA, **_FOUR_LAYERS, **_STAGED_ENCODER},
         ),
-        Example(
+        Breach(
             "components.vision.tp=2 must divide the encoder's 3 attention heads",
             _SPLIT_ENCODER,
             {**LLAVA, **_DATA_RANKS},
         ),
-        Example(
+        Breach(
             "model.lora: PEFT has no names for parts of a 'qwen2_5_omni_thinker' model: train it whole",
             {"model.lora": {}},
             _OMNI,
         ),
-        Example(
+        Breach(
             "model.frozen: a 'qwen2_audio' model has no encoder vision: name audio, projector, language",
             {"model.frozen": ["vision"]},
             _AUDIO,
         ),
-        Example(
+        Breach(
             "model.lora.targets: a 'llava' model has no encoder audio: leave it out",
             {"model.lora": {"targets": ["q_proj", "audio"]}},
             {**LLAVA, "model.lora": {}},
         ),
-        Example(
+        Breach(
             "components: a 'qwen2_audio' model has audio, language, and layouts are given for vision, language",
             _DATA_RANKS,
             _AUDIO,
         ),
-        Example(
+        Breach(
             "components.audio.pp=2: encoders of audio have no stages: use dp_shard",
             _STAGED_HEARING,
             {**_AUDIO, **_HEARING},
         ),
-        Example(
+        Breach(
             "components.audio.tp=2: Qwen2-Audio's encoder is not split over tp: use dp_shard",
             _SPLIT_HEARING,
             {**_AUDIO, **_HEARING},
         ),
-        Example(
+        Breach(
             "rollout.generator=vllm: vLLM gets no audio of a 'qwen2_audio' model: use transformers",
             {"rollout.generator": "vllm"},
             {**_AUDIO, "algorithm": "grpo"},

@@ -61,7 +61,7 @@ Keys = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Example:
+class Breach:
     """An example of what a rule refuses. Without `asks` it is supported, so no other rule has a part in the refusal.
 
     Attributes:
@@ -89,4 +89,4 @@ class Rule:
     feature: str
     supported: str
     refusal: Refusal | None = None
-    refuses: tuple[Example, ...] = ()
+    refuses: tuple[Breach, ...] = ()

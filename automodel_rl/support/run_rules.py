@@ -1,7 +1,7 @@
 """Rules of runs. They do not judge a model that is loaded without a run."""
 
 from automodel_rl.support.model_rules import MIXTURE, MOE_FAMILIES
-from automodel_rl.support.rule import Combination, Example, Rule
+from automodel_rl.support.rule import Breach, Combination, Rule
 
 _GRPO = {"algorithm": "grpo"}
 
@@ -19,7 +19,7 @@ ROUTER_REPLAY = Rule(
     f"{', '.join(MOE_FAMILIES)}; every layout, schedule and recomputation; any generator",
     _router_replay,
     (
-        Example(
+        Breach(
             "router_replay.enabled=true: a 'qwen3' model has no routers: set it to false, or use a mixture",
             {"description.family": "qwen3", "description.num_experts": 0},
             {**_GRPO, **MIXTURE, "router_replay.enabled": True},
@@ -43,7 +43,7 @@ QUANTIZED_ROLLOUT = Rule(
     "every supported model with plain weights",
     _quantized_rollout,
     (
-        Example(
+        Breach(
             "rollout.generator=vllm: it would keep the mxfp4 weights of model.path",
             {"description.quantization": "mxfp4"},
             {**_GRPO, "rollout.generator": "vllm"},
@@ -67,7 +67,7 @@ ROLLOUT_LENGTH = Rule(
     "together within the model's context",
     _rollout_length,
     (
-        Example(
+        Breach(
             "rollout.max_prompt_tokens + rollout.max_new_tokens = 17 is more than the model's context of 16 tokens",
             {"rollout.max_prompt_tokens": 9},
             {**_GRPO, "rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 8, "description.context": 16},
@@ -88,7 +88,7 @@ ROLLOUT_OFFLOAD = Rule(
     "grpo, every layout",
     _rollout_offload,
     (
-        Example(
+        Breach(
             "memory.offload.during=rollout: only grpo has rollouts",
             {"memory.offload": {}},
             {"algorithm": "dpo"},

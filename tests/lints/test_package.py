@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import typing
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,15 @@ def test_types_in_public_signatures_are_public() -> None:
 def functions_of(file: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     nodes = ast.walk(ast.parse(file.read_text()))
     return [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def test_classes_have_names_of_their_own() -> None:
+    places = defaultdict[str, list[str]](list)
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(place(file))
+    assert_none(f"{name} is in {', '.join(files)}" for name, files in places.items() if len(files) > 1)
 
 
 def test_files_and_functions_are_short() -> None:

@@ -33,7 +33,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Rule:
+class RefusedCall:
     """A call that is refused.
 
     Attributes:
@@ -61,14 +61,14 @@ MACHINES = {
 }
 
 RULES = (
-    Rule("socket", argument=0, mask=0xFFFFFFFF, value=AF_UNIX),
-    Rule("socketpair", argument=1, mask=SOCK_KIND, value=SOCK_DGRAM),  # it sends to names
-    Rule("unshare"),
-    Rule("clone", argument=0, mask=CLONE_NEWUSER, value=CLONE_NEWUSER),
-    Rule("clone3", errno.ENOSYS),  # its arguments are in memory; libc then takes clone
-    Rule("shmget"),
-    Rule("msgget"),
-    Rule("io_uring_setup", errno.ENOSYS),
+    RefusedCall("socket", argument=0, mask=0xFFFFFFFF, value=AF_UNIX),
+    RefusedCall("socketpair", argument=1, mask=SOCK_KIND, value=SOCK_DGRAM),  # it sends to names
+    RefusedCall("unshare"),
+    RefusedCall("clone", argument=0, mask=CLONE_NEWUSER, value=CLONE_NEWUSER),
+    RefusedCall("clone3", errno.ENOSYS),  # its arguments are in memory; libc then takes clone
+    RefusedCall("shmget"),
+    RefusedCall("msgget"),
+    RefusedCall("io_uring_setup", errno.ENOSYS),
 )
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06

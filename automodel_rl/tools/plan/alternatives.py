@@ -17,7 +17,7 @@ from automodel_rl.support.description import ModelDescription
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 from automodel_rl.tools.plan.devices import Device
-from automodel_rl.tools.plan.packing import Packing, microbatches
+from automodel_rl.tools.plan.packing import PlannedPacking, microbatches
 from automodel_rl.tools.plan.speed import Work, rough_bubble, step_seconds, tokens_of
 
 MOST_TRIED = 150
@@ -67,7 +67,7 @@ class Search:
         model: MemoryModel,
         description: ModelDescription,
         config: RunConfig,
-        packing: Packing,
+        packing: PlannedPacking,
         device: Device,
         capacity: float,
     ):

@@ -16,7 +16,7 @@ from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.tools.plan.alternatives import Search, with_layout
 from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.encoders import EncoderMemory, plan_encoders
-from automodel_rl.tools.plan.packing import Packing, measure_packing, microbatches
+from automodel_rl.tools.plan.packing import PlannedPacking, measure_packing, microbatches
 
 USABLE = 0.92
 """Share of a device's memory that a step may fill. The rest is for CUDA's context, NCCL's buffers and gaps."""
@@ -138,7 +138,7 @@ def _peak(step: StepPlan, encoders: dict[str, EncoderMemory], components: Compon
     return max(step.peak + beside, *(encoder.peak for encoder in encoders.values()))
 
 
-def _encoders_table(encoders: dict[str, EncoderMemory], components: ComponentsConfig, packing: Packing) -> str:
+def _encoders_table(encoders: dict[str, EncoderMemory], components: ComponentsConfig, packing: PlannedPacking) -> str:
     lines = [f"\n{components}"]
     for name, encoder in encoders.items():
         parts = {key: value for key, value in asdict(encoder).items() if key != "parameters"}
@@ -176,7 +176,7 @@ _FSDP = {
 
 
 def _tables(
-    parallel: ParallelConfig, memory: MemoryConfig, step: StepPlan, packing: Packing, device: str, capacity: int
+    parallel: ParallelConfig, memory: MemoryConfig, step: StepPlan, packing: PlannedPacking, device: str, capacity: int
 ) -> str:
     lines = [
         f"{parallel.world_size} ranks of {device}: {parallel}",
@@ -220,7 +220,7 @@ def _tables(
 
 
 def _record(
-    parallel: ParallelConfig, step: StepPlan, packing: Packing, device: str, fits: bool, others: list[str]
+    parallel: ParallelConfig, step: StepPlan, packing: PlannedPacking, device: str, fits: bool, others: list[str]
 ) -> dict:
     return {
         "layout": parallel.model_dump(),

@@ -28,7 +28,7 @@ from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.support.description import ImageForm, encoder_config, image_form
-from automodel_rl.tools.plan.packing import Packing, microbatches
+from automodel_rl.tools.plan.packing import PlannedPacking, microbatches
 
 STAND_IN = "automodel_rl_plan_flash"
 """Name of the attention stand-in. It contains "flash", so encoders pass all media in one call (model/varlen.py)."""
@@ -65,7 +65,7 @@ def plan_encoders(
     model: ModelConfig,
     memory: MemoryConfig,
     components: ComponentsConfig,
-    packing: Packing,
+    packing: PlannedPacking,
     optimizer: OptimizerConfig,
 ) -> dict[str, EncoderMemory]:
     """The memory that each encoder needs on its fullest rank.

@@ -18,7 +18,7 @@ NO_DATA = "no data to look at"
 
 
 @dataclass(frozen=True)
-class Packing:
+class PlannedPacking:
     """The packing of the user's data into microbatches.
 
     Attributes:
@@ -37,7 +37,7 @@ class Packing:
     lacks: str = ""
 
 
-def measure_packing(config: RunConfig, opened: OpenedModel) -> Packing:
+def measure_packing(config: RunConfig, opened: OpenedModel) -> PlannedPacking:
     """Packs a sample of the training data. Without data or a tokenizer, assumes that every sequence fills a microbatch.
 
     Where completions are generated, assumes that every prompt and completion is as long as it may get.
@@ -45,13 +45,15 @@ def measure_packing(config: RunConfig, opened: OpenedModel) -> Packing:
     capacity, count = config.batch.capacity, config.sequences_per_step
     if config.generation is not None:
         longest = config.longest_sequence
-        return Packing(math.ceil(count / (capacity // longest)), None, lengths=(longest,), lacks=NO_DATA)
+        return PlannedPacking(math.ceil(count / (capacity // longest)), None, lengths=(longest,), lacks=NO_DATA)
     from automodel_rl.data.sources import is_local
 
     if not all(map(is_local, config.data.train)):
-        return Packing(count, None, lengths=(capacity,), lacks=NO_DATA)
+        return PlannedPacking(count, None, lengths=(capacity,), lacks=NO_DATA)
     if not opened.files.has_tokenizer:
-        return Packing(count, None, lengths=(capacity,), lacks="model.path has no tokenizer to measure the data with")
+        return PlannedPacking(
+            count, None, lengths=(capacity,), lacks="model.path has no tokenizer to measure the data with"
+        )
     from automodel_rl.data.chat import open_chat_tokenizer
     from automodel_rl.data.examples import DATASETS, checked
     from automodel_rl.data.sampler import BatchSampler, Order
@@ -71,9 +73,9 @@ def measure_packing(config: RunConfig, opened: OpenedModel) -> Packing:
     for item in (item for example in examples for sequence in example.sequences for item in sequence.media):
         positions[item.encoder] += num_positions(opened.whole, item)
     scaled = {name: math.ceil(number / share) for name, number in positions.items()}
-    return Packing(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), scaled, single)
+    return PlannedPacking(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), scaled, single)
 
 
-def microbatches(packing: Packing, parallel: ParallelConfig) -> int:
+def microbatches(packing: PlannedPacking, parallel: ParallelConfig) -> int:
     """The number of microbatches of a data rank: at least one for each pipeline rank."""
     return max(parallel.pp, math.ceil(packing.microbatches / parallel.num_data_ranks))

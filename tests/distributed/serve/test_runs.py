@@ -11,7 +11,7 @@ import torch
 from automodel_rl import LoraConfig, ModelHandle, ParallelConfig
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError
-from automodel_rl.serve.messages import CreateRun, ForwardBackward, Keep, Load, LossResult, Save
+from automodel_rl.serve.messages import CreateRun, Keep, Load, LossResult, RunPass, Save
 from automodel_rl.serve.requests import AdamBody
 from tests.distributed.serve.test_together import LOSSES, SHAPES, Leader, job, lead
 from tests.rank_pool import RankPool
@@ -40,7 +40,7 @@ def refused(work: Any) -> str:
     return "it was done"
 
 
-def overflowing(one: ForwardBackward) -> ForwardBackward:
+def overflowing(one: RunPass) -> RunPass:
     data = [dataclasses.replace(d, inputs={**d.inputs, "weights": np.full(len(d), 3e38, np.float32)}) for d in one.data]
     return dataclasses.replace(one, data=data)
 

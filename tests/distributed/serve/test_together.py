@@ -16,13 +16,13 @@ from automodel_rl.serve import jobs
 from automodel_rl.serve.messages import (
     CreateRun,
     Datum,
-    ForwardBackward,
-    Job,
     Keep,
     LossResult,
-    OptimizerStep,
     Refused,
+    RunOptimizerStep,
+    RunPass,
     RunShape,
+    ServiceJob,
 )
 from automodel_rl.serve.passes import Passes
 from automodel_rl.serve.service_rank import ServiceRank
@@ -40,7 +40,7 @@ LENGTHS = {"a": (7, 21, 3), "b": (12, 1), "c": (9, 30, 2, 5)}
 NUMBERS = {"rtol": 1e-9, "atol": 1e-12}
 
 
-def job(run: str, call: int, losses: dict[str, Any], forward_only: bool = False) -> ForwardBackward:
+def job(run: str, call: int, losses: dict[str, Any], forward_only: bool = False) -> RunPass:
     random = np.random.default_rng([call, *run.encode()])
     loss, settings = losses[run]
     names = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
@@ -50,7 +50,7 @@ def job(run: str, call: int, losses: dict[str, Any], forward_only: bool = False)
         values = {name: value.astype(np.float32) for name, value in inputs.items()}
         targets = random.integers(0, VOCAB, length)
         data.append(Datum(random.integers(0, VOCAB, length), {"target_tokens": targets, **values}))
-    return ForwardBackward(run, loss, settings, data, forward_only, SHAPES[run])
+    return RunPass(run, loss, settings, data, forward_only, SHAPES[run])
 
 
 class Leader:
@@ -70,11 +70,11 @@ class Leader:
         self.crew.ask(jobs.OpenRuns())
         self.passes = Passes(self.policy, self.rank.runs)
 
-    def ask(self, asked: Job) -> Any:
+    def ask(self, asked: ServiceJob) -> Any:
         return self.crew.ask(jobs.OfRuns(asked))[0]
 
     def optimizer_step(self, run: str, settings: dict[str, Any]) -> dict[str, float]:
-        return self.ask(OptimizerStep(run, settings))
+        return self.ask(RunOptimizerStep(run, settings))
 
 
 def lead(handle: ModelHandle, program: Any) -> Any:

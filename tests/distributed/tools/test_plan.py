@@ -28,7 +28,7 @@ from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.tools.plan.command import plan
 from automodel_rl.tools.plan.devices import find_device
 from automodel_rl.tools.plan.encoders import plan_encoders
-from automodel_rl.tools.plan.packing import Packing
+from automodel_rl.tools.plan.packing import PlannedPacking
 from automodel_rl.tools.verify.media import with_media
 from tests.audio import make_hearing_workspace
 from tests.distributed.tools.test_verify import config_of
@@ -216,7 +216,7 @@ def test_bytes_of_an_encoder_are_those_of_a_run(
     save_tiny_multimodal_model(tmp_path, family)
     components = ComponentsConfig.model_validate({name: encoder, "language": {"ranks": 2}})
     model = ModelConfig(path=str(tmp_path), dtype="float32", frozen=frozen)
-    packing = Packing(1, None, {name: 100})
+    packing = PlannedPacking(1, None, {name: 100})
     planned = plan_encoders(read_config(tmp_path), model, MemoryConfig(), components, packing, ADAMW)[name]
     real = ranks(3).run(allocate_encoder, model, components)
     assert max(weights for weights, _, _ in real) == planned.weights

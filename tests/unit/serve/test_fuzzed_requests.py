@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from automodel_rl.config import LoraConfig, ModelConfig, ServeConfig, ServeLimitsConfig
 from automodel_rl.errors import InputError
 from automodel_rl.serve.app import make_app
-from automodel_rl.serve.messages import ForwardBackward, Job, LossResult, OptimizerStep, Sample, Sampled, Spoil
+from automodel_rl.serve.messages import LossResult, RunOptimizerStep, RunPass, Sampled, SampleJob, ServiceJob, Spoil
 from automodel_rl.serve.saved_weights import SavedWeights, about
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.wire import INT64, MESSAGES
@@ -34,22 +34,22 @@ class Answering:
     are_there = True
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[ServiceJob] = []
 
-    def submit(self, job: Job) -> Future:
+    def submit(self, job: ServiceJob) -> Future:
         self.jobs.append(job)
         answer: Future = Future()
         match job:
-            case ForwardBackward(data=data):
+            case RunPass(data=data):
                 for datum in data:
                     assert datum.tokens.min() >= 0
                     assert datum.tokens.max() < VOCAB
                     assert all(values.shape == datum.tokens.shape for values in datum.inputs.values())
                     assert all(np.isfinite(values).all() for values in datum.inputs.values())
                 answer.set_result(LossResult(1.0, [np.zeros(len(datum), np.float32) for datum in data]))
-            case OptimizerStep():
+            case RunOptimizerStep():
                 answer.set_result({"grad_norm:mean": 1.0})
-            case Sample(prompts=prompts):
+            case SampleJob(prompts=prompts):
                 assert all(0 <= token < VOCAB for prompt in prompts for token in prompt.tokens)
                 assert all(len(prompt.tokens) + prompt.sampling.max_tokens <= 32 for prompt in prompts)
                 answer.set_result([Sampled() for _ in prompts])
@@ -226,7 +226,7 @@ def test_cross_entropy_without_weights_counts_every_token(client: TestClient, ra
         good = GoodClient(client)
         sent = post(client, "forward_backward", training_without_weights(good.run, good.turn()))
         assert result(client, sent).headers["content-type"] == "application/x-protobuf"
-        assert isinstance(ranks.jobs[-1], ForwardBackward)
+        assert isinstance(ranks.jobs[-1], RunPass)
         weights = ranks.jobs[-1].data[0].inputs["weights"]
         assert (weights.tolist(), weights.dtype) == ([1, 1, 1], np.float32)
 
@@ -308,7 +308,7 @@ def test_broken_requests_of_openais_api_are_refused(
         bearer = TestClient(client.app, headers={"Authorization": f"Bearer {KEY}"})
         assert bearer.get("/v1/models").json()["data"][0]["id"] == "base"
         assert bearer.get("/v1/models", headers={"Authorization": "Bearer tml-other"}).status_code == 401
-    assert any(isinstance(job, Sample) for job in ranks.jobs)
+    assert any(isinstance(job, SampleJob) for job in ranks.jobs)
 
 
 def test_arrays_that_a_loss_does_not_read_may_be_anything(client: TestClient, ranks: Answering) -> None:
@@ -319,7 +319,7 @@ def test_arrays_that_a_loss_does_not_read_may_be_anything(client: TestClient, ra
         extra.dense, extra.dtype = np.ones(99, np.float32).tobytes(), 1
         sent = post(client, "forward_backward", message.SerializeToString())
         assert result(client, sent).headers["content-type"] == "application/x-protobuf"
-        assert isinstance(ranks.jobs[-1], ForwardBackward)
+        assert isinstance(ranks.jobs[-1], RunPass)
         assert ranks.jobs[-1].data[0].inputs.keys() == {"target_tokens", "weights"}
 
 
@@ -354,7 +354,7 @@ def test_steps_with_numbers_that_fp32_does_not_hold_take_their_turn_and_fail(
             body = {"model_id": good.run, "seq_id": good.turn(), "adam_params": wrong}
             failed = result(client, post(client, "optim_step", body)).json()
             assert (failed["category"], f"adam_params.{min(wrong)}: " in failed["error"]) == ("user", True), failed
-        assert not any(isinstance(job, OptimizerStep) for job in ranks.jobs)
+        assert not any(isinstance(job, RunOptimizerStep) for job in ranks.jobs)
         for setting in (1e31, 1e308, float("nan")):
             message = MESSAGES["Request"].FromString(training(good.run, good.turn()))
             message.loss_fn, message.settings["beta"].number = "dro", setting
@@ -461,10 +461,10 @@ def test_turns_come_in_order_however_they_arrive_and_once(client: TestClient, ra
         bodies = [training(good.run, seq, [seq]) for seq in range(1, 6)]
         for seq in (3, 5, 2, 2, 4):
             post(client, "forward_backward", bodies[seq - 1])
-        assert not [job for job in ranks.jobs if isinstance(job, ForwardBackward)]
+        assert not [job for job in ranks.jobs if isinstance(job, RunPass)]
         post(client, "forward_backward", bodies[0])
         post(client, "forward_backward", bodies[0])
-        found = [job.data[0].tokens.tolist() for job in ranks.jobs if isinstance(job, ForwardBackward)]
+        found = [job.data[0].tokens.tolist() for job in ranks.jobs if isinstance(job, RunPass)]
         assert found == [[1], [2], [3], [4], [5]]
 
 

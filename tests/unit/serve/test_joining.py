@@ -12,28 +12,28 @@ from automodel_rl.serve.joining import answers_of, joined, take_together
 from automodel_rl.serve.messages import (
     Datum,
     Forget,
-    ForwardBackward,
-    Job,
-    OptimizerStep,
-    Prompt,
     Refused,
+    RunOptimizerStep,
+    RunPass,
     RunShape,
-    Sample,
+    SampleJob,
+    SamplePrompt,
+    ServiceJob,
     Together,
 )
-from automodel_rl.serve.tables import Run, choose_rows
+from automodel_rl.serve.tables import ServedRun, choose_rows
 
 
-def forward(run: str, first: int = 0, tokens: int = 5, only: bool = False) -> ForwardBackward:
+def forward(run: str, first: int = 0, tokens: int = 5, only: bool = False) -> RunPass:
     data = [Datum(np.zeros(tokens, np.int64), {})]
-    return ForwardBackward(run, "cross_entropy", {}, data, only, RunShape(2, first=first))
+    return RunPass(run, "cross_entropy", {}, data, only, RunShape(2, first=first))
 
 
-def sample(kept: str, count: int = 1) -> Sample:
-    return Sample(kept, None, None, [Prompt([1], count, 0, Sampling(3))])
+def sample(kept: str, count: int = 1) -> SampleJob:
+    return SampleJob(kept, None, None, [SamplePrompt([1], count, 0, Sampling(3))])
 
 
-def taken(*jobs: Job, pass_tokens: int = 20) -> list[list[int]]:
+def taken(*jobs: ServiceJob, pass_tokens: int = 20) -> list[list[int]]:
     """The places of the jobs that run as one, until none is left."""
     waiting: deque[Any] = deque(SimpleNamespace(job=job, place=place) for place, job in enumerate(jobs))
     groups = []
@@ -46,8 +46,8 @@ def taken(*jobs: Job, pass_tokens: int = 20) -> list[list[int]]:
     ("jobs", "groups"),
     [
         ([forward("a"), forward("b", 2), forward("c", 4)], [[0, 1, 2]]),
-        ([forward("a"), OptimizerStep("a", {}), forward("b", 2), OptimizerStep("b", {})], [[0, 2], [1], [3]]),
-        ([forward("a"), OptimizerStep("b", {}), forward("b", 2)], [[0], [1], [2]]),
+        ([forward("a"), RunOptimizerStep("a", {}), forward("b", 2), RunOptimizerStep("b", {})], [[0, 2], [1], [3]]),
+        ([forward("a"), RunOptimizerStep("b", {}), forward("b", 2)], [[0], [1], [2]]),
         ([forward("a"), Forget(("b",)), forward("b", 2), forward("c", 4)], [[0, 3], [1], [2]]),
         ([forward("a"), forward("a"), forward("b", 2)], [[0, 2], [1]]),
         ([forward("a"), forward("b", 1), forward("c", 2)], [[0, 2], [1]]),
@@ -61,7 +61,7 @@ def taken(*jobs: Job, pass_tokens: int = 20) -> list[list[int]]:
         ([forward("a"), forward("b", 2), forward("c", 2), forward("d", 4)], [[0, 1, 3], [2]]),
     ],
 )
-def test_jobs_meet_without_coming_before_another_of_their_run(jobs: list[Job], groups: list[list[int]]) -> None:
+def test_jobs_meet_without_coming_before_another_of_their_run(jobs: list[ServiceJob], groups: list[list[int]]) -> None:
     assert taken(*jobs) == groups
 
 
@@ -73,9 +73,9 @@ def test_each_job_gets_its_part_of_the_answer() -> None:
     passes = [forward("a"), forward("b", 2)]
     assert joined(passes) == Together(passes)
     assert [*answers_of(passes, ["of a", Refused("gone")])] == ["of a", Refused("gone")]
-    samples = [sample("x"), Sample("x", None, None, [Prompt([1], 1, 0, Sampling(3))] * 2)]
+    samples = [sample("x"), SampleJob("x", None, None, [SamplePrompt([1], 1, 0, Sampling(3))] * 2)]
     job = joined(samples)
-    assert isinstance(job, Sample)
+    assert isinstance(job, SampleJob)
     assert len(job.prompts) == 3
     assert [*answers_of(samples, [1, 2, 3])] == [[1], [2, 3]]
     assert joined(samples[:1]) is samples[0]
@@ -83,8 +83,8 @@ def test_each_job_gets_its_part_of_the_answer() -> None:
 
 
 def test_a_run_gets_rows_of_its_own_or_those_that_were_used_longest_ago() -> None:
-    def run(rank: int, first: int, used: float) -> Run:
-        return Run("session", RunShape(rank, first=first), None, used=used)
+    def run(rank: int, first: int, used: float) -> ServedRun:
+        return ServedRun("session", RunShape(rank, first=first), None, used=used)
 
     assert choose_rows([], 8, 8) == 0
     assert choose_rows([run(8, 0, 5.0)], 4, 32) == 8

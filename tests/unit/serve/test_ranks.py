@@ -7,7 +7,7 @@ from multiprocessing.connection import Client, Connection
 
 import pytest
 
-from automodel_rl.serve.messages import Done, Forget, Ready, Refused, Sample
+from automodel_rl.serve.messages import Done, Forget, Ready, Refused, SampleJob
 from automodel_rl.serve.ranks import Ranks, RanksLostError, RefusedError
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
 
@@ -60,7 +60,7 @@ def test_connections_that_are_no_ranks_keep_no_ranks_waiting(ranks: Ranks, lost:
 
 
 def test_a_job_that_nobody_waits_for_and_one_that_is_refused_end_nothing(ranks: Ranks) -> None:
-    left, refused = ranks.submit(Forget()), ranks.submit(Sample(None, None, None, []))
+    left, refused = ranks.submit(Forget()), ranks.submit(SampleJob(None, None, None, []))
     with connect() as rank:
         rank.send(Ready(9))
         assert rank.poll(SECONDS)

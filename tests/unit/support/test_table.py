@@ -18,7 +18,7 @@ from automodel_rl.model.attention import BACKENDS
 from automodel_rl.parallel.pipeline import schedules
 from automodel_rl.support import layout_rules, model_rules, multimodal_rules, run_rules
 from automodel_rl.support.attention import ATTENTION
-from automodel_rl.support.rule import Example, Rule
+from automodel_rl.support.rule import Breach, Rule
 from automodel_rl.support.table import RULES, check_supported
 from tests.unit.support.combinations import combination
 
@@ -38,7 +38,7 @@ def test_configs_and_tables_know_the_same_schedules_and_attention_backends() -> 
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=[example.says for _, example in EXAMPLES])
-def test_an_example_is_refused_by_its_own_rule_and_only_for_what_it_asks(rule: Rule, example: Example) -> None:
+def test_an_example_is_refused_by_its_own_rule_and_only_for_what_it_asks(rule: Rule, example: Breach) -> None:
     check_supported(combination(example.beside))
     asked = combination(example.beside, example.asks)
     assert rule.refusal is not None
@@ -84,7 +84,7 @@ def refusing_lines(module: ModuleType) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("example", OF_RUNS, ids=[example.says for example in OF_RUNS])
-def test_a_model_without_a_run_is_not_judged_by_rules_of_runs(example: Example) -> None:
+def test_a_model_without_a_run_is_not_judged_by_rules_of_runs(example: Breach) -> None:
     asked = combination(example.beside, example.asks)
     check_supported(dataclasses.replace(asked, run=None))
 

@@ -18,4 +18,4 @@ from automodel_rl.tools.plan import packing
     ids=str,
 )
 def test_data_ranks_share_the_microbatches_and_every_stage_has_one(sizes: dict[str, int], expected: int) -> None:
-    assert packing.microbatches(packing.Packing(10, None), ParallelConfig(**sizes)) == expected
+    assert packing.microbatches(packing.PlannedPacking(10, None), ParallelConfig(**sizes)) == expected

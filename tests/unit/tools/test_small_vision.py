@@ -18,7 +18,7 @@ from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.hf.read import read_config
 from automodel_rl.tools.plan.encoders import plan_encoders
-from automodel_rl.tools.plan.packing import Packing
+from automodel_rl.tools.plan.packing import PlannedPacking
 from automodel_rl.tools.verify.comparison import make_sequences
 from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
@@ -57,7 +57,7 @@ def test_the_activations_of_an_encoder_grow_with_its_images(kind: type[Pretraine
             ModelConfig(path="x"),
             MemoryConfig(),
             components,
-            Packing(1, None, {"vision": patches}),
+            PlannedPacking(1, None, {"vision": patches}),
             OptimizerConfig(),
         )["vision"]
         for patches in (1000, 2000)
@@ -78,7 +78,7 @@ def test_an_encoder_on_ranks_of_its_own_keeps_what_it_is_ahead() -> None:
             ModelConfig(path="x"),
             MemoryConfig(),
             components,
-            Packing(count, None, {"vision": 6000}),
+            PlannedPacking(count, None, {"vision": 6000}),
             OptimizerConfig(),
         )["vision"].activations
         for components, count in ((together, 5), (apart, 5), (apart, 60))
@@ -93,7 +93,7 @@ def test_stages_of_an_encoder_divide_its_memory() -> None:
             MODEL,
             MemoryConfig(),
             ComponentsConfig.model_validate(components),
-            Packing(12, None, {"vision": 6000}),
+            PlannedPacking(12, None, {"vision": 6000}),
             OptimizerConfig(),
         )["vision"]
         for components in (
