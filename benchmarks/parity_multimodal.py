@@ -56,10 +56,9 @@ class Placement:
         """The components of a family, whose encoders leave out axes that they do not have."""
         found, start = {}, 0
         for name in FAMILIES[family]:
-            without = [*(["tp"] if family in UNSPLIT else []), *(["pp"] if name == "audio" else [])]
-            sizes = {axis: size for axis, size in self.encoder.items() if axis not in without}
+            sizes = {axis: size for axis, size in self.encoder.items() if axis != "tp" or family not in UNSPLIT}
             if self.together:  # on as many ranks
-                sizes |= {"dp_shard": math.prod(self.language.values()) // sizes.get("pp", 1)}
+                sizes |= {"dp_shard": math.prod(self.language.values())}
             stop = start + math.prod(sizes.values())
             found[name] = {"ranks": [*range(start, stop)], **sizes}
             start = 0 if self.together else stop
@@ -68,12 +67,14 @@ class Placement:
 
 
 PLACEMENTS = {
-    "encoder pp 2 x tp 2, language pp 2": Placement({"pp": 2, "tp": 2}, {"pp": 2}),
+    "encoder dp_shard 2 x tp 2, language pp 2 x dp_shard 2": Placement(
+        {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}
+    ),
     "encoder dp_shard 2, language dp_shard 4": Placement({"dp_shard": 2}, {"dp_shard": 4}),
     "encoder dp_shard 4, language on one rank": Placement({"dp_shard": 4}, {"dp_shard": 1}),
     "encoder tp 2, language cp 2": Placement({"tp": 2}, {"cp": 2}),
     "together, language tp 2": Placement({}, {"tp": 2}, together=True),
-    "together, both pp 2": Placement({"pp": 2}, {"pp": 2}, together=True),
+    "together, language pp 2": Placement({}, {"pp": 2}, together=True),
 }
 
 

@@ -44,13 +44,20 @@ class EncoderComponent(Section):
     tp: Positive = 1
     """Number of ranks that every layer is split over (tensor parallel)."""
 
-    pp: Positive = 1
-    """Number of pipeline stages; the projector is on the last."""
-
     @property
     def parallel(self) -> ParallelConfig:
         """Its layout, without the ranks."""
-        return ParallelConfig(dp_shard=self.dp_shard, dp_replicate=self.dp_replicate, tp=self.tp, pp=self.pp)
+        return ParallelConfig(dp_shard=self.dp_shard, dp_replicate=self.dp_replicate, tp=self.tp)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_stages(cls, values: Any) -> Any:
+        """Configs of earlier versions have the key `pp`."""
+        if not isinstance(values, dict) or "pp" not in values:
+            return values
+        if values["pp"] != 1:
+            raise ValueError(f"pp={values['pp']}: encoders have no pipeline stages: use dp_shard, or tp")
+        return {key: value for key, value in values.items() if key != "pp"}
 
 
 class LanguageComponent(ParallelConfig):

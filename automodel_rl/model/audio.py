@@ -48,7 +48,7 @@ class AudioPart(EncoderPart):
 
     name = "audio"
 
-    def embeddings(self, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
+    def forward(self, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
         """Embeddings [m, H] of the tokens of all clips, in order.
 
         Args:

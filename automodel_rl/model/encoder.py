@@ -19,7 +19,6 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.lora.add import Encoder
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
-from automodel_rl.model.encoder_stages import OtherLayer, StageLink, split_encoder
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.parallelise import dtypes_of, mixed_precision, store_frozen
 from automodel_rl.parallel.layout import Layout
@@ -50,7 +49,6 @@ class EncoderPart(nn.Module):
     Attributes:
         name: the component.
         one_by_one: whether a forward takes a single image or clip.
-        link: what a stage of a pipeline takes and gives; None if the encoder is whole.
     """
 
     name: ClassVar[EncoderName]
@@ -61,14 +59,13 @@ class EncoderPart(nn.Module):
         inner = whole if whole.get_decoder() is whole.model else whole.model
         others = [n for n, _ in inner.named_children() if n not in self.names.modules]
         self.model: Any = without_modules(inner, others)
-        self.link: StageLink | None = None
 
     @property
     def names(self) -> EncoderNames:
         """The names of its modules."""
         return MULTIMODAL_FAMILIES[self.config.model_type].encoders[self.name]
 
-    def forward(self, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor | list[Tensor]:
+    def forward(self, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
         """Embeddings of the tokens of all images or clips, in order.
 
         Args:
@@ -76,17 +73,8 @@ class EncoderPart(nn.Module):
             media: the images or clips.
 
         Returns:
-            [m, H] in the compute dtype, or [m, (1 + D) * H] if features follow each embedding (batch/media.py). On
-            pipeline stages before the last, what they give to the next.
+            [m, H] in the compute dtype, or [m, (1 + D) * H] if features follow each embedding (batch/media.py).
         """
-        embeddings = self.embeddings(loaded, media)
-        if self.link is None:
-            return embeddings
-        given, self.link.given = self.link.given, []
-        return given or embeddings
-
-    def embeddings(self, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
-        """What `forward` returns of a whole encoder."""
         raise NotImplementedError
 
     def blank(self) -> Media:
@@ -99,10 +87,6 @@ class EncoderPart(nn.Module):
 
     def choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
         """Chooses the encoder's attention function, if there is a better one than sdpa."""
-
-    def feature_makers(self) -> tuple[nn.ModuleList, list[int]] | None:
-        """Modules that make features of some layers, and the numbers of these layers; None without them."""
-        return None
 
 
 def as_encoder(part: EncoderPart) -> Encoder:
@@ -128,7 +112,7 @@ def parallelise_encoder(
 
     Args:
         part: the encoder, on the meta device except for its buffers.
-        layout: the encoder's layout; on a stage of a pipeline the part keeps that stage's layers only.
+        layout: the encoder's layout.
         model: the model's config, for its precision.
         memory: what is recomputed.
 
@@ -137,7 +121,6 @@ def parallelise_encoder(
     """
     compute, _ = dtypes_of(model)
     store_frozen(part, compute)
-    split_part(part, compute, layout.pp_rank, layout.parallel.pp)
     partial: list[tuple[nn.Module, str]] = []
     if layout.parallel.tp > 1:
         how = TensorParallel(layout.tp_group, sequence_parallel=False)
@@ -154,21 +137,5 @@ def parallelise_encoder(
 
 
 def encoder_layers(part: EncoderPart) -> list[Any]:
-    """This rank's layers of the encoder."""
-    return [layer for layer in _longest_list(part) if not isinstance(layer, OtherLayer)]
-
-
-def _longest_list(part: EncoderPart) -> nn.ModuleList:
-    return max((module for module in part.modules() if isinstance(module, nn.ModuleList)), key=len)
-
-
-def split_part(part: EncoderPart, dtype: torch.dtype, stage: int, stages: int) -> None:
-    """Leaves one pipeline stage of the encoder in its part, in place. A single stage changes nothing.
-
-    Args:
-        part: the encoder, on the meta device except for its buffers.
-        dtype: the dtype in which it computes.
-        stage, stages: number of the stage, and of all stages.
-    """
-    if stages > 1:
-        part.link = split_encoder(part.model, _longest_list(part), part.feature_makers(), dtype, stage, stages)
+    """The layers of the encoder."""
+    return [*max((module for module in part.modules() if isinstance(module, nn.ModuleList)), key=len)]

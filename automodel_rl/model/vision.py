@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from automodel_rl.batch import Image
@@ -31,7 +31,7 @@ class VisionPart(EncoderPart):
         self.form = image_form(self.config)
         self.one_by_one = self.form is ImageForm.ANY_SIZE
 
-    def embeddings(self, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
+    def forward(self, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
         """Embeddings of the tokens of all images, in order.
 
         Args:
@@ -71,12 +71,6 @@ class VisionPart(EncoderPart):
         """Makes an encoder of images of different sizes compute attention in one call for all, in bfloat16 on CUDA."""
         if self.form is ImageForm.PATCHES:
             choose_varlen(self.model.visual.config, device, dtype)
-
-    def feature_makers(self) -> tuple[nn.ModuleList, list[int]] | None:
-        """The modules of DeepStack, and the numbers of their layers; None for most models."""
-        if not num_deepstack(self.config):
-            return None
-        return self.model.visual.deepstack_merger_list, self.config.vision_config.deepstack_visual_indexes
 
 
 def blank_image(config: PretrainedConfig) -> Image:

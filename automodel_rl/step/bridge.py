@@ -4,9 +4,8 @@ The encoder's embeddings of media go over the bridge to the language model, and 
 whole step at once where ranks have both components, microbatch by microbatch where they have one. How many there are
 may differ from microbatch to microbatch.
 
-A lane is a data rank. An encoder lane has the ranks of all stages that share the encoder's work on an image or clip. A
-language lane has those ranks of the first stage that share its microbatches. The leader of a lane sends for it: the
-first rank of the encoder's last stage, or of the language model's first.
+A lane is a data rank. An encoder lane has the ranks that share the encoder's work on an image or clip. A language lane
+has those ranks of the first stage that share its microbatches. The leader of a lane, its first rank, sends for it.
 
 The numbers of lanes decide which serve which. With fewer encoder lanes than language lanes, an encoder lane serves
 several language lanes (fan out). With more, several encoder lanes serve one language lane and divide its media
@@ -33,14 +32,12 @@ class Lane:
 
     Attributes:
         language_ranks: the ranks of the language lane, its leader first.
-        encoder_leaders: the leader of each encoder lane that serves it.
-        encoder_ranks: all ranks of each encoder lane that serves it.
+        encoder_ranks: all ranks of each encoder lane that serves it, its leader first.
         device_groups: the language ranks with each of the encoder leaders, for tensors; None if that is one rank.
         control: the language ranks and all encoder ranks, for objects; None if that is one rank.
     """
 
     language_ranks: tuple[int, ...]
-    encoder_leaders: tuple[int, ...]
     encoder_ranks: tuple[tuple[int, ...], ...]
     device_groups: tuple[dist.ProcessGroup | None, ...]
     control: dist.ProcessGroup | None
@@ -48,6 +45,11 @@ class Lane:
     @property
     def language_leader(self) -> int:
         return self.language_ranks[0]
+
+    @property
+    def encoder_leaders(self) -> tuple[int, ...]:
+        """The leader of each encoder lane that serves it."""
+        return tuple(ranks[0] for ranks in self.encoder_ranks)
 
 
 class Bridge:
@@ -66,8 +68,7 @@ class Bridge:
 
     def __init__(self, encoder: Layout, language: Layout, encoder_ranks: Sequence[int], language_ranks: Sequence[int]):
         self.encoder, self.language = encoder, language
-        encoders = torch.tensor(encoder_ranks).reshape(encoder.parallel.pp, -1, encoder.parallel.tp)
-        encoder_lanes, last_stages = encoders.transpose(0, 1).flatten(1).tolist(), encoders[-1].tolist()
+        encoder_lanes = torch.tensor(encoder_ranks).reshape(-1, encoder.parallel.tp).tolist()
         sizes = language.parallel
         stages = torch.tensor(language_ranks).reshape(sizes.pp, sizes.num_data_ranks, sizes.cp * sizes.tp)
         language_lanes = stages[0].tolist()
@@ -79,14 +80,11 @@ class Bridge:
         for number, of_lane in enumerate(language_lanes):
             first = number * fan_in if fan_in > 1 else number // fan_out
             serving = encoder_lanes[first : first + fan_in]
-            leaders = [ranks[0] for ranks in last_stages[first : first + fan_in]]
             everyone = sorted({*of_lane, *(r for ranks in serving for r in ranks)})
-            device_groups = tuple(_group({*of_lane, leader}, None) for leader in leaders)
+            device_groups = tuple(_group({*of_lane, leader}, None) for leader, *_ in serving)
             control = _group(set(everyone), "gloo")
             if rank in everyone:
-                self.lanes[number] = Lane(
-                    tuple(of_lane), tuple(leaders), tuple(map(tuple, serving)), device_groups, control
-                )
+                self.lanes[number] = Lane(tuple(of_lane), tuple(map(tuple, serving)), device_groups, control)
             self.own_share = next((n for n, ranks in enumerate(serving) if rank in ranks), self.own_share)
         self.own_lane = language.data_rank if language.has_first_stage else None
 
@@ -146,8 +144,7 @@ class Bridge:
             sizes, like: what `to_language` got.
 
         Returns:
-            The gradients of this rank's encoder lane, by language lane; empty on ranks without the encoder's last
-            stage.
+            The gradients of this rank's encoder lane, by language lane; empty on ranks without the encoder.
         """
         for gradient in gradients:
             self.sum_over_language_lane(gradient)
@@ -156,7 +153,7 @@ class Bridge:
             for share in range(len(lane.encoder_leaders)):
                 tensor = gradients[share] if number == self.own_lane else None
                 tensor = self._broadcast(tensor, sizes[number][share], like, lane.language_leader, lane, share)
-                if share == self.own_share and number in self.served_lanes and self.encoder.has_last_stage:
+                if share == self.own_share and number in self.served_lanes:
                     mine[number] = self._to_tp_peers(tensor, sizes[number][share], like)
         return mine
 
@@ -201,7 +198,7 @@ class Bridge:
         return Transfer(gradient, message)
 
     def take_gradient(self, lane: int, size: int, like: Tensor) -> Tensor:
-        """Waits for a gradient [size, E] that a language lane returns, on ranks of the encoder lane's last stage.
+        """Waits for a gradient [size, E] that a language lane returns, on all ranks of the encoder lane.
 
         Args:
             lane: the language lane.
@@ -237,7 +234,7 @@ class Bridge:
             dist.all_reduce(gradient, group=self.language.tp_group)
 
     def _to_tp_peers(self, tensor: Tensor | None, size: int, like: Tensor) -> Tensor:
-        """The tensor of an encoder lane's leader, on all ranks of the lane's last stage."""
+        """The tensor of an encoder lane's leader, on all ranks of the lane."""
         tensor = like.new_empty(size, like.shape[1]) if tensor is None else tensor
         if self.encoder.tp_group is not None and size:
             dist.broadcast(tensor, group=self.encoder.tp_group, group_src=0)

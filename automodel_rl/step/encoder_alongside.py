@@ -104,8 +104,7 @@ class _EncoderEnd:
 
     def start(self, keeps: bool) -> None:
         """Encodes the media of the first microbatches; of all if nothing is kept for a backward."""
-        self.encoding.finish()  # of a forward without backward
-        self.clear()
+        self.clear()  # of a forward without backward
         self.encoding.failure, self._pool = None, ThreadPoolExecutor(READING_THREADS)
         self._keeps, self._works = keeps, self.bridge.any_encoder(self.shares.has_media)
         if not self._works:
@@ -115,11 +114,10 @@ class _EncoderEnd:
         if not any(self._media(number, lane) for number in range(ahead) for lane in self.bridge.served_lanes):
             with torch.set_grad_enabled(keeps):
                 self._blank_chunk = self.encoding.forward_blank()
-        for number in range(min(count, ahead + self._stages_after)):
+        for number in range(ahead):
             self._encode(number)
         if not keeps:
             self._wait()
-            self.encoding.finish()
             self.clear()
             release_gathered(self.encoding.part)
 
@@ -128,7 +126,7 @@ class _EncoderEnd:
         if not (self._works and self._keeps):
             return
         count = self.shares.num_microbatches
-        ahead = encoded_ahead(self.bridge.language.parallel, count) + self._stages_after
+        ahead = encoded_ahead(self.bridge.language.parallel, count)
         places = [(number, lane) for number in range(count) for lane in self.bridge.served_lanes]
         left = [place for place in places if self._media(*place)]
         if self._blank_chunk is not None:
@@ -137,20 +135,12 @@ class _EncoderEnd:
             for lane in self.bridge.served_lanes:
                 if (number, lane) in self._chunks:
                     chunk = self._chunks.pop((number, lane))
-                    gradient = chunk  # which only the last stage reads
-                    if self.encoding.is_last:
-                        gradient = self.bridge.take_gradient(lane, len(chunk), self.encoding.like)
+                    gradient = self.bridge.take_gradient(lane, len(chunk), self.encoding.like)
                     self.encoding.backward(gradient, is_last=(number, lane) == left[-1])
             if number + ahead < count:
                 self._encode(number + ahead)
         self._wait()
-        self.encoding.finish()
         self.clear()
-
-    @property
-    def _stages_after(self) -> int:
-        """Number of the encoder's stages after this rank's. It is ahead of them, by one microbatch of each."""
-        return self.bridge.encoder.parallel.pp - 1 - self.bridge.encoder.pp_rank
 
     def _encode(self, number: int) -> None:
         """Encodes the media of a microbatch, and sends their embeddings on their way."""
@@ -174,8 +164,7 @@ class _EncoderEnd:
         """Starts to read a microbatch's images or clips, if that has not begun."""
         assert self._pool is not None
         if (number, lane) not in self._loads:
-            media = self._media(number, lane) if self.encoding.is_first else []
-            self._loads[number, lane] = [self._pool.submit(item.load) for item in media]
+            self._loads[number, lane] = [self._pool.submit(item.load) for item in self._media(number, lane)]
 
     def _media(self, number: int, lane: int) -> list[Media]:
         assert self.bridge.own_share is not None

@@ -52,9 +52,9 @@ class EncoderInTurn:
             microbatches: this data rank's microbatches.
             train: whether to keep what `backward` needs.
         """
+        self.abandon_step()  # of a forward without backward
         self.shares.exchange(microbatches)
-        self.encoding.finish()  # of a forward without backward
-        self._encoded, self._leaves, self.encoding.failure = [], [], None
+        self.encoding.failure = None
         if self.bridge.any_encoder(self.shares.has_media):
             with torch.set_grad_enabled(train and self.trains):
                 self._encoded = self._encode()
@@ -78,7 +78,6 @@ class EncoderInTurn:
     def backward(self) -> None:
         """Runs the encoder's backward, from the gradients of the embeddings."""
         if not self.trains:
-            self.encoding.finish()
             self.abandon_step()
             release_gathered(self.encoding.part)
             return
@@ -96,10 +95,9 @@ class EncoderInTurn:
         left = self.bridge.to_encoder(gradients, self._sizes(), self.like)
         for number, (served, chunk) in enumerate(self._encoded):
             gradient = torch.zeros_like(chunk)
-            if served in left:  # on the last stage; a blank image does not count
+            if served in left:  # a blank image does not count
                 gradient, left[served] = left[served].split([len(chunk), len(left[served]) - len(chunk)])
             self.encoding.backward(gradient, is_last=number == len(self._encoded) - 1)
-        self.encoding.finish()
         self.abandon_step()
 
     def abandon_step(self) -> None:
@@ -121,8 +119,7 @@ class EncoderInTurn:
             return [(-1, self.encoding.forward_blank())]
         # Files of later microbatches are read while the device encodes those of earlier ones.
         with ThreadPoolExecutor(READING_THREADS) as pool:
-            reads = self.encoding.is_first
-            loads = [[pool.submit(item.load) for item in media if reads] for _, media in found]
+            loads = [[pool.submit(item.load) for item in media] for _, media in found]
             return [
                 (lane, self.encoding.forward(media, futures))
                 for (lane, media), futures in zip(found, loads, strict=True)

@@ -11,26 +11,24 @@ from automodel_rl.batch.media import Media
 from automodel_rl.errors import InputError
 from automodel_rl.model.encoder import EncoderPart
 from automodel_rl.parallel.gradients import sum_partial_gradients
-from automodel_rl.parallel.sharding import begin_backward, release_gathered
-from automodel_rl.step.encoder_messages import StageMessages
+from automodel_rl.parallel.sharding import begin_backward
 
 READING_THREADS = 8
 """Number of threads that read pictures or clips on each rank with the encoder."""
 
 
 class Encoding:
-    """Runs an encoder, or one stage of its pipeline, forward and backward, a few images or clips at a time.
+    """Runs an encoder forward and backward, a few images or clips at a time.
 
     An encoder that takes images one by one has a forward and a backward for each. Otherwise layers would run several
     times in a backward. FSDP reduces gradients each time, so ranks with other numbers of images would wait in vain.
 
     Args:
-        part: the encoder, or this rank's stage of it.
+        part: the encoder.
         like: a tensor [0, E] of the embeddings' dtype, on the device. E is the hidden size of the language model, or a
             multiple of it if features follow each embedding (batch/media.py).
         partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
         tp_group: the ranks that split the encoder's layers; None for one.
-        messages: the messages between stages; None if there is one stage.
 
     Attributes:
         failure: why media of the last step have no embeddings of their own, but those of a black image, of silence or
@@ -43,38 +41,23 @@ class Encoding:
         like: Tensor,
         partial: Sequence[tuple[nn.Module, str]],
         tp_group: dist.ProcessGroup | None,
-        messages: StageMessages | None,
     ):
-        self.part, self.like, self.partial, self.tp_group, self.messages = part, like, partial, tp_group, messages
+        self.part, self.like, self.partial, self.tp_group = part, like, partial, tp_group
         self._outputs: list[list[Tensor]] = []  # of forwards that wait for their backward
         self.blank = part.blank()  # a rank without images or clips encodes it, to join its peers' collectives
         self.failure: Exception | None = None
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank reads images or clips."""
-        return self.messages is None or self.messages.is_first
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank makes embeddings."""
-        return self.messages is None or self.messages.is_last
-
     def forward(self, media: Sequence[Media], loads: Sequence[Future[Tensor]]) -> Tensor:
-        """Embeddings of images or clips, [m, E], without their graph; zeros on all stages but the last.
+        """Embeddings of images or clips, [m, E], without their graph.
 
         If some cannot be read, or need another number of embeddings, it notes why and goes on with others, so that no
         other rank waits in vain.
 
         Args:
             media: the images or clips.
-            loads: what reads their pixels or spectrograms; empty on all stages but the first.
+            loads: what reads their pixels or spectrograms.
         """
-        if self.is_first:
-            loaded = [self._loaded(item, future) for item, future in zip(media, loads, strict=True)]
-        else:
-            loaded = [self._empty(item) for item in media]
-        return self._run(media, loaded)
+        return self._run(media, [self._loaded(item, future) for item, future in zip(media, loads, strict=True)])
 
     def forward_blank(self) -> Tensor:
         """Embeddings of the blank image or clip, which do not count."""
@@ -84,7 +67,7 @@ class Encoding:
         """Runs the backward of the oldest forward that has had none.
 
         Args:
-            gradient: the gradient of what the forward gave; read on the last stage only.
+            gradient: the gradient of what the forward gave.
             is_last: whether it is the last backward of a step, which reduces gradients over ranks.
         """
         outputs = self._outputs.pop(0)
@@ -92,26 +75,13 @@ class Encoding:
             own, gradient = gradient.split([len(output), len(gradient) - len(output)])
             is_end = is_last and number == len(outputs) - 1
             begin_backward(self.part, is_end, reduces=False, reshards=False)
-            if self.messages is None:
-                output.backward(own)
-            else:
-                self.messages.backward(output, own)
+            output.backward(own)
         if is_last and self.tp_group is not None:
             sum_partial_gradients([module.get_parameter(name) for module, name in self.partial], self.tp_group)
-
-    def finish(self) -> None:
-        """Ends a step, once all its messages have left."""
-        self._outputs = []
-        if self.messages is not None:
-            self.messages.finish()
-            if not self.messages.link.gets_gradients:  # no backward has let go of its weights
-                release_gathered(self.part)
 
     def clear(self) -> None:
         """Drops what is kept for backwards that will not come."""
         self._outputs = []
-        if self.messages is not None:
-            self.messages.clear()
 
     def _loaded(self, item: Media, load: Future[Tensor]) -> Tensor:
         try:
@@ -142,14 +112,8 @@ class Encoding:
         return torch.cat([output.detach() for output in outputs])
 
     def _run_once(self, media: Sequence[Media], loaded: Sequence[Tensor]) -> Tensor:
-        if self.messages is not None:
-            self.messages.begin_forward()
-        output = self.part([tensor.to(self.like) for tensor in loaded], media)
+        output: Tensor = self.part([tensor.to(self.like) for tensor in loaded], media)
         expected = sum(item.num_embeddings for item in media), self.like.shape[1]
-        if self.messages is not None:
-            self.messages.end_forward(output if isinstance(output, list) else [])
-        if isinstance(output, list):
-            return self.like.new_zeros(()).expand(expected)
         if output.shape != expected:
             self.failure = self.failure or ValueError(
                 f"{len(media)} {media[0].plural} of sizes {[item.size for item in media]} need {expected[0]} "

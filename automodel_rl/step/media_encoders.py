@@ -13,7 +13,6 @@ from automodel_rl.model.multimodal import PARTS
 from automodel_rl.step.bridge import Bridge
 from automodel_rl.step.encoder_alongside import EncoderAlongside
 from automodel_rl.step.encoder_in_turn import EncoderInTurn
-from automodel_rl.step.encoder_messages import StageMessages, neighbours
 from automodel_rl.step.encoding import Encoding
 
 
@@ -102,11 +101,9 @@ def _make_encoder(handle: ModelHandle, name: str) -> MediaEncoder:
     bridge = Bridge(layout, handle.layout, components.encoders[name].ranks, components.language.ranks)
     width = handle.config.hidden_size * (1 + handle.num_deepstack)
     like = torch.empty(0, width, dtype=handle.dtype, device=handle.layout.device)
-    before, after = neighbours(components.encoders[name])
     encoding = None
     if part is not None:
-        messages = None if part.link is None else StageMessages(part.link, before, after)
-        encoding = Encoding(part, like, handle.partial_in_encoders[name], layout.tp_group, messages)
+        encoding = Encoding(part, like, handle.partial_in_encoders[name], layout.tp_group)
     kind, trains = PARTS[name].name, name in handle.trained_encoders
     if components.is_colocated(name):
         return AbsentEncoder() if encoding is None else EncoderInTurn(encoding, bridge, kind, trains)

@@ -27,14 +27,10 @@ class EncoderDescription:
     Attributes:
         kind: its `model_type`.
         num_heads: number of its attention heads.
-        num_layers: number of its layers.
-        features: the layers whose output the projector takes, as transformers counts them; empty for the last.
     """
 
     kind: str
     num_heads: int = 1
-    num_layers: int = 1
-    features: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,17 +147,9 @@ def encoder_config(config: PretrainedConfig, name: str) -> PretrainedConfig:
 
 
 def _describe_encoder(config: PretrainedConfig, name: str) -> EncoderDescription:
-    values, layers = encoder_config(config, name).to_dict(), config.to_dict().get(f"{name}_feature_layer")
-
-    def first(*keys: str) -> int:
-        return next((values[key] for key in keys if values.get(key)), 1)
-
-    return EncoderDescription(
-        values["model_type"],
-        first("num_attention_heads", "num_heads", "encoder_attention_heads"),
-        first("num_hidden_layers", "depth", "encoder_layers"),
-        tuple(layers) if isinstance(layers, list) else () if layers is None else (layers,),
-    )
+    values = encoder_config(config, name).to_dict()
+    heads = ("num_attention_heads", "num_heads", "encoder_attention_heads")
+    return EncoderDescription(values["model_type"], next((values[key] for key in heads if values.get(key)), 1))
 
 
 def _head_dim(values: dict[str, Any]) -> int:

@@ -53,7 +53,7 @@ _QWEN = {
 _AUDIO = {
     "description.family": "qwen2",
     "description.multimodal": "qwen2_audio",
-    "description.encoders": {"audio": EncoderDescription("qwen2_audio_encoder", num_heads=4, num_layers=4)},
+    "description.encoders": {"audio": EncoderDescription("qwen2_audio_encoder", num_heads=4)},
 }
 _OMNI = {
     "description.family": "qwen2_5_omni_text",
@@ -64,19 +64,12 @@ _OMNI = {
     },
 }
 _FOUR_HEADS = {"description.encoders": {"vision": EncoderDescription("clip_vision_model", num_heads=4)}}
-_FOUR_LAYERS = {"description.encoders": {"vision": EncoderDescription("clip_vision_model", num_layers=4)}}
-_EARLY_FEATURES = {
-    "description.encoders": {"vision": EncoderDescription("clip_vision_model", num_layers=4, features=(-4,))}
-}
 _ON_TWO_RANKS = {"ranks": "0-1", "dp_shard": 2}
 _SPLIT = {"ranks": "0-1", "tp": 2}
-_STAGED = {"ranks": "0-1", "pp": 2}
 _DATA_RANKS = {"components": {"vision": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
 _SPLIT_ENCODER = {"components": {"vision": _SPLIT, "language": _ON_TWO_RANKS}}
-_STAGED_ENCODER = {"components": {"vision": _STAGED, "language": _ON_TWO_RANKS}}
 _HEARING = {"components": {"audio": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
 _SPLIT_HEARING = {"components": {"audio": _SPLIT, "language": _ON_TWO_RANKS}}
-_STAGED_HEARING = {"components": {"audio": _STAGED, "language": _ON_TWO_RANKS}}
 
 
 def _multimodal(asked: Combination) -> str | None:
@@ -109,7 +102,7 @@ def _multimodal(asked: Combination) -> str | None:
     if {*model.frozen} == {*asked.description.encoders, "projector", "language"}:
         return "model.frozen: all parts are frozen and nothing is left to train: leave one out"
     layouts = {} if asked.components is None else asked.components.encoders
-    found = (_layout(asked, which, layout.pp, layout.tp) for which, layout in layouts.items())
+    found = (_layout(asked, which, layout.tp) for which, layout in layouts.items())
     return next((problem for problem in found if problem), None)
 
 
@@ -156,21 +149,9 @@ def _names(asked: Combination, name: str) -> str | None:
     return None
 
 
-def _layout(asked: Combination, which: str, pp: int, tp: int) -> str | None:
+def _layout(asked: Combination, which: str, tp: int) -> str | None:
     """Refuses a layout that an encoder cannot have."""
     encoder = asked.description.encoders[which]
-    if pp > 1 and which == "audio":
-        return f"components.audio.pp={pp}: encoders of audio have no stages: use dp_shard"
-    if pp > encoder.num_layers:
-        return (
-            f"components.{which}.pp={pp}: the encoder has {encoder.num_layers} layers: use at most "
-            f"{encoder.num_layers} stages"
-        )
-    if pp > 1 and any(layer >= 0 or -layer > encoder.num_layers // pp + 1 for layer in encoder.features):
-        return (
-            f"components.{which}.pp={pp}: the projector takes the output of layers {[*encoder.features]} of "
-            f"{encoder.num_layers}, and all of them must be on its stage, the last, counted from the end: use pp=1"
-        )
     if tp > 1 and asked.model.lora is not None:
         return f"components.{which}.tp={tp}: adapters need tp=1: use dp_shard"
     if tp > 1 and encoder.kind in UNSPLIT_ENCODERS:
@@ -197,9 +178,8 @@ MULTIMODAL = Rule(
     f"{', '.join(MULTIMODAL_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or their "
     "own; encoders of CLIP, SigLIP, Pixtral or their own; images and audio; videos with "
     f"{', '.join(name for name, family in MULTIMODAL_FAMILIES.items() if family.videos)}; sft, dpo and grpo; every "
-    "layout of the language model; encoders: dp_shard, dp_replicate, pp but for audio and, but for Pixtral and audio, "
-    "tp; LoRA on each part but for Qwen2.5-Omni; batch.microbatch_tokens as a number; gemma3, audio and videos without "
-    "vLLM",
+    "layout of the language model; encoders: dp_shard, dp_replicate and, but for Pixtral and audio, tp; LoRA on each "
+    "part but for Qwen2.5-Omni; batch.microbatch_tokens as a number; gemma3, audio and videos without vLLM",
     _multimodal,
     (
         Breach("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
@@ -284,16 +264,6 @@ MULTIMODAL = Rule(
             {**LLAVA, "description.encoders": {"vision": EncoderDescription("pixtral")}, **_DATA_RANKS},
         ),
         Breach(
-            "components.vision.pp=2: the encoder has 1 layers: use at most 1 stages",
-            _STAGED_ENCODER,
-            {**LLAVA, **_DATA_RANKS},
-        ),
-        Breach(
-            "components.vision.pp=2: the projector takes the output of layers [-4] of 4, and all of them must be",
-            _EARLY_FEATURES,
-            {**LLAVA, **_FOUR_LAYERS, **_STAGED_ENCODER},
-        ),
-        Breach(
             "components.vision.tp=2 must divide the encoder's 3 attention heads",
             _SPLIT_ENCODER,
             {**LLAVA, **_DATA_RANKS},
@@ -317,11 +287,6 @@ MULTIMODAL = Rule(
             "components: a 'qwen2_audio' model has audio, language, and layouts are given for vision, language",
             _DATA_RANKS,
             _AUDIO,
-        ),
-        Breach(
-            "components.audio.pp=2: encoders of audio have no stages: use dp_shard",
-            _STAGED_HEARING,
-            {**_AUDIO, **_HEARING},
         ),
         Breach(
             "components.audio.tp=2: Qwen2-Audio's encoder is not split over tp: use dp_shard",

@@ -14,7 +14,6 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.tools.verify.comparison import Case
 from automodel_rl.tools.verify.media import with_media
 from automodel_rl.tools.verify.one_process import OneProcess, Training
-from tests.distributed.model.test_encoder_stages import STAGES_ON_ALL
 from tests.distributed.model.test_vision import (
     LLAVA,
     ONE_TO_PIPELINE,
@@ -45,8 +44,7 @@ PLACEMENTS = [
 FURTHER = [
     ("gemma3", SIDE_BY_SIDE),
     ("gemma3", one_layout(ParallelConfig(cp=2), ["vision"])),
-    ("qwen3_vl", STAGES_ON_ALL),
-    (LLAVA, STAGES_ON_ALL),
+    ("qwen3_vl", one_layout(ParallelConfig(tp=2), ["vision"])),
     ("qwen2_audio", ComponentsConfig.model_validate({"audio": {"ranks": 0}, "language": {"ranks": 1}})),
     ("qwen2_5_omni_thinker", one_layout(ParallelConfig(tp=2, sequence_parallel=True), ["vision", "audio"])),
     (

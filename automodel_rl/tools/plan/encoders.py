@@ -7,7 +7,7 @@ keeps those of the microbatches that it has encoded ahead. The extra memory of o
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from automodel_rl.estimate.activations import META, LiveBytes, attention_stand_i
 from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, split_dim
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.audio import AudioForm, audio_form
-from automodel_rl.model.encoder import EncoderPart, encoder_layers, split_part
+from automodel_rl.model.encoder import EncoderPart, encoder_layers
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
@@ -82,29 +82,23 @@ def plan_encoders(
     count = microbatches(packing, components.language.parallel)
     found = {}
     for name, component in components.encoders.items():
-        of_stages = []
-        for stage in range(component.pp):
-            _, *parts = empty_parts(config, dtypes_of(model)[0], model)
-            part = next(part for part in parts if part.name == name)
-            split_part(part, dtypes_of(model)[0], stage, component.pp)
-            ahead = _ahead(components, name, count) + component.pp - 1 - stage
-            share = min(count, ahead) / count / component.parallel.num_data_ranks
-            kept = math.ceil(packing.positions.get(name, 0) * share)
-            of_stages.append(_of_stage(part, model, memory, component, kept, optimizer))
-        fullest = max(of_stages, key=lambda of_stage: of_stage.peak)
-        found[name] = replace(fullest, parameters=sum(of_stage.parameters for of_stage in of_stages))
+        _, *parts = empty_parts(config, dtypes_of(model)[0], model)
+        part = next(part for part in parts if part.name == name)
+        share = min(count, _ahead(components, name, count)) / count / component.parallel.num_data_ranks
+        kept = math.ceil(packing.positions.get(name, 0) * share)
+        found[name] = _memory_of(part, model, memory, component, kept, optimizer)
     return found
 
 
 def _ahead(components: ComponentsConfig, name: str, count: int) -> int:
-    """Number of microbatches whose activations an encoder's last stage keeps at once."""
+    """Number of microbatches whose activations an encoder keeps at once."""
     language = components.language.parallel
     if components.is_colocated(name):
         return count
     return encoded_ahead(language, fill_up_to(count, language) if language.pp > 1 else count)
 
 
-def _of_stage(
+def _memory_of(
     part: EncoderPart,
     model: ModelConfig,
     memory: MemoryConfig,
@@ -112,10 +106,10 @@ def _of_stage(
     positions: int,
     optimizer: OptimizerConfig,
 ) -> EncoderMemory:
-    """The memory that a rank with one stage of an encoder needs.
+    """The memory that a rank with an encoder needs.
 
     Args:
-        part: the stage.
+        part: the encoder.
         model, memory, optimizer: as in `plan_encoders`.
         component: the encoder's layout.
         positions: number of positions in its layers whose activations it keeps at once.

@@ -28,8 +28,8 @@ from tests.tiny import make_sequences, save_tiny_multimodal_model
 
 STEPS, MICROBATCHES, DATA_RANKS = 3, 2, 2
 APART = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": "1-4", "pp": 2, "dp_shard": 2}})
-STAGES = ComponentsConfig.model_validate(
-    {"vision": {"ranks": "0-1", "pp": 2}, "language": {"ranks": "2-3", "dp_shard": 2}}
+TWO_AND_TWO = ComponentsConfig.model_validate(
+    {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": "2-3", "dp_shard": 2}}
 )
 HEARING = ComponentsConfig.model_validate(
     {"audio": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": "2-5", "pp": 2, "dp_shard": 2}}
@@ -95,7 +95,7 @@ def logprobs_of_adapters(folder: Path, adapters: Path) -> list[Tensor]:
     [
         ("llava", WHOLE_PROJECTOR, APART),
         ("qwen2_5_vl", LANGUAGE, APART),
-        ("qwen3_vl", EVERYWHERE, STAGES),
+        ("qwen3_vl", EVERYWHERE, TWO_AND_TWO),
         ("qwen3_vl_moe", EXPERTS, APART),
         ("qwen2_audio", AUDIO, HEARING),
     ],

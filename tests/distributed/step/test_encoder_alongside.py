@@ -26,7 +26,6 @@ from tests.tiny import save_tiny_multimodal_model
 
 APART = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": 1}})
 PIPELINE = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": "1-2", "pp": 2}})
-STAGES = ComponentsConfig.model_validate({"vision": {"ranks": "0-1", "pp": 2}, "language": {"ranks": 2}})
 MICROBATCHES = 10
 ENCODER, LANGUAGE = 0.05, 0.08
 """Seconds of a microbatch's forward; a backward takes twice as long. Long next to what a tiny model computes."""
@@ -146,17 +145,15 @@ def events_of_a_step(folder: Path, components: ComponentsConfig) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("components", [APART, PIPELINE, STAGES], ids=str)
+@pytest.mark.parametrize("components", [APART, PIPELINE], ids=str)
 def test_no_more_images_are_kept_than_the_pipeline_needs(
     ranks: RankPool, tmp_path: Path, components: ComponentsConfig
 ) -> None:
     save_tiny_multimodal_model(tmp_path)
     of_ranks = ranks(components.world_size).run(events_of_a_step, tmp_path, components)
-    for stage in range(components.vision.pp):
-        ahead = encoded_ahead(components.language.parallel, MICROBATCHES) + components.vision.pp - 1 - stage
-        left = MICROBATCHES - ahead
-        assert ahead == components.language.pp + components.vision.pp - stage
-        assert of_ranks[stage] == ["E"] * ahead + ["B", "E"] * left + ["B"] * ahead
+    ahead = encoded_ahead(components.language.parallel, MICROBATCHES)
+    assert ahead == components.language.pp + 1
+    assert of_ranks[0] == ["E"] * ahead + ["B", "E"] * (MICROBATCHES - ahead) + ["B"] * ahead
 
 
 def late_image(folder: Path, components: ComponentsConfig) -> tuple[float, float]:
@@ -172,15 +169,10 @@ def late_image(folder: Path, components: ComponentsConfig) -> tuple[float, float
     return output.loss, output.grad_norm
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_rank_whose_images_come_late_keeps_nobody_waiting(ranks: RankPool, tmp_path: Path, stages: int) -> None:
+def test_a_rank_whose_images_come_late_keeps_nobody_waiting(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_multimodal_model(tmp_path)
-    first = 2 * stages
     components = ComponentsConfig.model_validate(
-        {
-            "vision": {"ranks": f"0-{first - 1}", "dp_shard": 2, "pp": stages},
-            "language": {"ranks": f"{first}-{first + 1}", "dp_shard": 2},
-        }
+        {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": "2-3", "dp_shard": 2}}
     )
     found = ranks(components.world_size).run(late_image, tmp_path, components)
     assert len(set(found)) == 1
@@ -207,10 +199,10 @@ def train_on_a_damaged_image(folder: Path, components: ComponentsConfig) -> tupl
     return found[0], found[1], engine.train_step(whole, sft_loss).loss
 
 
-@pytest.mark.parametrize("place", ["alongside", "in turn", "in stages"])
+@pytest.mark.parametrize("place", ["alongside", "in turn"])
 def test_a_damaged_image_keeps_nobody_waiting(ranks: RankPool, tmp_path: Path, place: str) -> None:
     save_tiny_multimodal_model(tmp_path)
-    layouts = {"alongside": APART, "in turn": one_layout(ParallelConfig(pp=2), ["vision"]), "in stages": STAGES}
+    layouts = {"alongside": APART, "in turn": one_layout(ParallelConfig(pp=2), ["vision"])}
     found = ranks(layouts[place].world_size).run(train_on_a_damaged_image, tmp_path, layouts[place])
     errors = {message for trained, evaluated, _ in found for message in (trained, evaluated)}
     assert "InputError: chats.jsonl:7: cannot read the image half.jpg" in errors

@@ -15,7 +15,7 @@ from tests.rank_pool import RankPool
 from tests.vision import make_vision_workspace
 
 FAN_OUT = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
-STAGES = {"vision": {"ranks": "0-1", "pp": 2}, "language": {"ranks": "2-3", "dp_shard": 2}}
+SPLIT = {"vision": {"ranks": "0-1", "tp": 2}, "language": {"ranks": "2-3", "dp_shard": 2}}
 FAN_IN = {"vision": {"ranks": "0-1", "dp_shard": 2}, "language": {"ranks": 2}}
 
 
@@ -99,7 +99,7 @@ def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
     changes["rewards"] = [{"function": "tests.light_rewards:vowels_and_pictures"}]
     for number, name, layout in (
         (1, "one", {}),
-        (3, "out", {"components": FAN_OUT}) if family != "gemma3" else (4, "out", {"components": STAGES}),
+        (3, "out", {"components": FAN_OUT}) if family != "gemma3" else (4, "out", {"components": SPLIT}),
         (2, "pp", {"parallel": {"pp": 2}}),
     ):
         ranks(number).run(train, settings_of("grpo", workspace, tmp_path / name, **changes, **layout))

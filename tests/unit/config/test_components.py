@@ -36,6 +36,11 @@ def load(folder: Path, components: dict, *overrides: str, **changes: dict):
         ({"ranks": [1, 0], "dp_shard": 2}, {"ranks": 2}, "name every rank once, in rising order"),
         ({"ranks": "a-b"}, {"ranks": 1}, "components.vision.ranks: 'a-b' is no range of ranks"),
         ({"rank": 0}, {"ranks": 1}, "components.vision.rank: unknown key; did you mean ranks?"),
+        (
+            {"ranks": "0-1", "pp": 2},
+            {"ranks": 2},
+            "components.vision: pp=2: encoders have no pipeline stages: use dp_shard, or tp",
+        ),
     ],
 )
 def test_placements_that_cannot_be_are_refused(tmp_path: Path, vision: dict, language: dict, message: str) -> None:
@@ -60,3 +65,8 @@ def test_a_runs_own_config_takes_overrides_of_modules(tmp_path: Path) -> None:
         tmp_path / "config.yaml", ["--components.language.pp", "4", "--components.language.dp_shard=1"]
     )
     assert (changed.parallel.pp, changed.world_size) == (4, 6)
+
+
+def test_configs_of_earlier_versions_name_a_single_stage_of_encoders(tmp_path: Path) -> None:
+    config = load(tmp_path, {"vision": {"ranks": 0, "pp": 1}, "language": {"ranks": 1}})
+    assert config.components == load(tmp_path, {"vision": {"ranks": 0}, "language": {"ranks": 1}}).components
