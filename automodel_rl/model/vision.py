@@ -47,7 +47,7 @@ class VisionPart(EncoderPart):
             features = output.deepstack_features if num_deepstack(self.config) else []
             return torch.cat([torch.cat(list(of_images)) for of_images in (output.pooler_output, *features)], dim=1)
         if self.form is ImageForm.ANY_SIZE:
-            (image,) = loaded  # one by one (step/encoding.py)
+            (image,) = loaded  # one by one (encoder/encoding.py)
             return self._alone(image)
         return torch.cat(list(self.model.get_image_features(torch.stack(list(loaded))).pooler_output))
 

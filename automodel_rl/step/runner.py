@@ -9,6 +9,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch, empty_microbatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.compat.fsdp import reset_fsdp
+from automodel_rl.encoder.media_encoders import MediaEncoder, make_encoders
 from automodel_rl.errors import MicrobatchError, innermost
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.mixture.router_replay import replay_metrics
@@ -21,7 +22,6 @@ from automodel_rl.parallel.sharding import abandon_step, release_gathered
 from automodel_rl.step.agreement import GlobalBatch, agree_on_batch, raise_everywhere
 from automodel_rl.step.drivers import Driver, PipelineDriver, SequentialDriver
 from automodel_rl.step.local_microbatches import local_microbatches
-from automodel_rl.step.media_encoders import MediaEncoder, make_encoders
 from automodel_rl.step.outputs import LogitsCapturer, PPLossAdapter, whole_microbatches
 from automodel_rl.step.totals import LossTotals
 

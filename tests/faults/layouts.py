@@ -112,7 +112,7 @@ def _encoders_in_another_order() -> Any:
     def joined(embeddings: Any) -> Tensor:
         return torch.cat([of_encoder() for of_encoder in reversed(list(embeddings))])
 
-    return patch("step.media_encoders._joined", joined)
+    return patch("encoder.media_encoders._joined", joined)
 
 
 def _silence_heard() -> Any:

@@ -15,12 +15,12 @@ from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.encoder.bridge import Bridge
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import gather_whole
-from automodel_rl.step.bridge import Bridge
 from automodel_rl.tools.verify.comparison import Case
 from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from automodel_rl.batch import Microbatch, distinct_media
 from automodel_rl.batch.media import EncoderName, Media
-from automodel_rl.step.bridge import Bridge
+from automodel_rl.encoder.bridge import Bridge
 
 
 class MediaShares:

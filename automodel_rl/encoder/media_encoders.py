@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch
+from automodel_rl.encoder.alongside import EncoderAlongside
+from automodel_rl.encoder.bridge import Bridge
+from automodel_rl.encoder.encoding import Encoding
+from automodel_rl.encoder.in_turn import EncoderInTurn
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.multimodal import PARTS
-from automodel_rl.step.bridge import Bridge
-from automodel_rl.step.encoder_alongside import EncoderAlongside
-from automodel_rl.step.encoder_in_turn import EncoderInTurn
-from automodel_rl.step.encoding import Encoding
 
 
 class MediaEncoder(Protocol):

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from automodel_rl.batch import Microbatch
 from automodel_rl.batch.media import EncoderName
+from automodel_rl.encoder.bridge import Bridge
+from automodel_rl.encoder.encoding import READING_THREADS, Encoding
+from automodel_rl.encoder.media_shares import MediaShares
 from automodel_rl.parallel.sharding import release_gathered
-from automodel_rl.step.bridge import Bridge
-from automodel_rl.step.encoding import READING_THREADS, Encoding
-from automodel_rl.step.media_shares import MediaShares
 
 
 class EncoderInTurn:

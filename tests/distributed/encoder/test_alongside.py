@@ -13,12 +13,12 @@ from torch import Tensor
 from automodel_rl.batch import MediaTokens, Microbatch, TokenSequence, pack_microbatch
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig, one_layout
+from automodel_rl.encoder.encoding import Encoding
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError, PeerError
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead, simulate
-from automodel_rl.step.encoding import Encoding
 from automodel_rl.tools.verify.comparison import make_sequences
 from automodel_rl.tools.verify.media import with_media
 from tests.rank_pool import RankPool

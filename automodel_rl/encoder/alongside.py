@@ -22,11 +22,11 @@ from torch import Tensor
 
 from automodel_rl.batch import Microbatch
 from automodel_rl.batch.media import EncoderName, Media
+from automodel_rl.encoder.bridge import Bridge, Transfer
+from automodel_rl.encoder.encoding import READING_THREADS, Encoding
+from automodel_rl.encoder.media_shares import MediaShares
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.parallel.sharding import release_gathered
-from automodel_rl.step.bridge import Bridge, Transfer
-from automodel_rl.step.encoding import READING_THREADS, Encoding
-from automodel_rl.step.media_shares import MediaShares
 
 
 class EncoderAlongside:

@@ -1,0 +1,1 @@
+"""Encoders of a multimodal model: their work in a step, and the bridge to the language model."""
