@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.faults.table import PLANTED, planted
+from tests.longer import is_longer
 from tests.rank_pool import RankPool
 from tests.vllm_environment import why_missing
 from tests.warm import start_children_warm
@@ -22,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if UNIT in item.path.parents:
             item.add_marker("quick")
+        if is_longer(item.nodeid.removeprefix("tests/")):
+            item.add_marker("longer")
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -35,7 +38,7 @@ def pytest_collection_finish() -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Says how many tests ran a real vLLM, or why none did."""
     of_vllm = {
-        outcome: sum(REAL_VLLM in report.nodeid for report in terminalreporter.stats.get(outcome, ()))
+        outcome: sum(REAL_VLLM in report.nodeid.partition("[")[0] for report in terminalreporter.stats.get(outcome, ()))
         for outcome in ("passed", "failed", "skipped")
     }
     if any(of_vllm.values()):

@@ -119,13 +119,13 @@ def _silence_heard() -> Any:
     """The frames that fill up a clip are heard like its own."""
     from automodel_rl.model.audio import AudioPart
 
-    embeddings = AudioPart.embeddings
+    forward = AudioPart.forward
 
     def hearing_all(part: AudioPart, loaded: Any, media: Any) -> Tensor:
         longer = [dataclasses.replace(item, num_frames=loaded[0].shape[1]) for item in media]
-        return embeddings(part, loaded, longer)
+        return forward(part, loaded, longer)
 
-    return mock.patch.object(AudioPart, "embeddings", hearing_all)
+    return mock.patch.object(AudioPart, "forward", hearing_all)
 
 
 def _videos_without_seconds() -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.fault import Verified
 from tests.faults.table import FAULTS, planted
+from tests.longer import ALL, LONGER, is_longer
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "automodel_rl"
@@ -26,6 +27,14 @@ def test_every_bug_can_be_planted_and_is_looked_for(name: str) -> None:
         tree = ast.parse((TESTS / file).read_text())
         names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert function.partition("[")[0] in names
+        assert not is_longer(by), "it is not looked at in each commit"
+        assert LONGER.get(by.partition("[")[0]) != ALL
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_every_longer_test_is_there(name: str) -> None:
+    file, _, function = name.partition("::")
+    assert function in {node.name for node in ast.parse((TESTS / file).read_text()).body if hasattr(node, "name")}
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -73,11 +73,11 @@ def speaking(vision: dict, audio: dict, language: dict) -> ComponentsConfig:
         ),
         Case(
             microbatches=(3, 1),
-            components=speaking({"ranks": "0-1", "pp": 2}, {"ranks": 2}, {"ranks": "3-4", "tp": 2}),
+            components=speaking({"ranks": "0-1", "dp_shard": 2}, {"ranks": 2}, {"ranks": "3-4", "tp": 2}),
             frozen=("vision",),
         ),
     ],
-    ids=["one rank", "pp and cp", "both beside pp", "one beside, one on the same ranks", "stages and tp, one frozen"],
+    ids=["one rank", "pp and cp", "both beside pp", "one beside, one on the same ranks", "dp_shard and tp, one frozen"],
 )
 def test_a_model_with_two_encoders_equals_one_process(ranks: RankPool, tmp_path: Path, case: Case) -> None:
     save_tiny_multimodal_model(tmp_path, "qwen2_5_omni_thinker")

@@ -139,15 +139,16 @@ def test_features_that_enter_several_layers_equal_one_process(
     assert_equal(ranks, tmp_path, case)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("encoders", [1, 2])
 @pytest.mark.parametrize("family", ["mistral3", LLAVA])
 def test_rows_of_images_with_breaks_equal_one_process(
-    ranks: RankPool, tmp_path: Path, family: str, stages: int
+    ranks: RankPool, tmp_path: Path, family: str, encoders: int
 ) -> None:
     pixtral = MULTIMODAL_CONFIGS["mistral3"][2]["vision"]
     ids = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     save_tiny_multimodal_model(tmp_path, family, encoders={"vision": pixtral}, ids=ids if family == LLAVA else {})
-    components = ONE_TO_CUT if stages == 1 else components_of({"ranks": "0-1", "pp": 2}, {"ranks": "2-3", "cp": 2})
+    two_to_cut = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-3", "cp": 2})
+    components = ONE_TO_CUT if encoders == 1 else two_to_cut
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
 
 
@@ -260,10 +261,10 @@ def load(folder: Path, components: ComponentsConfig) -> tuple[dict[str, Tensor],
     return weights_of(engine), engine.step
 
 
-STAGES_TO_ONE = components_of({"ranks": "0-1", "pp": 2}, {"ranks": 2})
+SPLIT_TO_ONE = components_of({"ranks": "0-1", "tp": 2}, {"ranks": 2})
 
 
-@pytest.mark.parametrize("components", [TWO_TO_ONE, STAGES_TO_ONE], ids=str)
+@pytest.mark.parametrize("components", [TWO_TO_ONE, SPLIT_TO_ONE], ids=str)
 def test_a_checkpoint_moves_between_placements_bit_for_bit(
     ranks: RankPool, tmp_path: Path, components: ComponentsConfig
 ) -> None:
