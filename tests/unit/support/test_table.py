@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib
 import sys
 import typing
 from collections.abc import Iterator
@@ -11,19 +12,20 @@ from typing import Any
 
 import pytest
 
+from automodel_rl import support
 from automodel_rl.config.model import Attention
 from automodel_rl.config.parallel import Schedule
 from automodel_rl.errors import InputError
 from automodel_rl.model.attention import BACKENDS
 from automodel_rl.parallel.pipeline import schedules
-from automodel_rl.support import layout_rules, model_rules, multimodal_rules, run_rules
 from automodel_rl.support.attention import ATTENTION
 from automodel_rl.support.rule import Breach, Rule
 from automodel_rl.support.table import RULES, check_supported
 from tests.unit.support.combinations import combination
 
 EXAMPLES = [(rule, example) for rule in RULES for example in rule.refuses]
-MODULES = (layout_rules, model_rules, run_rules, multimodal_rules)
+ROOM = Path(support.__file__).parent
+MODULES = [importlib.import_module(f"{support.__name__}.{file.stem}") for file in sorted(ROOM.glob("*_rules.py"))]
 OF_RUNS = [example for rule, example in EXAMPLES if "algorithm" in {**example.beside, **example.asks}]
 
 
