@@ -194,7 +194,7 @@ class MediaTokens:
         return dataclasses.replace(self, places=self.places[inside] - start, rows=self.rows[inside])
 
     def put_into(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Puts embeddings of media in the place of those of their tokens.
+        """Replaces the embeddings of media tokens by the embeddings of the media.
 
         Args:
             hidden: embeddings of all tokens, [1, t, H].

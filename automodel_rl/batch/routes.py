@@ -121,7 +121,7 @@ class Routes:
 
 
 def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
-    """Routes of several sequences, joined into those of one microbatch.
+    """The routes of a microbatch, joined from the routes of its sequences.
 
     Raises:
         ValueError: some sequences have routes and others do not.

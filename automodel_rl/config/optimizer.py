@@ -39,7 +39,7 @@ class MuonConfig(Section):
 
 
 class ParameterGroupConfig(Section):
-    """Settings of some parameters, in place of those of the optimizer.
+    """Settings of some parameters, which override the settings of the optimizer.
 
     Example:
         >>> ParameterGroupConfig(names=("embed_tokens", "lm_head"), lr=1e-6).covers("model.embed_tokens.weight")

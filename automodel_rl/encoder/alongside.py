@@ -205,7 +205,7 @@ class _LanguageEnd:
         self.clear()
 
     def _embeddings(self, number: int) -> Tensor:
-        """Waits for the embeddings of a microbatch, and asks for those of the next."""
+        """Waits for the embeddings of a microbatch, and asks for the embeddings of the next microbatch."""
         for asked in (number, number + 1):
             if asked not in self._arriving and asked < self.shares.num_microbatches:
                 sizes = [self.shares.size(self.lane, share, asked) for share in self._places]

@@ -58,7 +58,7 @@ class MediaShares:
         return self._media[lane][microbatch]
 
     def numbers(self, lane: int, share: int, microbatch: int) -> list[int]:
-        """Places of the media that one encoder lane encodes, among those of the microbatch, in order.
+        """Places of the media that one encoder lane encodes, among all media of the microbatch, in order.
 
         Args:
             lane: the language lane.
@@ -76,7 +76,7 @@ class MediaShares:
         return sum(item.num_embeddings for item in self.of_share(lane, share, microbatch))
 
     def joined(self, lane: int, microbatch: int, of_shares: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The embeddings [m, E] of a microbatch's media in order, from those that each encoder lane has made."""
+        """The embeddings [m, E] of a microbatch's media in order, joined from the embeddings of each encoder lane."""
         media = self.of_lane(lane, microbatch)
         pieces: dict[int, Tensor] = {}
         for share, tensor in enumerate(of_shares):

@@ -154,7 +154,7 @@ class Engine:
         counts: dict[Denominator, int] | None = None,
         agreed: GlobalBatch | None = None,
     ) -> tuple[float, dict[str, float]]:
-        """Adds the gradients of a global batch to those that are there, until `optimizer_step` or `zero_grad`.
+        """Adds the gradients of a global batch to gradients of earlier batches, until `optimizer_step` or `zero_grad`.
 
         A loss whose derivatives by log-probabilities come from outside is a `LinearLoss` with these as its weights.
 

@@ -50,7 +50,7 @@ class TrainedState:
 
     @torch.no_grad()
     def add(self, handle: ModelHandle) -> None:
-        """Adds its weights and gradients to those that a model has."""
+        """Adds the weights and gradients of the state to the weights and gradients of a model."""
         for name, parameter in trained_parameters(handle):
             weight = local_tensor(parameter.detach())
             weight.add_(self.weights[name].to(weight.device, non_blocking=True))

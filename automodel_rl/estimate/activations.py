@@ -280,7 +280,7 @@ def attention_stand_in(
 
 
 class _Rule(torch.autograd.Function):
-    """Linear attention that keeps what it gets and what it gives."""
+    """Linear attention that keeps its inputs and its output."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class ParameterSize:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a step needs a copy of it. Frozen weights that one rank has whole are used as they are."""
+        """Whether a step needs a copy of the parameter. Frozen weights that one rank has whole are used as they are."""
         return self.is_trained or self.fsdp_size > 1
 
     @property

@@ -1,4 +1,4 @@
-"""Checks what workers and servers report, and makes completions of it. A server need not be trustworthy."""
+"""Checks reports of workers and servers, and makes completions of the reports. A server need not be trustworthy."""
 
 from automodel_rl.generator_messages import Written
 from automodel_rl.generators.protocol import Completion

@@ -118,11 +118,11 @@ OnLost = Callable[[BaseException], None]
 
 
 def do_nothing(place: int, completion: Completion) -> None:
-    """The `OnFinished` of those who wait for all completions."""
+    """The `OnFinished` of callers that wait for all completions."""
 
 
 def not_told(error: BaseException) -> None:
-    """The `OnLost` of those who wait."""
+    """The `OnLost` of callers that wait."""
 
 
 class Generator(Protocol):

@@ -18,7 +18,7 @@ FILE = "file:"
 
 
 def listed(urls: Sequence[str]) -> list[VllmServer]:
-    """The servers at URLs, and at those that files have now, each once.
+    """The servers at URLs, and at the URLs that files list now; each server once.
 
     Args:
         urls: addresses of servers, and of files with one such address a line.

@@ -15,7 +15,7 @@ FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
 def is_stack(name: str) -> bool:
-    """Whether a name of the model is that of the stacked weights of a layer's experts."""
+    """Whether a name of the model names the stacked weights of a layer's experts."""
     return FUSED.match(name) is not None
 
 

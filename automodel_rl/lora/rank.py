@@ -1,4 +1,4 @@
-"""Adapters of a smaller rank in those of a larger one.
+"""Adapters of a smaller rank, stored in adapters of a larger rank.
 
 They have some of the rows of A and the same columns of B. The rest is filled with zeros. Neither gets a gradient, for
 each is multiplied by the other. So an optimizer leaves them at 0, and the adapter computes and trains as one of its own

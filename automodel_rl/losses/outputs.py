@@ -1,4 +1,4 @@
-"""What a loss gets and what it gives. It gives sums, never means; `PPLossAdapter` divides them by global counts."""
+"""The inputs and the output of a loss. It gives sums, never means; `PPLossAdapter` divides them by global counts."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -129,7 +129,7 @@ class Replayed:
 
 
 class Selection(TorchFunctionMode):
-    """A context in which a router takes other experts than those with the largest scores.
+    """A context in which a router takes other experts than the experts with the largest scores.
 
     Args:
         choose: gets the experts [t, K] that the router would take, and gives those that it shall take.

@@ -100,7 +100,7 @@ class Policy:
         *,
         replay: bool = False,
     ) -> tuple[float, dict[str, float]]:
-        """Adds the gradients of a batch to those that are there, until `optimizer_step` or `zero_grad`.
+        """Adds the gradients of a batch to the gradients of earlier batches, until `optimizer_step` or `zero_grad`.
 
         Args:
             batch, loss, readout, replay: as those of `train_step`.

@@ -155,7 +155,7 @@ def _wait(group: PlacementGroup, deadline: float, wish: str) -> None:
 
 
 def device_order(name: str) -> tuple[int, str]:
-    """The place of a GPU among those of its machine, by its number or other name."""
+    """The place of a GPU among the GPUs of its machine, by its number or other name."""
     return (int(name), "") if name.isdecimal() else (0, name)
 
 

@@ -39,7 +39,7 @@ def check_model(model: OpenedModel) -> None:
 
 
 def check_base_model(name: str | None, config: ServeConfig) -> None:
-    """Raises InputError if a client asks for another base model than that of the service."""
+    """Raises InputError if a client asks for another base model than the service has."""
     if name != config.base_name:
         raise InputError(f"base_model={name!r}: this server has {config.base_name!r}: ask for that")
 

@@ -84,7 +84,7 @@ class Ranks:
         return len(self._orders)
 
     def submit(self, job: ServiceJob) -> Future:
-        """Puts a job behind those that wait.
+        """Adds a job to the end of the queue.
 
         Returns:
             Its answer. It raises RefusedError or RanksLostError.

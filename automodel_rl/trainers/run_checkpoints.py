@@ -168,7 +168,7 @@ class RunCheckpoints:
             )
 
     def load_best(self, step: int) -> dict[str, float] | None:
-        """Restores the best checkpoint, if it is not that of the last step.
+        """Restores the best checkpoint, unless the last step's checkpoint is the best.
 
         Args:
             step: the last step.

@@ -39,7 +39,7 @@ class Validation:
         return self.measure if self.prompts and self.config.length.validate_every else None
 
     def measure_in(self, step: Step) -> None:
-        """Adds its metrics to those of a step that validates.
+        """Adds validation metrics to the metrics of a step that validates.
 
         Raises:
             RolloutError: every completion failed or got no reward. A checkpoint of the step is saved.

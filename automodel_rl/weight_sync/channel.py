@@ -37,7 +37,7 @@ def tell(channel: Channel, verb: Verb, *arguments: Any) -> None:
 
 
 def expect(channel: Channel, verb: Verb, seconds: float, watch: Callable[[], None] = lambda: None) -> Any:
-    """Waits for the answer to an earlier call, and returns what it gives.
+    """Waits for the answer to an earlier call, and returns the value of the answer.
 
     Args:
         channel: the channel to the generator.
@@ -59,7 +59,7 @@ def expect(channel: Channel, verb: Verb, seconds: float, watch: Callable[[], Non
 
 
 def call(channel: Channel, verb: Verb, *arguments: Any, seconds: float) -> Any:
-    """Calls for something, waits until it is done, and returns what it gives. It raises the same as `expect`."""
+    """Calls for something, waits for the answer, and returns its value. It raises the same as `expect`."""
     tell(channel, verb, *arguments)
     return expect(channel, verb, seconds)
 

@@ -65,7 +65,7 @@ class GeneratorEnd:
             self.answer(Failure(reason(error)))
 
     def _do(self, verb: Verb, arguments: tuple[Any, ...]) -> Any:
-        """Does what is done between weight syncs, and returns what it gives."""
+        """Does a call that comes between weight syncs, and returns the value of the answer."""
         match verb:
             case "agree":
                 return self.receiver.agree(*arguments)

@@ -164,7 +164,7 @@ def _tinker_calls(calls: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _new_messages(messages: Sequence[Any], known: Sequence[Message]) -> list[Message]:
-    """The messages after those that are known.
+    """The messages that are new.
 
     Raises:
         ValueError: they do not begin with those.

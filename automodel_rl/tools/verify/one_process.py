@@ -253,7 +253,7 @@ class OneProcess:
         router.register_forward_hook(hook)
 
     def freeze(self, names: set[str]) -> None:
-        """Excludes the named parameters from training, and no others."""
+        """Excludes the named parameters from training."""
         for name, parameter in self.parameters():
             parameter.requires_grad_(name not in names)
 
