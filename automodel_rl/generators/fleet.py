@@ -24,7 +24,7 @@ from automodel_rl.policy.jobs import Job
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 10.0
+LOOK_SECONDS = 30.0
 """Seconds between two looks whether all ranks and members are there, while a program waits for completions."""
 
 
