@@ -242,6 +242,9 @@ class Fleet:
                         member.problem, member.first_number = "", next(self._numbers)
         self._note(problems)
         with self._news:
+            for member in self.members:
+                if not member.problem:
+                    member.num_given_up = 0
             for submission, places in held or ():
                 self._deal(submission, places)
 

@@ -294,3 +294,23 @@ def test_who_does_not_wait_is_told_of_a_loss(crew: LocalCrew) -> None:
     with pytest.raises(RolloutError):
         wait()
     assert len(told) == 1
+
+
+def test_a_member_that_came_back_is_tried_at_once_when_it_is_lost_again(crew: LocalCrew) -> None:
+    fleet = fleet_of(crew)
+    fleet.policy_version = 4
+    fleet.lose(3, "it is broken")
+    fleet.give_up()
+    assert (fleet.lost, fleet.given_up) == ({}, {3: "it is broken"})
+    fleet.policy_version = 5
+    assert fleet.lost == {3: "it is broken"}
+    fleet.give_up()
+    fleet.policy_version = 6
+    assert fleet.given_up
+    fleet.policy_version = 7
+    assert fleet.lost
+    fleet.restart()
+    fleet.lose(3, "it is broken again")
+    fleet.give_up()
+    fleet.policy_version += 1
+    assert fleet.lost == {3: "it is broken again"}
