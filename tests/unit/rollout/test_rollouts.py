@@ -17,7 +17,7 @@ from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.protocol import Completion, OnFinished
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
-from automodel_rl.rollout.rollouts import Rollouts, completion_seed
+from automodel_rl.rollout.rollouts import Rollouts
 from tests.fleets import VOCABULARY, Echo, LocalCrew, fleet_of
 
 LONGEST = 60.0
@@ -50,10 +50,15 @@ def crew() -> Iterator[LocalCrew]:
     crew.close()
 
 
-def test_every_completion_of_every_prompt_and_run_has_a_seed_of_its_own() -> None:
-    places = [(run, number, sample) for run in range(3) for number in range(20) for sample in range(8)]
-    assert len({completion_seed(*place) for place in places}) == len(places)
-    assert completion_seed(1, 2, 3) == completion_seed(1, 2, 3)
+def test_every_completion_of_every_prompt_and_run_has_a_seed_of_its_own(crew: LocalCrew) -> None:
+    rollouts = rollouts_of(crew)
+    for run in (0, 1, 2, 2):
+        rollouts.config.seed = run  # type: ignore[misc]
+        rollouts.collect(prompts(20), 8, Sampling(2))
+    rollouts.close()
+    asked = [request.seed for supervisor in crew.supervisors.values() for request in supervisor.generator.asked]
+    assert len(asked) == 4 * 160
+    assert len({*asked}) == 3 * 160  # the same in the same run
 
 
 class Patient(Echo):
