@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import pytest
 
@@ -219,44 +220,35 @@ def test_another_generator_goes_on_where_a_lost_one_ended(works_alone: bool) -> 
         assert len(other.asked) <= len(steady.asked) - (2 if dies_at >= 2 else 0)
 
 
-def test_no_more_environments_are_open_than_asked_for() -> None:
-    is_open: set[int] = set()
+class World(Echo):
+    """Counts the environments that are open at once."""
+
+    is_open: ClassVar[set[int]] = set()
     most = 0
 
-    class World(Echo):
-        def reset(self) -> Sequence[Message]:
-            nonlocal most
-            is_open.add(id(self))
-            most = max(most, len(is_open))
-            return ()
+    def reset(self) -> Sequence[Message]:
+        World.is_open.add(id(self))
+        World.most = max(World.most, len(World.is_open))
+        return ()
 
-        def close(self) -> None:
-            is_open.discard(id(self))
+    def close(self) -> None:
+        World.is_open.discard(id(self))
 
+
+def test_no_more_environments_are_open_than_asked_for() -> None:
+    World.most = 0
     completions = drive(Writer(True), [episode_of([1], World(2)) for _ in range(7)], at_once=3)
     assert [len(completion.token_ids) for completion in completions] == [7] * 7
-    assert (most, len(is_open)) == (3, 0)
+    assert (World.most, len(World.is_open)) == (3, 0)
 
 
 def test_room_for_environments_is_that_of_all_who_ask() -> None:
     """Batches ahead and validation may be under way together."""
-    is_open: set[int] = set()
-    most = 0
-
-    class World(Echo):
-        def reset(self) -> Sequence[Message]:
-            nonlocal most
-            is_open.add(id(self))
-            most = max(most, len(is_open))
-            return ()
-
-        def close(self) -> None:
-            is_open.discard(id(self))
-
+    World.most = 0
     driver = EpisodeDriver(3)
     waits = [driver.submit(Writer(True), [episode_of([1], World(2)) for _ in range(4)]) for _ in range(3)]
     assert [len(wait()) for wait in waits] == [4, 4, 4]
-    assert (most, len(is_open)) == (3, 0)
+    assert (World.most, len(World.is_open)) == (3, 0)
     with pytest.raises(ConnectionError):  # what was under way gives its room back
         driver.submit(Writer(True, dies_at=0), [episode_of([1], World(2)) for _ in range(4)])()
     assert len(driver.submit(Writer(True), [episode_of([1], World(2)) for _ in range(4)])()) == 4
