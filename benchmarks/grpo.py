@@ -164,9 +164,9 @@ def watch_memory() -> list[dict[str, float]]:
 
         return watched
 
-    def load_weights(supervisor: Any) -> None:  # comes before the first step, and at the end of each
+    def load_weights(supervisor: Any, version: int) -> None:  # before the first step, and at the end of each
         nonlocal num_syncs
-        send(supervisor)
+        send(supervisor, version)
         if num_syncs:
             found.append(dict(peaks))
         num_syncs += 1

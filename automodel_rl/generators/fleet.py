@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from automodel_rl.generators.member import Member
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.generators.submission import MOST_LOSSES, Assignment, Submission, nobody_writes
 from automodel_rl.launch import watchdog
+from automodel_rl.launch.background import in_thread
 from automodel_rl.launch.flight import flight
 from automodel_rl.policy.crew import Crew
 from automodel_rl.policy.jobs import Job
@@ -103,11 +105,11 @@ class Fleet:
         """Gives all generators the weights that the policy has now, as the next policy version. Those that sleep get
         them when they wake."""
         self.policy_version += 1
-        self._note(self.crew.ask(jobs.SyncWeights(is_new=True)))
+        self.sync_again()
 
     def sync_again(self) -> None:
         """Gives all generators the weights that the policy has now, as the same policy version as before."""
-        self._note(self.crew.ask(jobs.SyncWeights(is_new=False)))
+        self._note(self.crew.ask(jobs.SyncWeights(self.policy_version)))
 
     @contextlib.contextmanager
     def awake(self, timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> Iterator[None]:
@@ -161,26 +163,12 @@ class Fleet:
         """
         if not self.works_alone:
             return wait()
-        result: list[T] = []
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                result.append(wait())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=work, daemon=True, name="waiting")
-        thread.start()
-        thread.join(LOOK_SECONDS)
-        while thread.is_alive():
+        result = in_thread(wait, "waiting")
+        while not futures.wait([result], LOOK_SECONDS).done:
             with flight.phase("asking whether all ranks are there"):
                 self.crew.ask(Job())
             self._lose_those_that_are_silent()
-            thread.join(LOOK_SECONDS)
-        if errors:
-            raise errors[0]
-        return result[0]
+        return result.result()
 
     def write(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions by the generators, with the weights of the last `sync`.
@@ -294,10 +282,7 @@ class Fleet:
         for turn, place in enumerate(places):
             conversation = submission.requests[place].conversation
             shares.setdefault(well[(turn if conversation is None else conversation) % len(well)], []).append(place)
-        busy = {assignment.member for assignment in self._assignments.values()}
         for member, own in shares.items():
-            if member not in busy:
-                member.heard = time.monotonic()
             number = next(self._numbers)
             self._assignments[number] = Assignment(submission, own, member, len(own))
             member.ask(number, [submission.requests[place] for place in own])
@@ -361,6 +346,6 @@ class Fleet:
         if longest is None:
             return
         with self._news:
-            for member in {assignment.member for assignment in self._assignments.values()}:
-                if time.monotonic() - member.heard > longest:
-                    self._lose(member, f"it has written nothing for {longest / 60:.3g} minutes (failures.hang_minutes)")
+            now = time.monotonic()
+            for member in {one.member for one in self._assignments.values() if one.silence(now) > longest}:
+                self._lose(member, f"it has written nothing for {longest / 60:.3g} minutes (failures.hang_minutes)")

@@ -70,10 +70,7 @@ class FleetRank:
         return (dist.get_rank(), self.supervisor.problem) if self.supervisor.problem else None
 
     def _sync_weights(self, job: jobs.SyncWeights, _: Share | None) -> tuple[int, str] | None:
-        if job.is_new:
-            self.supervisor.load_weights()
-        else:
-            self.supervisor.load_weights_again()
+        self.supervisor.load_weights(job.policy_version)
         return self._problem
 
     def _wake(self, job: jobs.Wake, _: Share | None) -> tuple[int, str] | None:

@@ -29,12 +29,12 @@ class SyncWeights(Job):
     ranks whose generator has failed, are pairs of the rank and of why.
 
     Attributes:
-        is_new: whether they are a new policy version.
+        policy_version: the policy version of these weights.
     """
 
     answered_by = "all"
 
-    is_new: bool
+    policy_version: int
 
 
 @dataclass(frozen=True)

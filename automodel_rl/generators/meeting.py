@@ -10,6 +10,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from automodel_rl.errors import InputError, RolloutError, innermost
+from automodel_rl.launch.admission import admits
 
 LOCAL = ("localhost", "127.0.0.1")
 """Names of this machine for itself: all ranks are on it."""
@@ -99,11 +100,11 @@ class Meeting:
                     threading.Thread(target=self._greet, args=(_kept_alive(taken),), daemon=True).start()
 
     def _greet(self, connection: Connection) -> None:
+        if not admits(connection, self.address.key):
+            return
         try:
-            deliver_challenge(connection, self.address.key)
-            answer_challenge(connection, self.address.key)
             rank = connection.recv()
-        except (AuthenticationError, OSError, EOFError):
+        except (OSError, EOFError):
             connection.close()
             return
         with self._news:

@@ -29,8 +29,7 @@ class Member:
     Attributes:
         problem: why it is lost, "" if it is not.
         queued: requests that it has not got yet: they wait for a job.
-        heard: time at which it last sent something, or was first asked after it had nothing to do, by the monotonic
-            clock.
+        heard: time at which it last sent something, by the monotonic clock.
         first_number: the first number of what its generator was asked. Earlier requests went to generators before it.
         num_given_up: how often it did not come back, in a row.
         tried_again_at: the policy version from which on another start is tried.

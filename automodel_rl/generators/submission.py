@@ -1,6 +1,7 @@
 """The requests of one `Fleet.submit`, and what has become of them."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,12 +66,23 @@ class Submission:
 
 @dataclass(eq=False)
 class Assignment:
-    """The places of a submission that a member writes, of which so many have not come."""
+    """The places of a submission that a member writes.
+
+    Attributes:
+        submission, places, member: the places, and who writes them.
+        left: how many have not come.
+        since: time at which the member was asked, by the monotonic clock.
+    """
 
     submission: Submission
     places: list[int]
     member: Member
     left: int
+    since: float = field(default_factory=time.monotonic)
+
+    def silence(self, now: float) -> float:
+        """Seconds in which the member has sent nothing although it was asked."""
+        return now - max(self.since, self.member.heard)
 
 
 def nobody_writes(member: Member) -> RolloutError:

@@ -77,14 +77,13 @@ class GeneratorSupervisor:
         self.policy_version = 0
         self._policy_version_of: dict[int, int] = {0: 0}  # by the number of the weight sync
 
-    def load_weights(self) -> None:
-        """Gives all generators the weights that the model has now, as the next policy version. Those that sleep get
-        them when they wake."""
-        self.policy_version += 1
-        self.load_weights_again()
+    def load_weights(self, policy_version: int) -> None:
+        """Gives all generators the weights that the model has now. Those that sleep get them when they wake.
 
-    def load_weights_again(self) -> None:
-        """Gives all generators the weights that the model has now, as the same policy version as before."""
+        Args:
+            policy_version: the policy version of these weights, the same on all ranks.
+        """
+        self.policy_version = policy_version
         self._look_for_servers()
         if not self.spec.sleep_level:
             self._send()

@@ -164,7 +164,8 @@ class Rollouts:
         """
         pending = self._pending.pop(number)
         self._finish(pending)
-        self._taken.add(number)
+        if any(request.rollouts is not None for request in pending.requests):
+            self._taken.add(number)
         rollouts = self._rewarded(pending, number)
         size = pending.group_size
         return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
@@ -181,7 +182,7 @@ class Rollouts:
         return self.take(self.submit(prompts, group_size, sampling))
 
     def numbers_taken(self) -> set[int]:
-        """The numbers of the rollouts that were taken since the last call."""
+        """The numbers of the rollouts with routes that were taken since the last call."""
         taken, self._taken = self._taken, set()
         return taken
 

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from automodel_rl.launch.admission import admits
 from automodel_rl.serve.joining import answers_of, joined, take_together
 from automodel_rl.serve.messages import Done, Ready, Refused, ServiceJob, StopAsked, Together
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
@@ -112,12 +112,7 @@ class Ranks:
 
     def _admit(self, connection: Connection) -> None:
         """Lets a connection in that knows the key. Others, also silent ones, keep nobody waiting."""
-        try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-        except (AuthenticationError, EOFError, OSError, ValueError):
-            connection.close()
-        else:
+        if admits(connection, self._key):
             self._admitted.put(connection)
 
     def _serve(self) -> None:

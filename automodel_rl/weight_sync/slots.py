@@ -1,7 +1,6 @@
 """Buffers that are filled and emptied in turn, each on a stream of its own, so that the parts of a sync overlap."""
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.errors import WeightSyncError
+from automodel_rl.launch.background import in_thread
 
 T = TypeVar("T")
 
@@ -138,17 +138,6 @@ def in_time(work: Callable[[], T], what: str, seconds: float, watch: Callable[[]
         WeightSyncError: it took too long.
         Exception: what `work` raised.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception as error:
-            errors.append(error)
-
-    threading.Thread(target=run, daemon=True, name=what).start()
-    wait_until(lambda: bool(results or errors), what, seconds, watch)
-    if errors:
-        raise errors[0]
-    return results[0]
+    result = in_thread(work, what)
+    wait_until(result.done, what, seconds, watch)
+    return result.result()

@@ -5,11 +5,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from automodel_rl.errors import innermost
 from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
+from automodel_rl.launch.background import in_thread
 from automodel_rl.rollout.episodes.episode import ENVIRONMENT_ERRORS, Episode
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 
@@ -77,16 +78,7 @@ class EpisodeDriver:
         work = _Work(generator, episodes, on_finished, self._threads, self._room)
         if not generator.works_alone:
             return work.finish
-        result: Future[list[Completion]] = Future()
-
-        def drive() -> None:
-            try:
-                result.set_result(work.finish())
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=drive, daemon=True, name="episodes").start()
-        return result.result
+        return in_thread(work.finish, "episodes").result
 
 
 @dataclass

@@ -113,10 +113,10 @@ def make_supervisor(sleep_level: int = 0, log: list[str] | None = None) -> tuple
 def test_syncs_that_mend_a_failure_bring_the_same_policy_version() -> None:
     made, sync = make_supervisor()
     assert made.policy_versions((0, 0)) == (0, 0)  # the checkpoint's weights
-    made.load_weights()
-    made.load_weights()
+    made.load_weights(1)
+    made.load_weights(2)
     made.restart(failed=False)
-    made.load_weights()
+    made.load_weights(3)
     assert made.policy_version == 3
     assert made.policy_versions((1, 4)) == (1, 3)
     assert made.policy_versions((2, 3)) == (2, 2)
@@ -128,7 +128,7 @@ def test_a_generator_that_lost_its_weights_is_closed_and_made_anew(
 ) -> None:
     made, sync = make_supervisor()
     monkeypatch.setattr(Sync, "fails", True)
-    made.load_weights()
+    made.load_weights(1)
     assert made.problem == "its process ended with code -9"
     assert generators.made == 1
     monkeypatch.setattr(Sync, "fails", False)
@@ -174,7 +174,7 @@ def test_servers_that_have_gone_or_come_make_the_ranks_connect_anew(monkeypatch:
     for have_changed in (False, True):
         monkeypatch.setattr(VllmServers, "have_changed", have_changed)
         sync.log.clear()
-        made.load_weights()
+        made.load_weights(1)
         assert ("disconnected" in sync.log) == have_changed
         assert sync.log[-1].startswith("sent")
 
@@ -189,7 +189,7 @@ def test_generator_and_trainer_have_the_memory_in_turns(generators: Generators) 
     assert sync.resends_frozen  # it sleeps so deeply that it drops the weights
     assert log == ["weights to host", "sleep 2", "weights to device"]  # it starts in the memory that it will have
     log.clear()
-    made.load_weights()
+    made.load_weights(1)
     assert log == []  # it sleeps
     for sync in (1, 2):  # a rollout and a validation
         made.wake()
@@ -206,7 +206,7 @@ def test_a_generator_that_does_not_wake_is_made_anew_in_the_memory_that_it_will_
 ) -> None:
     log = generators.log
     made, _ = make_supervisor(2, log)
-    made.load_weights()
+    made.load_weights(1)
     generators.fails_at = fails_at
     monkeypatch.setattr(Sync, "fails", fails_at == "wake weights")  # one without memory takes none, either
     made.wake()
@@ -222,7 +222,7 @@ def test_a_generator_that_does_not_wake_is_made_anew_in_the_memory_that_it_will_
 
 def test_a_generator_that_does_not_sleep_is_closed_for_the_trainer_needs_the_memory(generators: Generators) -> None:
     made, _ = make_supervisor(2, generators.log)
-    made.load_weights()
+    made.load_weights(1)
     made.wake()
     generators.fails_at = "sleep 2"
     made.rest()
@@ -233,7 +233,7 @@ def test_a_generator_that_does_not_sleep_is_closed_for_the_trainer_needs_the_mem
 
 def test_the_other_ranks_generators_sleep_while_one_is_restarted(generators: Generators) -> None:
     made, _ = make_supervisor(2, generators.log)
-    made.load_weights()
+    made.load_weights(1)
     made.wake()
     generators.log.clear()
     made.restart(failed=False)
@@ -243,7 +243,7 @@ def test_the_other_ranks_generators_sleep_while_one_is_restarted(generators: Gen
 def test_generators_that_stay_awake_get_weights_before_the_trainer_leaves(generators: Generators) -> None:
     log = generators.log
     made, _ = make_supervisor(0, log)
-    made.load_weights()
+    made.load_weights(1)
     made.wake()
     made.rest()
     expected = ["weights to host", "weights to device"]  # while it starts
