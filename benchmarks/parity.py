@@ -30,10 +30,11 @@ from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.parallel import Fsdp
 from automodel_rl.errors import InputError
+from automodel_rl.families.known import FAMILIES
+from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.hf.read import read_config
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 from automodel_rl.support.description import describe_model
-from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge

@@ -21,27 +21,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from automodel_rl.config.components import ComponentsConfig
-from automodel_rl.tools.verify.command import FLOAT64, judge
+from automodel_rl.families.known import MULTIMODAL_FAMILIES
+from automodel_rl.tools.verify.command import judge
 from automodel_rl.tools.verify.comparison import Case
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_multimodal_model
-from tests.vision import compare_exactly
+from tests.vision import compare_exactly, tolerances_of
 
 OUTPUT = Path(__file__).with_name("parity_multimodal.md")
-FAMILIES = {
-    "llava": ("vision",),
-    "llava with SigLIP": ("vision",),
-    "gemma3": ("vision",),
-    "mistral3": ("vision",),
-    "qwen2_5_vl": ("vision",),
-    "qwen3_vl": ("vision",),
-    "qwen3_vl_moe": ("vision",),
-    "qwen2_audio": ("audio",),
-    "qwen2_5_omni_thinker": ("vision", "audio"),
-}
+MODELS = ("llava with SigLIP", *MULTIMODAL_FAMILIES)
 SIGLIP = {"model_type": "siglip_vision_model"}
-UNSPLIT = ("mistral3", "qwen2_audio", "qwen2_5_omni_thinker")
-"""Models with encoders that are not split over tp."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +44,8 @@ class Placement:
     def of(self, family: str) -> ComponentsConfig:
         """The components of a family, whose encoders leave out axes that they do not have."""
         found, start = {}, 0
-        for name in FAMILIES[family]:
-            sizes = {axis: size for axis, size in self.encoder.items() if axis != "tp" or family not in UNSPLIT}
+        for name, kinds in MULTIMODAL_FAMILIES[family.split()[0]].encoders.items():
+            sizes = {axis: size for axis, size in self.encoder.items() if axis != "tp" or kinds[0].tp_plan}
             if self.together:  # on as many ranks
                 sizes |= {"dp_shard": math.prod(self.language.values())}
             stop = start + math.prod(sizes.values())
@@ -84,7 +73,7 @@ def main() -> None:
     only = parser.parse_args().only
     pool, rows = RankPool(), []
     try:
-        for family in FAMILIES:
+        for family in MODELS:
             for name, placement in PLACEMENTS.items():
                 if only in f"{family} {name}":
                     rows.append(row(pool, family, placement.of(family)))
@@ -115,7 +104,9 @@ def row(pool: RankPool, family: str, components: ComponentsConfig) -> str:
         else:
             save_tiny_multimodal_model(Path(folder), family)
         case = Case(microbatches=(3, 1, 4), components=components)
-        found = judge(pool(components.world_size).run(compare_exactly, case, Path(folder))[0], FLOAT64)
+        found = judge(
+            pool(components.world_size).run(compare_exactly, case, Path(folder))[0], tolerances_of(Path(folder))
+        )
     verdict = "equal" if all(comparison.is_equal for comparison in found) else "different"
     gradients, weights = (
         max(comparison.difference for comparison in found if comparison.kind.startswith(kind))

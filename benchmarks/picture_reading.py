@@ -23,7 +23,7 @@ from pictures import write_vision_checkpoint
 from PIL import Image as Picture
 from torch import Tensor
 
-from automodel_rl.data.images import ImageReader
+from automodel_rl.families.patch_images import PatchReader
 from automodel_rl.hf.read import read_config
 
 ROUNDS = 3
@@ -48,7 +48,7 @@ def main() -> None:
 def make_loads(folder: Path, count: int) -> list[Callable[[], Tensor]]:
     """Functions that read a picture each, as the images of a batch have them."""
     write_vision_checkpoint(folder / "model", ["What is this? It is a square."] * 20, tiny=True)
-    reader = ImageReader(folder / "model", read_config(folder / "model"), (64 * 28**2, 1024 * 28**2))
+    reader = PatchReader(folder / "model", read_config(folder / "model"), (64 * 28**2, 1024 * 28**2))
     generator = np.random.default_rng(0)
     loads: list[Callable[[], Tensor]] = []
     for number in range(count):

@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     Gemma3Config,
+    Glm4vConfig,
     LlavaConfig,
     Mistral3Config,
     PretrainedConfig,
@@ -174,6 +175,37 @@ MULTIMODAL_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] =
         {**_QWEN3_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         {"vision": _QWEN3_VISION},
         _QWEN_IDS,
+    ),
+    "glm4v": (
+        Glm4vConfig,
+        {
+            **{key: value for key, value in DENSE.items() if key != "head_dim"},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [1, 1, 1],
+                "partial_rotary_factor": 0.75,
+            },
+        },
+        {
+            "vision": {
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "depth": 3,
+                "out_hidden_size": 32,
+                "patch_size": 4,
+                "image_size": 24,
+            }
+        },
+        {
+            "image_token_id": VOCAB - 1,
+            "video_token_id": VOCAB - 2,
+            "image_start_token_id": VOCAB - 3,
+            "image_end_token_id": VOCAB - 4,
+            "video_start_token_id": VOCAB - 5,
+            "video_end_token_id": VOCAB - 6,
+        },
     ),
     "qwen2_5_omni_thinker": (
         Qwen2_5OmniThinkerConfig,

@@ -16,6 +16,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.mistral3.modeling_mistral3 import Mistral3RMSNorm
 from transformers.models.pixtral.modeling_pixtral import PixtralRMSNorm
@@ -23,8 +24,10 @@ from transformers.models.pixtral.modeling_pixtral import PixtralRMSNorm
 from automodel_rl.batch import pack_microbatch
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.engine import Engine
+from automodel_rl.families.known import encoder_families
+from automodel_rl.hf.read import read_config
 from automodel_rl.quickstart.model import train_tokenizer
-from automodel_rl.tools.verify.command import FLOAT64, judge
+from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, Tolerances, judge
 from automodel_rl.tools.verify.comparison import Case, compare, make_sequences
 from automodel_rl.tools.verify.media import with_media
 from tests.media_chats import write_chats
@@ -73,11 +76,17 @@ def compare_exactly(case: Case, folder: Path) -> list:
         return compare(case, folder, folder)
 
 
+def tolerances_of(folder: Path) -> Tolerances:
+    """Those of `compare_exactly`, which makes language models exact, but not every encoder."""
+    encoders = encoder_families(read_config(folder)).values()
+    return FLOAT32 if any(encoder.computes_in_fp32 for encoder in encoders) else FLOAT64
+
+
 def assert_equal(ranks: RankPool, folder: Path, case: Case) -> None:
-    """Raises AssertionError if a layout and plain transformers differ in float64."""
+    """Raises AssertionError if a layout and plain transformers differ."""
     num_ranks = case.parallel.world_size if case.components is None else case.components.world_size
     found = ranks(num_ranks).run(compare_exactly, case, folder)[0]
-    different = [microbatch for microbatch in judge(found, FLOAT64) if not microbatch.is_equal]
+    different = [microbatch for microbatch in judge(found, tolerances_of(folder)) if not microbatch.is_equal]
     assert not different, different
 
 
@@ -124,6 +133,10 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
         PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 24}).save_pretrained(
             folder / "model"
         )
+    elif family == "glm4v":
+        Glm4vImageProcessorPil(
+            patch_size=vision["patch_size"], size={"shortest_edge": 128, "longest_edge": 1280}
+        ).save_pretrained(folder / "model")
     else:
         Qwen2VLImageProcessorPil(
             patch_size=vision["patch_size"], size={"shortest_edge": 64, "longest_edge": 640}

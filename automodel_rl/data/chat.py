@@ -20,8 +20,9 @@ from automodel_rl.data.rendering_limits import check_length, rendering_limits
 from automodel_rl.data.template import ChatTemplate, named_templates
 from automodel_rl.data.turns import MARKS_REMEDY, Span, find_turns
 from automodel_rl.errors import InputError
+from automodel_rl.families.encoder import ReadingOptions
+from automodel_rl.families.known import encoder_families
 from automodel_rl.hf.opened_model import OpenedModel
-from automodel_rl.support.description import ImageForm, image_form
 
 
 def open_chat_tokenizer(config: RunConfig, model: OpenedModel) -> "ChatTokenizer":
@@ -37,27 +38,25 @@ def open_chat_tokenizer(config: RunConfig, model: OpenedModel) -> "ChatTokenizer
     folder, tokenizer = model.files.tokenizer_folder, model.tokenizer(config.data.chat_template)
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
-    pixels = (config.data.min_pixels, config.data.max_pixels)
+    breaks = _breaks(tokenizer, model.whole, folder)
+    options = ReadingOptions((config.data.min_pixels, config.data.max_pixels), breaks)
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    media = open_readers(model.files.folder, model.whole, pixels, _breaks(tokenizer, model.whole, folder), encode)
+    media = open_readers(model.files.folder, model.whole, options, encode)
     return ChatTokenizer(tokenizer, config.trained_turns, media, config.data.chat_template_kwargs)
 
 
-BREAKS = ("[IMG_BREAK]", "[IMG_END]")
-"""Tokens that end a row of an image, and an image, where images have rows."""
-
-
 def _breaks(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, folder: Path) -> tuple[int, int] | None:
-    """The ids of `BREAKS`, for a model whose images have rows."""
-    if image_form(model) is not ImageForm.ANY_SIZE:
+    """The ids of the tokens that end a row of an image, and an image, for a model whose images have rows."""
+    breaks = next((encoder.breaks for encoder in encoder_families(model).values() if encoder.breaks), None)
+    if breaks is None:
         return None
     known = tokenizer.get_vocab()
-    if not known.keys() >= {*BREAKS}:
+    if not known.keys() >= {*breaks}:
         raise InputError(
-            f"model.path={folder}: the tokenizer has no {' or '.join(BREAKS)}, which end the rows of images: use the "
+            f"model.path={folder}: the tokenizer has no {' or '.join(breaks)}, which end the rows of images: use the "
             "tokenizer that belongs to the model"
         )
-    return known[BREAKS[0]], known[BREAKS[1]]
+    return known[breaks[0]], known[breaks[1]]
 
 
 def check_chats(config: RunConfig, model: OpenedModel, chats: Iterable[tuple[Chat, str]]) -> list[str]:
@@ -117,8 +116,8 @@ class ChatTokenizer:
     ):
         self.tokenizer, self.train_on, self.media = tokenizer, train_on, media
         self.template = ChatTemplate(tokenizer, () if media is None else tuple(media.of_parts), variables)
-        if media is not None and media.images is not None and media.images.text is not None:
-            self.template = _with_image_text(self.template, *media.images.text)
+        if media is not None and media.image_text is not None:
+            self.template = _with_image_text(self.template, *media.image_text)
 
     def __call__(self, chat: Chat, where: str) -> TokenSequence:
         """Tokenises a chat.

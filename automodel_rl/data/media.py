@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from automodel_rl.batch import Audio, Image, Media, TokenSequence, Video
-from automodel_rl.data.audio import AudioReader
-from automodel_rl.data.images import ImageReader
+from automodel_rl.batch import Audio, Media, TokenSequence, Video
 from automodel_rl.data.messages import Message, media_parts
-from automodel_rl.data.videos import TimedVideoReader, VideoReader
 from automodel_rl.errors import InputError
-from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
-
-MediaReader = ImageReader | VideoReader | AudioReader
-"""Reads one kind of media: a call gives an item whose file is not read yet."""
+from automodel_rl.families.encoder import DEFAULTS, MediaReader, ReadingOptions
+from automodel_rl.families.known import encoder_families, multimodal_family
+from automodel_rl.media.videos import TimedVideoReader, VideoReader
 
 
 @dataclass(frozen=True)
@@ -49,16 +45,17 @@ class MediaReaders:
     Args:
         of_parts: the readers by the type of a message's part, "image", "video" or "audio".
         encode: gives the tokens of a text, for videos whose seconds are written; None where no chat is read.
+        image_text: what chat templates write for an image, and what the model's processor puts in its place; None if
+            templates write the image token.
     """
 
-    def __init__(self, of_parts: Mapping[str, MediaReader], encode: Callable[[str], list[int]] | None = None):
-        self.of_parts, self.encode = of_parts, encode
-
-    @property
-    def images(self) -> ImageReader | None:
-        """The reader of images; None if the model sees none."""
-        reader = self.of_parts.get("image")
-        return reader if isinstance(reader, ImageReader) else None
+    def __init__(
+        self,
+        of_parts: Mapping[str, MediaReader],
+        encode: Callable[[str], list[int]] | None = None,
+        image_text: tuple[str, str] | None = None,
+    ):
+        self.of_parts, self.encode, self.image_text = of_parts, encode, image_text
 
     def read(self, messages: Sequence[Message], where: str) -> list[Insert]:
         """The tokens and media of messages' parts, in order. Contents of files are not read yet.
@@ -77,10 +74,7 @@ class MediaReaders:
         if isinstance(reader, TimedVideoReader):
             return self._with_seconds(reader, source, where)
         item = reader(source, where)
-        ids = torch.full((item.num_tokens,), reader.token_id)
-        if isinstance(item, Image) and self.images is not None:
-            self.images.write_breaks(ids, item)
-        return Insert(kind, ids, (item,))
+        return Insert(kind, reader.token_ids(item), (item,))
 
     def _with_seconds(self, reader: TimedVideoReader, source: Any, where: str) -> Insert:
         """A video whose patches in time stand apart, each after its seconds, as Qwen3-VL's processor writes them."""
@@ -152,8 +146,7 @@ class MediaReaders:
 def open_readers(
     folder: Path,
     config: PretrainedConfig,
-    pixels: tuple[int | None, int | None] = (None, None),
-    breaks: tuple[int, int] | None = None,
+    options: ReadingOptions = DEFAULTS,
     encode: Callable[[str], list[int]] | None = None,
 ) -> MediaReaders | None:
     """The readers of a model's media; None for a model that reads text only.
@@ -161,24 +154,19 @@ def open_readers(
     Args:
         folder: the checkpoint's folder, with its image processor or feature extractor.
         config: the config of the whole model.
-        pixels, breaks: as of `ImageReader`.
+        options: limits of pixels, and tokens between rows.
         encode: as of `MediaReaders`.
 
     Raises:
         InputError: one of them cannot be opened.
     """
-    family = MULTIMODAL_FAMILIES.get(config.model_type)
+    family = multimodal_family(config)
     if family is None:
         return None
     readers: dict[str, MediaReader] = {}
-    if "vision" in family.encoders:
-        readers["image"] = images = ImageReader(folder, config, pixels, breaks)
-        if family.videos:
-            kind = VideoReader if family.videos == "grid" else TimedVideoReader
-            readers["video"] = kind(folder, config, images, pixels)
-    if "audio" in family.encoders:
-        readers["audio"] = AudioReader(folder, config)
-    return MediaReaders(readers, encode)
+    for encoder in encoder_families(config).values():
+        readers |= encoder.open_readers(folder, config, options)
+    return MediaReaders(readers, encode, family.image_text)
 
 
 def part_type(item: Media) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.columns import names_of, optional
 from automodel_rl.data.messages import MEDIA_PARTS, Message
-from automodel_rl.data.videos import Frames
 from automodel_rl.errors import InputError
+from automodel_rl.media.videos import Frames
 
 DEFAULT_FPS = 2.0
 """Frames a second of a video that does not say it, as Qwen's processors take them."""

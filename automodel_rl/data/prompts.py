@@ -13,8 +13,8 @@ from automodel_rl.data.messages import MEDIA_PARTS, Message, media_parts
 from automodel_rl.data.records import read_example, read_prompt
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.data.sources import Sources
-from automodel_rl.data.videos import Frames
 from automodel_rl.errors import InputError
+from automodel_rl.media.videos import Frames
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch
+from automodel_rl.batch.media import ENCODERS, EncoderName
 from automodel_rl.encoder.alongside import EncoderAlongside
 from automodel_rl.encoder.bridge import Bridge
 from automodel_rl.encoder.encoding import Encoding
 from automodel_rl.encoder.in_turn import EncoderInTurn
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.multimodal import PARTS
 
 
 class MediaEncoder(Protocol):
@@ -90,11 +90,11 @@ class AbsentEncoder:
 
 def make_encoders(handle: ModelHandle) -> MediaEncoder | None:
     """The encoders of a multimodal model, on all ranks of the job; None for a model that reads text only."""
-    encoders = [_make_encoder(handle, name) for name in handle.meshes.encoders]
+    encoders = [_make_encoder(handle, name) for name in ENCODERS if name in handle.meshes.encoders]
     return MediaEncoders(encoders) if encoders else None
 
 
-def _make_encoder(handle: ModelHandle, name: str) -> MediaEncoder:
+def _make_encoder(handle: ModelHandle, name: EncoderName) -> MediaEncoder:
     layout, components = handle.meshes.encoders[name], handle.meshes.components
     assert components is not None
     part = next((component.parts[0] for component in handle.components if component.name == name), None)
@@ -104,7 +104,7 @@ def _make_encoder(handle: ModelHandle, name: str) -> MediaEncoder:
     encoding = None
     if part is not None:
         encoding = Encoding(part, like, handle.partial_in_encoders[name], layout.tp_group)
-    kind, trains = PARTS[name].name, name in handle.trained_encoders
+    trains = name in handle.trained_encoders
     if components.is_colocated(name):
-        return AbsentEncoder() if encoding is None else EncoderInTurn(encoding, bridge, kind, trains)
-    return EncoderAlongside(encoding, bridge, like, kind, trains)
+        return AbsentEncoder() if encoding is None else EncoderInTurn(encoding, bridge, name, trains)
+    return EncoderAlongside(encoding, bridge, like, name, trains)

@@ -22,11 +22,11 @@ from automodel_rl.compat.modules import apply_gate
 from automodel_rl.compat.tensors import TorchDispatchMode, tree_leaves
 from automodel_rl.config import ParallelConfig
 from automodel_rl.estimate.parameter_sizes import causal_model
+from automodel_rl.families.known import FAMILIES
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
 from automodel_rl.model.linear_attention import install_linear_attention, linear_attention_of, set_decays_apart
 from automodel_rl.parallel.tensor_parallel import TensorParallel
-from automodel_rl.support.families import FAMILIES
 
 STAND_IN = "automodel_rl_plan"
 HEADS = (

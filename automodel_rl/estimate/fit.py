@@ -12,9 +12,10 @@ from automodel_rl.config.parallel import Fsdp
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.estimate.rollout_phases import rollout_phases
+from automodel_rl.families.known import language_config
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
-from automodel_rl.support.description import describe_model, language_config
+from automodel_rl.support.description import describe_model
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 

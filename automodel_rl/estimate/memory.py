@@ -34,13 +34,14 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import LayerActivations, LayerForward, keeps_attention, layer_activations
 from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, parameter_sizes, stage_parameters
+from automodel_rl.families.known import language_config
 from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, stages_of_ranks
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate
-from automodel_rl.support.description import LINEAR_ATTENTION, describe_model, experts_per_token, language_config
+from automodel_rl.support.description import LINEAR_ATTENTION, describe_model, experts_per_token
 from automodel_rl.support.rule import Combination
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

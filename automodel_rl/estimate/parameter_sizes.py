@@ -13,14 +13,12 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, Pretrai
 
 from automodel_rl.compat.modules import text_model
 from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.families.known import FAMILIES, language_config, language_family, multimodal_family
+from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.mixture.experts import transpose_experts
-from automodel_rl.model.encoder import as_encoder, freeze
-from automodel_rl.model.multimodal import split_modules
+from automodel_rl.model.encoder import as_encoder, freeze, split_modules
 from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
-from automodel_rl.support.description import language_config
-from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
-from automodel_rl.support.families import FAMILIES
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -61,7 +59,7 @@ class ParameterSize:
 
 def causal_model(config: PretrainedConfig, **options: Any) -> Any:
     """A causal language model, even if transformers has it only as a part of another model."""
-    if not FAMILIES[config.model_type].is_part:
+    if config.model_type in TEXT_FAMILIES:
         return AutoModelForCausalLM.from_config(config, **options)
     options.pop("experts_implementation", None)
     part: Any = nn.Module()
@@ -82,7 +80,7 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
         model_config: the config section with adapters and frozen parts.
     """
     lora = model_config.lora
-    if config.model_type not in MULTIMODAL_FAMILIES:
+    if multimodal_family(config) is None:
         with torch.device("meta"):
             model = causal_model(config, dtype=dtype)
         if lora is not None:
@@ -90,7 +88,7 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
         return [model]
     with torch.device("meta"):
         whole = AutoModelForMultimodalLM.from_config(copy.deepcopy(config), dtype=dtype)
-        transpose_experts(whole, FAMILIES[language_config(config).model_type])
+        transpose_experts(whole, language_family(config))
         language, encoders = split_modules(whole, language_config(config))
         if config.tie_word_embeddings:
             language.lm_head.weight = language.model.embed_tokens.weight

@@ -15,6 +15,7 @@ from automodel_rl.config.generators import TransformersSamplerConfig, VllmSample
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.media import open_readers
 from automodel_rl.errors import InputError
+from automodel_rl.families.encoder import ReadingOptions
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.generator_process import GeneratorProcess
@@ -112,7 +113,7 @@ def _transformers(
         device,
         adapters=None if lora is None else (lora, handle.source),
         capture_routes=spec.reports_routes,
-        media=open_readers(handle.source, handle.whole_config, spec.pixels),
+        media=open_readers(handle.source, handle.whole_config, ReadingOptions(spec.pixels)),
     )
     if choice.transport == "local":
         within = TransformersGenerator(copy, writing)

@@ -6,16 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
 from automodel_rl.batch import Audio, Image, Media, Video, multimodal_positions
-from automodel_rl.data.images import ImageReader
 from automodel_rl.data.media import MediaReaders, part_type
+from automodel_rl.families.known import encoder_families, multimodal_family
 from automodel_rl.generator_messages import PromptMedia, Request
-from automodel_rl.model.audio import clip_arguments
-from automodel_rl.model.vision import rotary_grid
-from automodel_rl.support.description import ImageForm
 
 IN_A_PROMPT = "a prompt"
 """Place of an image or clip in the data, for error messages. The trainer has opened it before."""
@@ -30,7 +26,9 @@ class MediaInputs:
     """
 
     def __init__(self, config: PretrainedConfig, readers: MediaReaders | None):
-        self.readers, self.rotary = readers, rotary_grid(config)
+        self.config, self.readers = config, readers
+        family = multimodal_family(config)
+        self.rotary = None if family is None else family.rotary_grid(config)
 
     def of(self, requests: Sequence[Request], ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arguments for the media of a batch, for the forward of its prompts.
@@ -41,21 +39,11 @@ class MediaInputs:
             dtype: that of pixels and spectrograms.
         """
         media = [self._item(item) for request in requests for item in request.media]
-        videos = [item for item in media if isinstance(item, Video)]
-        images = [item for item in media if isinstance(item, Image) and not isinstance(item, Video)]
-        clips = [item for item in media if isinstance(item, Audio)]
         found: dict[str, Tensor] = {}
-        if images:
-            assert self.readers is not None  # only such models have prompts with images
-            assert self.readers.images is not None
-            found |= _of_images(self.readers.images, images, ids, dtype)
-        if videos:
-            pixels = torch.cat([video.load().to(ids.device, dtype) for video in videos])
-            grids = torch.tensor([video.grid for video in videos], device=ids.device)
-            found |= {"pixel_values_videos": pixels, "video_grid_thw": grids}
-        if clips:
-            spectrograms = [clip.load().to(ids.device, dtype) for clip in clips]
-            found |= clip_arguments(spectrograms, [clip.num_frames for clip in clips])
+        for name, encoder in encoder_families(self.config).items():
+            own = [item for item in media if item.encoder == name]
+            if own:
+                found |= encoder.arguments(self.config, own, ids, dtype)
         return found
 
     def positions(self, requests: Sequence[Request], longest: int) -> Tensor:
@@ -82,23 +70,6 @@ class MediaInputs:
         if item.kind == "video":
             return Video(item.start, item.num_tokens, grid, load, item.source, interval=item.interval)
         return Image(item.start, item.num_tokens, grid, load, item.source)
-
-
-def _of_images(reader: ImageReader, images: Sequence[Image], ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The arguments for images. The others are those of `MediaInputs.of`."""
-    device = ids.device
-    pixels = [image.load().to(device, dtype) for image in images]
-    if reader.form is ImageForm.ANY_SIZE:
-        sizes = torch.tensor([picture.shape[-2:] for picture in pixels], device=device)
-        height, width = sizes.amax(0).tolist()
-        padded = [pad(picture, (0, width - picture.shape[2], 0, height - picture.shape[1])) for picture in pixels]
-        return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
-    if reader.blank.is_bidirectional:
-        return {"pixel_values": torch.stack(pixels), "token_type_ids": (ids == reader.token_id).long()}
-    if reader.form is ImageForm.ONE_SIZE:
-        return {"pixel_values": torch.stack(pixels)}
-    grids = torch.tensor([image.grid for image in images], device=device)
-    return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}
 
 
 def next_positions(positions: Tensor) -> Tensor:

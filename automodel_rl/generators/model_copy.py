@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, Pretrai
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.data.media import MediaReaders
 from automodel_rl.errors import InputError
+from automodel_rl.families.known import CheckpointFamily
 from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import persistent_tensors
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.layers import install_adapters, is_adapter
 from automodel_rl.mixture.experts import EXPERTS, experts_of, register_experts, transpose_experts
 from automodel_rl.mixture.routers import RouterOutput, in_order, routers_of
-from automodel_rl.model.multimodal import language_model
+from automodel_rl.model.encoder import language_model
 from automodel_rl.model.part_forward import numbered_layers
-from automodel_rl.support.description import describe_model, language_config
-from automodel_rl.support.families import FAMILIES
+from automodel_rl.support.description import describe_model
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ModelCopy:
 
     Attributes:
         config: the trained model's config, of the whole model if it has an encoder.
-        family: the key of `FAMILIES` by which the trained model names its tensors (`ModelHandle.family`).
+        family: the trained model's family, with the names that weight syncs have.
         dtype: the dtype in which the copy computes.
         device: the device on which it computes.
         adapters: if only adapters are synced, their config and the checkpoint of the frozen model, from which the
@@ -41,7 +41,7 @@ class ModelCopy:
     """
 
     config: PretrainedConfig
-    family: str
+    family: CheckpointFamily
     dtype: torch.dtype
     device: torch.device
     adapters: tuple[LoraConfig, Path] | None = None
@@ -59,11 +59,10 @@ def build_model(copy: ModelCopy) -> Any:
     # transformers' sdpa ignores soft caps and sinks, and its grouped_mm does not support float64.
     kernels: dict[str, Any] = {"attn_implementation": "eager" if describe_model(config).lacks_sdpa else "sdpa"}
     whole = AutoModelForCausalLM if copy.media is None else AutoModelForMultimodalLM
-    family = FAMILIES[language_config(config).model_type]
-    if family.files_turn_experts:
+    if copy.family.file_names.turns_experts:
         register_experts()
         kernels["experts_implementation"] = {"text_config": EXPERTS}  # the one that takes them as files have them
-    elif family.is_moe and copy.dtype == torch.float64:
+    elif copy.family.language.is_moe and copy.dtype == torch.float64:
         kernels["experts_implementation"] = "eager"
     with torch.device("meta"):
         empty = whole.from_config(config, dtype=copy.dtype, **kernels)
@@ -71,8 +70,8 @@ def build_model(copy: ModelCopy) -> Any:
     if copy.adapters is None:
         with torch.device(copy.device):
             model = whole.from_config(config, dtype=copy.dtype, **kernels).eval()
-        if family.files_turn_experts:
-            transpose_experts(model, family)
+        if copy.family.file_names.turns_experts:
+            transpose_experts(model, copy.family.language)
             _without_ep(model)
         return model
     lora, base = copy.adapters
@@ -123,10 +122,9 @@ class RouteRecorder:
             routers[number].register_forward_hook(self._note)
 
     @classmethod
-    def of(cls, model: Any) -> "RouteRecorder | None":
-        """Makes a recorder of all routers of a model; None if it has none."""
-        config = language_config(model.config)
-        routers = routers_of(numbered_layers(language_model(model)), FAMILIES[config.model_type])
+    def of(cls, model: Any, family: CheckpointFamily) -> "RouteRecorder | None":
+        """Makes a recorder of all routers of a model of a family; None if it has none."""
+        routers = routers_of(numbered_layers(language_model(model)), family.language)
         return cls(routers) if routers else None
 
     def _note(self, _: nn.Module, __: Any, output: RouterOutput) -> None:

@@ -54,7 +54,7 @@ class TransformersGenerator:
         self.media = MediaInputs(copy.config, copy.media)
         self.model = build_model(copy)
         self.receiver = Receiver(synced_tensors(self.model, copy))
-        self.recorder = RouteRecorder.of(self.model) if copy.capture_routes else None
+        self.recorder = RouteRecorder.of(self.model, copy.family) if copy.capture_routes else None
 
     def submit(
         self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told

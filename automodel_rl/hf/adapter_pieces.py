@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from automodel_rl.families.known import CheckpointFamily
 from automodel_rl.hf.names import pieces
 from automodel_rl.lora.experts import adapted_weights_by_name
 from automodel_rl.lora.layers import ADAPTER_NAMES, merged
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_adapters
 from automodel_rl.lora.stacks import OWN
-from automodel_rl.support.families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class AdapterPiece:
         return merged(tensor, self.down, self.up, scale, self.is_transposed)
 
 
-def adapter_pieces(adapters: Mapping[str, Tensor], family: str) -> dict[str, AdapterPiece]:
+def adapter_pieces(adapters: Mapping[str, Tensor], family: CheckpointFamily) -> dict[str, AdapterPiece]:
     """The adapters by the names of the checkpoint's tensors that they belong to.
 
     Args:
         adapters: adapters by the model's names; other tensors are left out.
-        family: the key of `FAMILIES` that says how the checkpoint's tensors are named.
+        family: the checkpoint's family, with the names that its files have.
     """
     found = {}
     for weight, layer in adapted_weights_by_name(adapters).items():
@@ -47,17 +47,17 @@ def adapter_pieces(adapters: Mapping[str, Tensor], family: str) -> dict[str, Ada
             if piece.expert is not None:
                 found[piece.name] = AdapterPiece(down[piece.expert], up[piece.expert][piece.rows])
             else:
-                found[piece.name] = AdapterPiece(down, up, down.ndim == 3 and FAMILIES[family].transposes_experts)
+                found[piece.name] = AdapterPiece(down, up, down.ndim == 3 and family.language.transposes_experts)
     return found
 
 
-def one_by_one(adapters: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+def one_by_one(adapters: Mapping[str, Tensor], family: CheckpointFamily) -> dict[str, Tensor]:
     """Adapters with those of experts one by one, as vLLM wants them: `experts.3.gate_proj.lora_A.weight`. Gate and up
     have a copy each of the A that they share.
 
     Args:
         adapters: adapters by the model's names; what belongs to no experts stays.
-        family: a key of `FAMILIES` whose files have experts one by one.
+        family: a family whose files have experts one by one.
     """
     of_experts = {name: tensor for name, tensor in adapters.items() if OWN.fullmatch(name)}
     single = {name: tensor for name, tensor in adapters.items() if name not in of_experts}
@@ -76,7 +76,7 @@ def write_for_vllm(folder: Path, adapters: Mapping[str, Tensor], origin: Adapter
         adapters: all adapters, by the model's names.
         origin: the model that they belong to.
     """
-    if FAMILIES[origin.family].experts is None:
+    if origin.family.file_names.experts is None:
         write_adapters(folder, dict(adapters), origin)
     else:
         write_single_adapters(folder, one_by_one(adapters, origin.family), origin)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.compat.tensors import copy_each
+from automodel_rl.families.known import CheckpointFamily
 from automodel_rl.hf.names import pieces
 from automodel_rl.parallel.collectives import all_gather
 from automodel_rl.parallel.layout import Layout
@@ -189,7 +190,7 @@ class StageBuckets:
 
     Args:
         sources: this rank's sources, in an order that all ranks of the stage share.
-        family: the model's family, which decides the names.
+        family: the model's family, with the names that files have.
         layout: this rank's place.
         most_bytes: largest size of a bucket. A larger tensor takes several, or with `whole` one of its own size.
         whole: whether every tensor of the checkpoint has to be in one bucket.
@@ -198,7 +199,15 @@ class StageBuckets:
         plan: what the buckets hold.
     """
 
-    def __init__(self, sources: Sequence[Source], family: str, layout: Layout, most_bytes: int, *, whole: bool = False):
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        family: CheckpointFamily,
+        layout: Layout,
+        most_bytes: int,
+        *,
+        whole: bool = False,
+    ):
         self.sources, self.layout, self.most_bytes, self.whole = list(sources), layout, most_bytes, whole
         self._boxes = [boxes_of_ranks(source.tensor) for source in self.sources]
         self._own_boxes = [local_box(source.tensor) for source in self.sources]
@@ -310,7 +319,7 @@ class StageBuckets:
 class _Names:
     """The checkpoint's tensors that make up a source. They are stretches of its memory, in order."""
 
-    def __init__(self, source: Source, family: str, first: int):
+    def __init__(self, source: Source, family: CheckpointFamily, first: int):
         self.shape = tuple(source.tensor.shape)
         found = list(pieces(source.name, self.shape, family))
         self.by_expert = any(piece.expert is not None for piece in found)
@@ -331,7 +340,7 @@ class _Names:
             begin = end
 
 
-def whole_tensors(sources: Iterable[Source], family: str, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(sources: Iterable[Source], family: CheckpointFamily, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     """Names and whole tensors of this rank's stages, on all ranks of the stage. A collective of these ranks."""
     buckets = StageBuckets(list(sources), family, layout, block_sizes.bucket_bytes, whole=True)
     for number, bucket in enumerate(buckets.plan.buckets):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from automodel_rl.families.known import CheckpointFamily
 from automodel_rl.parallel.sharding import Box
-from automodel_rl.support.families import FAMILIES
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -52,15 +52,13 @@ class Piece:
         return within_piece, tuple(own)
 
 
-def pieces(name: str, shape: tuple[int, ...], family: str) -> Iterator[Piece]:
+def pieces(name: str, shape: tuple[int, ...], family: CheckpointFamily) -> Iterator[Piece]:
     """The checkpoint's tensors that make up a model's tensor."""
-    multimodal = FAMILIES[family].multimodal
-    if multimodal is not None:
-        start, in_files = next((pair for pair in multimodal.in_files if name.startswith(pair[0])), ("", ""))
-        name = in_files + name.removeprefix(start)
-    for in_model, in_files in FAMILIES[family].renamed:
+    start, in_files = next((pair for pair in family.file_names.starts if name.startswith(pair[0])), ("", ""))
+    name = in_files + name.removeprefix(start)
+    for in_model, in_files in family.file_names.renamed:
         name = re.sub(in_model, in_files, name)
-    names = FAMILIES[family].experts
+    names = family.file_names.experts
     fused = FUSED.match(name)
     if names is None or fused is None:
         name = name if names is None else name.replace(".mlp.", f".{names.block}.")
@@ -80,7 +78,7 @@ def pieces(name: str, shape: tuple[int, ...], family: str) -> Iterator[Piece]:
             )
 
 
-def to_hf(name: str, tensor: Tensor, family: str) -> Iterator[tuple[str, Tensor]]:
+def to_hf(name: str, tensor: Tensor, family: CheckpointFamily) -> Iterator[tuple[str, Tensor]]:
     """Names and values of the checkpoint's tensors that make up a whole tensor of the model."""
     for piece in pieces(name, tuple(tensor.shape), family):
         whole = tensor if piece.expert is None else tensor[piece.expert]

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.config import AnyRun, ComponentsConfig, MemoryConfig, ModelConfig, ParallelConfig
+from automodel_rl.families.known import language_config
 from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.generation import generation_ends
 from automodel_rl.hf.read import read_config
 from automodel_rl.hf.tokenizer import load_tokenizer
-from automodel_rl.support.description import ModelDescription, describe_model, language_config
+from automodel_rl.support.description import ModelDescription, describe_model
 from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from automodel_rl.errors import InputError
+from automodel_rl.families.known import COMPOSITES, checkpoint_family
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import Opened, PlainTensor, TurnedTensor, stored_tensors
@@ -21,7 +21,6 @@ from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
-from automodel_rl.support.families import COMPOSITES, FAMILIES
 
 SAMPLE_BYTES, NUM_SAMPLES = 2**16, 16
 """Size and number of the parts of a file that its fingerprint is made of."""
@@ -66,18 +65,18 @@ class Checkpoint:
 
     Args:
         files: the checkpoint's folder, and adapters.
-        family: the `model_type` of the whole model.
+        config: the config of the whole model.
         pickled: names of pickled weight files that may be read.
 
     Attributes:
-        family: the key of `FAMILIES` that says how its tensors are named.
+        family: its family, with the names that its files have.
 
     Raises:
         InputError: there are no weights, or a file is damaged.
     """
 
-    def __init__(self, files: ModelFiles, family: str, pickled: Sequence[str] = ()):
-        self.files, self.folder, self.family = files, files.folder, family
+    def __init__(self, files: ModelFiles, config: PretrainedConfig, pickled: Sequence[str] = ()):
+        self.files, self.folder = files, files.folder
         plain: dict[str, PlainTensor] = {}
         self._files = weight_files(self.folder, pickled)
         for file in self._files:
@@ -86,9 +85,7 @@ class Checkpoint:
                     part = tensors.get_slice(name)
                     plain[name] = PlainTensor(name, file, tuple(part.get_shape()), part.get_dtype())
         self._tensors = stored_tensors(plain, _block_of_fp8(self.folder))
-        for other, known in FAMILIES.items():
-            if known.names_in_files_of == family and any(re.search(known.tell_tale, name) for name in plain):
-                self.family = other
+        self.family = checkpoint_family(config, plain)
 
     @property
     def names(self) -> list[str]:
@@ -143,7 +140,7 @@ class Checkpoint:
             if (name == TIED_HEAD and is_tied) or is_adapter(name):
                 continue
             for piece in pieces(name, tuple(tensor.shape), self.family):
-                if FAMILIES[model.config.model_type].files_turn_experts and is_stack(name):
+                if self.family.file_names.turns_experts and is_stack(name):
                     self._turn(piece)
                 self._check_piece(piece, type(model).__name__)
         head, embedding = (next(pieces(name, (1, 1), self.family)).name for name in (TIED_HEAD, EMBEDDING))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from automodel_rl.families.known import CheckpointFamily
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import stored_buffers
@@ -18,14 +19,16 @@ from automodel_rl.parallel.sharding import local_tensor
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
-def merged_sources(named: Named, parts: list[Any], dtype: torch.dtype, family: str, layout: Layout) -> list[Source]:
+def merged_sources(
+    named: Named, parts: list[Any], dtype: torch.dtype, family: CheckpointFamily, layout: Layout
+) -> list[Source]:
     """Sources of parameters with adapters merged in fp32, and of stored buffers. A collective of each stage's ranks.
 
     Args:
         named: names and parameters; a tied one comes only once.
         parts: the parts that hold the parameters.
         dtype: the dtype in which parameters are sent; buffers keep theirs.
-        family: the key of `FAMILIES` that says how tensors are named in files.
+        family: the family, with the names that files have.
         layout: the component's layout.
     """
     linears = {weight: linear for part in parts for weight, linear in adapted_weights(part)}
@@ -61,7 +64,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(local_tensor(parameter)) if gradient is None else local_tensor(gradient)
 
 
-def _whole_downs(linears: Collection[Any], family: str, layout: Layout) -> dict[Any, Tensor]:
+def _whole_downs(linears: Collection[Any], family: CheckpointFamily, layout: Layout) -> dict[Any, Tensor]:
     """The whole `lora_A` of each adapter, by the adapter's layer."""
     weights = [linear.lora_A.weight for linear in linears]
     sources = [Source.of(str(number), weight, weight.dtype) for number, weight in enumerate(weights)]

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
+from automodel_rl.families.known import FAMILIES, CheckpointFamily
 from automodel_rl.files import complete_folder
 from automodel_rl.lora.experts import (
     ADAPTERS,
@@ -32,7 +33,6 @@ from automodel_rl.lora.stacks import from_peft, to_peft
 from automodel_rl.manifest import write_manifest
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import local_box, local_tensor
-from automodel_rl.support.families import FAMILIES
 from automodel_rl.tokenizer_files import save_tokenizer
 
 PEFT_PREFIX = "base_model.model."
@@ -121,13 +121,13 @@ class AdapterFolder:
             raise InputError(f"{file}: has no {min(lacks)}, which {CONFIG} asks for: copy both files again")
 
     @torch.no_grad()
-    def fill(self, name: str, parameter: Tensor, family: str) -> None:
+    def fill(self, name: str, parameter: Tensor, family: CheckpointFamily) -> None:
         """Fills this rank's shard of an adapter or of a module to save, or merges an adapter into that of its weight.
 
         Args:
             name: the parameter's name. Nothing is done if the folder has nothing for it.
             parameter: the parameter, which holds the checkpoint's values if it is a weight of the checkpoint.
-            family: the model's family, a key of `FAMILIES`.
+            family: the model's family.
         """
         box, local = local_box(parameter), local_tensor(parameter)
         if name in self.tensors:
@@ -137,7 +137,7 @@ class AdapterFolder:
             down, up = self.tensors[f"{layer}.lora_A.weight"], self.tensors[f"{layer}.lora_B.weight"]
             is_stack = down.ndim == 3
             own = down[box[0]] if is_stack else down[:, box[1]]
-            is_transposed = is_stack and FAMILIES[family].transposes_experts
+            is_transposed = is_stack and family.language.transposes_experts
             local.copy_(merged(local.cpu(), own, up[box[0]], self.config.scale, is_transposed))
 
     @cached_property
@@ -204,12 +204,12 @@ class AdapterOrigin:
     Attributes:
         config: the adapters' config.
         base: the checkpoint that they adapt: the absolute path of its folder, or its hub id.
-        family: the family of its model, a key of `FAMILIES`.
+        family: the family of its model.
     """
 
     config: LoraConfig
     base: str
-    family: str
+    family: CheckpointFamily
 
 
 def save_adapters(
@@ -260,16 +260,12 @@ def write_single_adapters(folder: Path, tensors: dict[str, Tensor], origin: Adap
     _write(folder, tensors, origin, {"target_modules": sorted(short)})
 
 
-def _name_in_class(name: str, family: str) -> str:
+def _name_in_class(name: str, family: CheckpointFamily) -> str:
     """The name that PEFT sees of a tensor or layer: that in transformers' class, where the language model of a
     multimodal model is a module of its own."""
-    if not _is_multimodal(family):
+    if not family.is_multimodal:
         return name
     return re.sub(r"^model\.(layers|embed_tokens|norm)\.", r"model.language_model.\1.", name)
-
-
-def _is_multimodal(family: str) -> bool:
-    return FAMILIES[family].multimodal is not None
 
 
 def _own_name(name: str) -> str:
@@ -305,13 +301,13 @@ def _peft_targets(layers: list[str], origin: AdapterOrigin) -> dict[str, list[st
     PEFT applies an entry of `target_modules` to the fused experts if it ends with a name that an expert's weight has in
     files, such as gate_proj. So dense layers and shared experts with such a name are listed in `target_parameters`.
     """
-    experts = FAMILIES[origin.family].experts
+    experts = origin.family.file_names.experts
     of_experts = () if experts is None else (experts.gate, experts.up, experts.down)
     stacks = [adapted_weight(layer) for layer in layers if layer.endswith(_OF_STACKS)]
     dense = [layer for layer in layers if not layer.endswith(_OF_STACKS)]
     by_weight = [layer for layer in dense if layer.rpartition(".")[2] in of_experts]
     # PEFT would find the same short names in the encoder.
-    has_full_names = _is_multimodal(origin.family) or any(
+    has_full_names = origin.family.is_multimodal or any(
         target.count(".") > target.startswith(f"{EXPERTS}.") for target in origin.config.targets
     )
     by_name = {layer if has_full_names else layer.rpartition(".")[2] for layer in dense if layer not in by_weight}

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from automodel_rl.compat.modules import apply_gate
+from automodel_rl.families.family import Family
 from automodel_rl.lora.experts import adapter_of
 from automodel_rl.mixture.expert_exchange import ADDED, SumRows, TakeRows, send, send_back
 from automodel_rl.parallel.sharding import local_tensor
-from automodel_rl.support.families import Family
 from automodel_rl.support.lora_rules import GROUPED_MULTIPLE
 
 EXPERTS = "automodel_rl"

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from automodel_rl.batch import RouterShape
 from automodel_rl.config.model import MoEConfig
+from automodel_rl.families.family import Family
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.parallel.collectives import all_reduce
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.support.families import Family
 
 RouterOutput = tuple[Any, Any, Any]
 """Logits of all experts, and weights and ids of the chosen ones, of each token, in an order of the router's own.

@@ -11,14 +11,11 @@ from automodel_rl.compat.modules import parameters_without_storage
 from automodel_rl.compat.nemo import check_installed, nemo_model
 from automodel_rl.compat.nemo_mixtures import nemo_mixture
 from automodel_rl.config.model import Implementation
+from automodel_rl.families.known import encoder_families, language_config, language_family, multimodal_family
 from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_experts
 from automodel_rl.model.attention import register_attention
-from automodel_rl.model.encoder import EncoderPart
+from automodel_rl.model.encoder import EncoderPart, split_modules
 from automodel_rl.model.linear_attention import set_decays_apart
-from automodel_rl.model.multimodal import split_modules
-from automodel_rl.support.description import language_config
-from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
-from automodel_rl.support.families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -64,16 +61,16 @@ def build_empty_model(
     register_attention()
     register_experts()
     with parameters_without_storage():
-        family = FAMILIES[config.model_type]
+        family = language_family(config)
         if implementation == "nemo_automodel" and not family.is_moe:
             assert family.nemo_class is not None  # the table has refused other families
             model = nemo_model(family.nemo_class, config, dtype, attention)
-        elif config.model_type in MULTIMODAL_FAMILIES:
-            encoders = MULTIMODAL_FAMILIES[config.model_type].encoders
+        elif multimodal_family(config) is not None:
+            encoders = {f"{name}_config": "sdpa" for name in encoder_families(config)}
             model = AutoModelForMultimodalLM.from_config(
                 config,
                 dtype=dtype,
-                attn_implementation={"text_config": attention, **{f"{name}_config": "sdpa" for name in encoders}},
+                attn_implementation={"text_config": attention, **encoders},
                 experts_implementation={"text_config": EXPERTS},
             )
         else:
@@ -86,10 +83,10 @@ def build_empty_model(
     if config.tie_word_embeddings:  # building without storage has cut the tie
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
-    transpose_experts(model, FAMILIES[language_config(config).model_type])
-    if config.model_type not in MULTIMODAL_FAMILIES:
+    transpose_experts(model, family)
+    if multimodal_family(config) is None:
         set_decays_apart(model)
-        _make_uniform(model, dtype, FAMILIES[config.model_type].router_bias)
+        _make_uniform(model, dtype, family.router_bias)
         return EmptyModel(config, model, {})
     return EmptyModel(config, *split_modules(model, language_config(config)))
 

@@ -6,9 +6,8 @@ other encoders.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -16,15 +15,16 @@ from automodel_rl.batch.media import EncoderName, Media
 from automodel_rl.compat.modules import without_modules
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.families.known import encoder_families, language_config, multimodal_family
 from automodel_rl.lora.add import Encoder
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.parallelise import dtypes_of, mixed_precision, store_frozen
+from automodel_rl.model.varlen import choose_varlen
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Unit, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_linears
-from automodel_rl.support.encoders import MULTIMODAL_FAMILIES, EncoderNames
 
 
 class LanguagePart(nn.Module):
@@ -45,60 +45,71 @@ class EncoderPart(nn.Module):
 
     Args:
         whole: transformers' model for conditional generation.
+        name: the component.
 
     Attributes:
-        name: the component.
-        one_by_one: whether a forward takes a single image or clip.
+        family: the encoder's family.
     """
 
-    name: ClassVar[EncoderName]
-
-    def __init__(self, whole: Any):
+    def __init__(self, whole: Any, name: EncoderName):
         super().__init__()
-        self.config, self.one_by_one = whole.config, False
+        self.config, self.name = whole.config, name
+        self.family = encoder_families(whole.config)[name]
         inner = whole if whole.get_decoder() is whole.model else whole.model
-        others = [n for n, _ in inner.named_children() if n not in self.names.modules]
+        others = [n for n, _ in inner.named_children() if n not in self.family.modules]
         self.model: Any = without_modules(inner, others)
-
-    @property
-    def names(self) -> EncoderNames:
-        """The names of its modules."""
-        return MULTIMODAL_FAMILIES[self.config.model_type].encoders[self.name]
 
     def forward(self, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
         """Embeddings of the tokens of all images or clips, in order.
 
         Args:
-            loaded: what `Media.load` gives, on the device and in the compute dtype; of a single one if `one_by_one`.
+            loaded: what `Media.load` gives, on the device and in the compute dtype; of a single one if the family
+                `takes_one`.
             media: the images or clips.
 
         Returns:
             [m, H] in the compute dtype, or [m, (1 + D) * H] if features follow each embedding (batch/media.py).
         """
-        raise NotImplementedError
+        return self.family.encode(self.model, self.config, loaded, media)
 
     def blank(self) -> Media:
         """The smallest image or clip. A rank of the encoder without any encodes it to join its peers' collectives."""
-        raise NotImplementedError
+        return self.family.blank(self.config)
 
     def shape(self, item: Media) -> tuple[int, ...]:
         """The shape of what an image or clip of its size loads."""
-        raise NotImplementedError
+        return self.family.shape(self.config, item)
 
-    def choose_attention(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Chooses the encoder's attention function, if there is a better one than sdpa."""
+
+def language_model(whole: Any) -> Any:
+    """The language model of transformers' model for conditional generation, with the names of a causal language model;
+    a causal language model itself."""
+    if multimodal_family(whole.config) is None:
+        return whole
+    return LanguagePart(whole, language_config(whole.config))
+
+
+def split_modules(whole: Any, config: PretrainedConfig) -> tuple[LanguagePart, dict[str, EncoderPart]]:
+    """The parts of a multimodal model, which share no weight: the language model, and the encoders by component.
+
+    Args:
+        whole: transformers' model for conditional generation; may be without storage.
+        config: the language model's config.
+    """
+    names = (family.component for family in encoder_families(whole.config).values())
+    return LanguagePart(whole, config), {name: EncoderPart(whole, name) for name in names}
 
 
 def as_encoder(part: EncoderPart) -> Encoder:
     """The encoder as adapters see it."""
-    return Encoder(part, part.name, tuple(f"model.{name}" for name in part.names.projectors))
+    return Encoder(part, part.name, tuple(f"model.{name}" for name in part.family.projectors))
 
 
 def freeze(language: LanguagePart, encoders: Mapping[str, EncoderPart], frozen: Sequence[str]) -> None:
     """Freezes the parts that `ModelConfig.frozen` names."""
     chosen = list(language.parameters()) if "language" in frozen else []
     for name, part in encoders.items():
-        projector = {p for module in part.names.projectors for p in part.model.get_submodule(module).parameters()}
+        projector = {p for module in part.family.projectors for p in part.model.get_submodule(module).parameters()}
         chosen += list(projector) if "projector" in frozen else []
         chosen += [p for p in part.parameters() if p not in projector] if name in frozen else []
     for parameter in chosen:
@@ -124,9 +135,10 @@ def parallelise_encoder(
     partial: list[tuple[nn.Module, str]] = []
     if layout.parallel.tp > 1:
         how = TensorParallel(layout.tp_group, sequence_parallel=False)
-        partial = split_linears(part, part.names.tp_style, layout.mesh["tp"], how)
+        partial = split_linears(part, part.family.tp_style, layout.mesh["tp"], how)
     install_adapters(part)
-    part.choose_attention(layout.device, compute)
+    if part.family.varlen_module:
+        choose_varlen(part.model.get_submodule(part.family.varlen_module).config, layout.device, compute)
     install_fused_norms(part, [], layout.device, compute)
     layers = encoder_layers(part)
     checkpoint_layers(layers, memory.recomputed)

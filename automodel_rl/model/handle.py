@@ -16,6 +16,7 @@ from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
+from automodel_rl.families.known import CheckpointFamily, checkpoint_family, num_deepstack
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.hf.read import Checkpoint, read_whole_config
@@ -39,8 +40,7 @@ from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout, Meshes, build_meshes
 from automodel_rl.parallel.sharding import gather_whole, local_tensor, release_gathered
-from automodel_rl.support.description import ModelDescription, describe_model, num_deepstack
-from automodel_rl.support.families import FAMILIES
+from automodel_rl.support.description import ModelDescription, describe_model
 from automodel_rl.support.rule import Combination
 
 
@@ -79,6 +79,7 @@ class ModelHandle:
         layout: this rank's place among the ranks of the language model; it may be an outsider there (see `Layout`).
         flops: gives the FLOPs of a sequence in a training step by its length; those of encoders do not count.
         router_shape: the shape of the whole model's routes; None for a dense model.
+        family: its family, with the names that files have: those of the checkpoint it was loaded from.
         num_deepstack: number of the language model's first layers after which features of images are added.
         extras: what a step needs of each part of the language model, in the order of `stages`.
         unused_tensors: names of tensors of the checkpoint that the model does not have, such as its MTP layers.
@@ -96,15 +97,20 @@ class ModelHandle:
     """
 
     def __init__(
-        self, empty: EmptyModel, meshes: Meshes, model: ModelConfig, memory: MemoryConfig, family: str | None = None
+        self,
+        empty: EmptyModel,
+        meshes: Meshes,
+        model: ModelConfig,
+        memory: MemoryConfig,
+        family: CheckpointFamily | None = None,
     ):
         """Lays out the parts of a model without storage. `from_pretrained` also gives them storage and weights."""
-        self._family, self._name = family or empty.config.model_type, model.path
+        self.family, self._name = family or checkpoint_family(empty.config), model.path
         self._checkpoint: Checkpoint | None = None
         self.whole_config, self.config = empty.config, empty.language.config
         self.model, self.memory, self.meshes, self.layout = model, memory, meshes, meshes.language
         self.flops = StepFlops(empty.language)
-        routers = routers_of(numbered_layers(empty.language), FAMILIES[self.config.model_type])
+        routers = routers_of(numbered_layers(empty.language), self.family.language)
         self.router_shape = router_shape(self.config.num_hidden_layers, routers)
         self.stages = split_model(empty.language, self.layout, model.implementation)
         language = [stage.part for stage in self.stages]
@@ -184,7 +190,7 @@ class ModelHandle:
             check_float8(model.fp8, device)
         memory = memory.model_copy(update={"compile": compiled})
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
-        checkpoint = Checkpoint(files, config.model_type, model.pickled_weights)
+        checkpoint = Checkpoint(files, config, model.pickled_weights)
         for part in empty.parts:
             checkpoint.check(part)
         unused = checkpoint.unused(empty.parts)
@@ -216,11 +222,6 @@ class ModelHandle:
     def description(self) -> ModelDescription:
         """What rules judge of the model."""
         return describe_model(self.whole_config)
-
-    @property
-    def family(self) -> str:
-        """Key of `FAMILIES` that says how tensors are named in files: as in the checkpoint it was loaded from."""
-        return self._family
 
     def fingerprint(self) -> str:
         """A text that differs if the files that the weights were loaded from have changed."""

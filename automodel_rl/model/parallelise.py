@@ -25,6 +25,8 @@ from transformers import PretrainedConfig
 
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.families.family import Family
+from automodel_rl.families.known import FAMILIES
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
 from automodel_rl.mixture.microbatch_scope import MicrobatchScope
@@ -44,7 +46,6 @@ from automodel_rl.model.part_forward import ForwardContext, install_part_forward
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Unit, shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
-from automodel_rl.support.families import FAMILIES, Family
 
 
 def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:

@@ -19,7 +19,7 @@ _ATEN = torch.ops.aten
 PRODUCTS = {_ATEN.mm: (0, 1), _ATEN.addmm: (1, 2), _ATEN.bmm: (0, 1), _ATEN.baddbmm: (1, 2)}
 """Matrix products, with the places of their factors."""
 
-OTHER_WEIGHTS = {_ATEN.embedding: 0, _ATEN.convolution: 1}
+OTHER_WEIGHTS = {_ATEN.embedding: 0, _ATEN.grid_sampler_2d: 0, _ATEN.convolution: 1}
 """Operations with a weight that is no factor of a matrix product, and its place."""
 
 CHOICES = (_ATEN.topk, _ATEN.sort)

@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from automodel_rl.families.known import FAMILIES, MULTIMODAL_FAMILIES, language_config
 from automodel_rl.lora.experts import EXPERTS, STACKED, Stack
-from automodel_rl.support.description import language_config
-from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
-from automodel_rl.support.families import FAMILIES
 
 HEAD = "lm_head"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -20,7 +18,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BARE_MATRICES = tuple(
     name
     for family in MULTIMODAL_FAMILIES.values()
-    for encoder in family.encoders.values()
+    for encoders in family.encoders.values()
+    for encoder in encoders
     for name in encoder.bare_matrices
 )
 

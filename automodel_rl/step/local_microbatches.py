@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from automodel_rl.batch import LEAST_TOKENS, LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
+from automodel_rl.families.known import multimodal_family
 from automodel_rl.model.float8 import MULTIPLE
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.vision import rotary_grid
 
 
 def local_microbatches(
@@ -33,7 +33,8 @@ def local_microbatches(
     multiple = LEAST_TOKENS * layout.parallel.tp if sequence_parallel else 1
     if handle.model.fp8 is not None:
         multiple = math.lcm(multiple, MULTIPLE)
-    rotary = rotary_grid(handle.whole_config)
+    family = multimodal_family(handle.whole_config)
+    rotary = None if family is None else family.rotary_grid(handle.whole_config)
     parts = []
     for number, microbatch in enumerate(microbatches):
         positions = None if rotary is None else multimodal_positions(microbatch.media, microbatch.lengths, rotary)

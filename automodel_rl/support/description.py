@@ -1,17 +1,16 @@
 """Describes a model by its transformers config, for the table of what is supported."""
 
-import copy
 import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
-from automodel_rl.support.families import FAMILIES
+from automodel_rl.batch.media import EncoderName
+from automodel_rl.families.known import FAMILIES, language_config, multimodal_family
+from automodel_rl.families.multimodal import encoder_config
 
 LINEAR_ATTENTION = "linear_attention"
 """The entry of a config's `layer_types` for layers without attention scores (Gated DeltaNet)."""
@@ -79,7 +78,7 @@ class ModelDescription:
     context: int | None = None
     hides_interleaving: bool = False
     multimodal: str | None = None
-    encoders: dict[str, EncoderDescription] = field(default_factory=dict)
+    encoders: dict[EncoderName, EncoderDescription] = field(default_factory=dict)
 
     @property
     def lacks_sdpa(self) -> bool:
@@ -89,7 +88,7 @@ class ModelDescription:
 
 def describe_model(config: PretrainedConfig) -> ModelDescription:
     """Describes a model by its config. For a family that is not supported, only the name is read."""
-    whole = MULTIMODAL_FAMILIES.get(config.model_type)
+    whole = multimodal_family(config)
     if whole is not None:
         described = describe_model(language_config(config))
         noise = {
@@ -136,16 +135,6 @@ def _says_interleaved(config: PretrainedConfig) -> bool:
     return any(kind.get("mrope_interleaved") for kind in _rotary_kinds(config.text_config.to_dict()))
 
 
-def encoder_config(config: PretrainedConfig, name: str) -> PretrainedConfig:
-    """The config of one encoder.
-
-    Args:
-        config: the config of the whole model.
-        name: the encoder's component.
-    """
-    return config.vision_config if name == "vision" else config.audio_config
-
-
 def _describe_encoder(config: PretrainedConfig, name: str) -> EncoderDescription:
     values = encoder_config(config, name).to_dict()
     heads = ("num_attention_heads", "num_heads", "encoder_attention_heads")
@@ -157,55 +146,6 @@ def _head_dim(values: dict[str, Any]) -> int:
     if values.get("qk_nope_head_dim"):
         return values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-
-
-def language_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model. For most models it is the config itself."""
-    if config.model_type not in MULTIMODAL_FAMILIES:
-        return config
-    language = copy.deepcopy(config.text_config)
-    language.tie_word_embeddings = config.tie_word_embeddings
-    return language
-
-
-class ImageForm(Enum):
-    """The form in which an encoder takes images."""
-
-    PATCHES = "patches"
-    """Flattened patches of images of any size, one after the other, and the grid of each: Qwen."""
-
-    ONE_SIZE = "one size"
-    """A batch of images of one size: CLIP and SigLIP."""
-
-    ANY_SIZE = "any size"
-    """Images of any size, one by one. Each row of an image's tokens ends with a token of text: Pixtral."""
-
-
-def image_form(config: PretrainedConfig) -> ImageForm | None:
-    """The form in which a model's encoder of images takes them; None if it sees no images.
-
-    Args:
-        config: the config of the whole model.
-    """
-    family = MULTIMODAL_FAMILIES.get(config.model_type)
-    if family is None or "vision" not in family.encoders:
-        return None
-    if family.has_rotary_grid:
-        return ImageForm.PATCHES
-    return ImageForm.ANY_SIZE if config.vision_config.model_type == "pixtral" else ImageForm.ONE_SIZE
-
-
-def num_deepstack(config: PretrainedConfig) -> int:
-    """Number of the language model's first layers after which features of an earlier encoder layer are added to image
-    tokens (DeepStack, arXiv:2406.04334); 0 for most models.
-
-    Args:
-        config: the config of the whole model.
-    """
-    family = MULTIMODAL_FAMILIES.get(config.model_type)
-    if family is None or "vision" not in family.encoders:
-        return 0
-    return len(config.vision_config.to_dict().get("deepstack_visual_indexes") or ())
 
 
 def experts_per_token(config: PretrainedConfig) -> int:

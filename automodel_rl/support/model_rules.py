@@ -1,7 +1,8 @@
 """Rules of text models: family, implementation, checkpoint, attention, adapters and routers."""
 
+from automodel_rl.families.known import COMPOSITES
+from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.support.attention import ATTENTION
-from automodel_rl.support.families import COMPOSITES, TEXT_FAMILIES
 from automodel_rl.support.multimodal_rules import LLAVA
 from automodel_rl.support.rule import Breach, Combination, Rule
 

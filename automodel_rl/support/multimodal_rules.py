@@ -1,44 +1,11 @@
 """The rule of multimodal models."""
 
+from automodel_rl.batch.media import EncoderName
 from automodel_rl.config import RunConfig
+from automodel_rl.families.known import MULTIMODAL_FAMILIES
+from automodel_rl.families.multimodal import TEXT_MODELS, Multimodal
 from automodel_rl.support.description import EncoderDescription
-from automodel_rl.support.encoders import MULTIMODAL_FAMILIES
-from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
 from automodel_rl.support.rule import Breach, Combination, Rule
-
-SEEING_FAMILIES = (
-    "llama",
-    "mistral",
-    "ministral3",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-    *(name for name, family in FAMILIES.items() if family.is_part),
-)
-"""Families of language models that can have an encoder."""
-
-ENCODERS = (
-    "clip_vision_model",
-    "siglip_vision_model",
-    "pixtral",
-    "qwen2_5_vl_vision",
-    "qwen3_vl_vision",
-    "qwen3_vl_moe_vision",
-    "qwen2_audio_encoder",
-    "qwen2_5_omni_vision_encoder",
-    "qwen2_5_omni_audio_encoder",
-)
-
-OMNI = "qwen2_5_omni_thinker"
-
-UNSPLIT_ENCODERS = {
-    "pixtral": "Pixtral's encoder",
-    "qwen2_audio_encoder": "Qwen2-Audio's encoder",
-    "qwen2_5_omni_vision_encoder": "Qwen2.5-Omni's encoder",
-    "qwen2_5_omni_audio_encoder": "Qwen2.5-Omni's encoder",
-}
-"""Encoders whose layers are not split over tp, and their names in messages."""
-
 
 LLAVA = {
     "description.family": "llama",
@@ -57,7 +24,7 @@ _AUDIO = {
 }
 _OMNI = {
     "description.family": "qwen2_5_omni_text",
-    "description.multimodal": OMNI,
+    "description.multimodal": "qwen2_5_omni_thinker",
     "description.encoders": {
         "vision": EncoderDescription("qwen2_5_omni_vision_encoder"),
         "audio": EncoderDescription("qwen2_5_omni_audio_encoder"),
@@ -76,24 +43,25 @@ def _multimodal(asked: Combination) -> str | None:
     multimodal, model = asked.description.multimodal, asked.model
     if multimodal is None:
         return _without_encoder(asked)
-    name = f"a {multimodal!r} model"
-    if problem := _rollouts(asked, name, multimodal):
+    family, name = MULTIMODAL_FAMILIES[multimodal], f"a {multimodal!r} model"
+    if problem := _rollouts(asked, name, family):
         return problem
-    if asked.run is not None and _sets_pixels(asked.run) and not MULTIMODAL_FAMILIES[multimodal].has_rotary_grid:
+    if asked.run is not None and _sets_pixels(asked.run) and not family.has_pixel_limits:
         return f"data.min_pixels and data.max_pixels: {name} has no image processor with limits: leave them out"
     if asked.run is not None and asked.run.batch.microbatch_tokens == "auto":
         return f"batch.microbatch_tokens=auto: the memory of {name} depends on its images or audio: give a number"
-    if asked.description.family not in SEEING_FAMILIES:
+    if asked.description.family not in family.known_languages:
         return (
             f"model.path: {name} with a {asked.description.family!r} language model is not supported: use one with "
-            f"{', '.join(SEEING_FAMILIES)}"
+            f"{', '.join(family.known_languages)}"
         )
-    for encoder in asked.description.encoders.values():
-        if encoder.kind not in ENCODERS:
-            return f"model.path: {name} with a {encoder.kind!r} encoder is not supported: use {', '.join(ENCODERS)}"
+    for component, encoder in asked.description.encoders.items():
+        known = family.kinds(component)
+        if encoder.kind not in known:
+            return f"model.path: {name} with a {encoder.kind!r} encoder is not supported: use {', '.join(known)}"
     if model.implementation != "transformers":
         return f"model.implementation={model.implementation}: {name} runs transformers' classes only: use transformers"
-    if model.lora is not None and multimodal == OMNI:
+    if model.lora is not None and not family.has_peft_names:
         return f"model.lora: PEFT has no names for parts of {name}: train it whole, and freeze parts with model.frozen"
     if model.lora is not None and model.frozen:
         return "model.frozen with model.lora: all but adapters and modules to save is frozen: leave frozen out"
@@ -102,7 +70,7 @@ def _multimodal(asked: Combination) -> str | None:
     if {*model.frozen} == {*asked.description.encoders, "projector", "language"}:
         return "model.frozen: all parts are frozen and nothing is left to train: leave one out"
     layouts = {} if asked.components is None else asked.components.encoders
-    found = (_layout(asked, which, layout.tp) for which, layout in layouts.items())
+    found = (_layout(asked, family, which, layouts[which].tp) for which in asked.description.encoders if layouts)
     return next((problem for problem in found if problem), None)
 
 
@@ -110,7 +78,7 @@ def _sets_pixels(run: RunConfig) -> bool:
     return run.data.min_pixels is not None or run.data.max_pixels is not None
 
 
-def _rollouts(asked: Combination, name: str, multimodal: str) -> str | None:
+def _rollouts(asked: Combination, name: str, family: Multimodal) -> str | None:
     run = asked.generation
     if run is None:
         return None
@@ -119,7 +87,7 @@ def _rollouts(asked: Combination, name: str, multimodal: str) -> str | None:
     generator = run.rollout.generator.kind
     if generator == "servers":
         return f"rollout.generator=servers: servers get no media of {name}: let ranks start vLLM, with kind vllm"
-    if generator == "vllm" and MULTIMODAL_FAMILIES[multimodal].is_bidirectional:
+    if generator == "vllm" and family.is_bidirectional:
         return f"rollout.generator=vllm: vLLM computes causal attention in images of {name}: use transformers"
     if generator == "vllm" and asked.description.hides_interleaving:
         return (
@@ -149,13 +117,14 @@ def _names(asked: Combination, name: str) -> str | None:
     return None
 
 
-def _layout(asked: Combination, which: str, tp: int) -> str | None:
+def _layout(asked: Combination, family: Multimodal, which: EncoderName, tp: int) -> str | None:
     """Refuses a layout that an encoder cannot have."""
     encoder = asked.description.encoders[which]
+    known = next(known for known in family.encoders[which] if encoder.kind in known.kinds)
     if tp > 1 and asked.model.lora is not None:
         return f"components.{which}.tp={tp}: adapters need tp=1: use dp_shard"
-    if tp > 1 and encoder.kind in UNSPLIT_ENCODERS:
-        return f"components.{which}.tp={tp}: {UNSPLIT_ENCODERS[encoder.kind]} is not split over tp: use dp_shard"
+    if tp > 1 and not known.tp_plan:
+        return f"components.{which}.tp={tp}: {known.title} is not split over tp: use dp_shard"
     if encoder.num_heads % tp:
         return f"components.{which}.tp={tp} must divide the encoder's {encoder.num_heads} attention heads"
     return None
@@ -173,13 +142,21 @@ def _without_encoder(asked: Combination) -> str | None:
     return f"model.frozen: {name} has no encoder: leave it out" if asked.model.frozen else None
 
 
+_VIDEOS = ", ".join(name for name, family in MULTIMODAL_FAMILIES.items() if family.reads_videos)
+_UNSPLIT = {
+    encoder.title.removesuffix("'s encoder")
+    for family in MULTIMODAL_FAMILIES.values()
+    for encoders in family.encoders.values()
+    for encoder in encoders
+    if not encoder.tp_plan
+}
+
 MULTIMODAL = Rule(
     "multimodal models",
-    f"{', '.join(MULTIMODAL_FAMILIES)} with {', '.join(n for n in SEEING_FAMILIES if n in TEXT_FAMILIES)} or their "
-    "own; encoders of CLIP, SigLIP, Pixtral or their own; images and audio; videos with "
-    f"{', '.join(name for name, family in MULTIMODAL_FAMILIES.items() if family.videos)}; sft, dpo and grpo; every "
-    "layout of the language model; encoders: dp_shard, dp_replicate and, but for Pixtral and audio, tp; LoRA on each "
-    "part but for Qwen2.5-Omni; batch.microbatch_tokens as a number; gemma3, audio and videos without vLLM",
+    f"{', '.join(MULTIMODAL_FAMILIES)} with {', '.join(TEXT_MODELS)} or their own; encoders of CLIP, SigLIP, Pixtral "
+    f"or their own; images and audio; videos with {_VIDEOS}; sft, dpo and grpo; every layout of the language model; "
+    f"encoders: dp_shard, dp_replicate and, but for those of {', '.join(sorted(_UNSPLIT))}, tp; LoRA on each part but "
+    "for Qwen2.5-Omni; batch.microbatch_tokens as a number; gemma3, audio and videos without vLLM",
     _multimodal,
     (
         Breach("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
@@ -211,7 +188,12 @@ MULTIMODAL = Rule(
         Breach(
             "rollout.generator=vllm: vLLM computes causal attention in images of a 'gemma3' model: use transformers",
             {"rollout.generator": "vllm"},
-            {**LLAVA, "description.family": "gemma3_text", "description.multimodal": "gemma3", "algorithm": "grpo"},
+            {
+                "description.family": "gemma3_text",
+                "description.multimodal": "gemma3",
+                "description.encoders": {"vision": EncoderDescription("siglip_vision_model")},
+                "algorithm": "grpo",
+            },
         ),
         Breach(
             "rollout.generator=vllm: the config of a 'qwen2_5_vl' model has no rope_parameters.mrope_interleaved",

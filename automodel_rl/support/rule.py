@@ -12,9 +12,10 @@ from automodel_rl.config import (
     RolloutRunConfig,
     RunConfig,
 )
+from automodel_rl.families.family import Family
+from automodel_rl.families.known import FAMILIES
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 from automodel_rl.support.description import ModelDescription
-from automodel_rl.support.families import FAMILIES, Family
 
 
 @dataclass(frozen=True)

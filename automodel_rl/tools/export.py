@@ -17,6 +17,7 @@ from automodel_rl.config.load import parse_overrides
 from automodel_rl.data.ends import new_ends
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
+from automodel_rl.families.known import language_config
 from automodel_rl.files import check_place, new_folder
 from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
 from automodel_rl.hf.find import ModelFiles, find_model
@@ -29,8 +30,7 @@ from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_adapters
 from automodel_rl.manifest import StoredFile, write_manifest
 from automodel_rl.model.parallelise import dtypes_of
-from automodel_rl.support.description import describe_model, language_config
-from automodel_rl.support.families import FAMILIES
+from automodel_rl.support.description import describe_model
 from automodel_rl.tokenizer_files import save_tokenizer
 
 Adapters = Literal["peft", "merged", "per-expert"]
@@ -113,8 +113,8 @@ def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[
         config: the config of the whole model.
         pickled: names of pickled weight files that may be read.
     """
-    weights = Checkpoint(files, config.model_type, pickled)
-    if FAMILIES[language_config(config).model_type].files_turn_experts:
+    weights = Checkpoint(files, config, pickled)
+    if weights.family.file_names.turns_experts:
         for part in empty_parts(config, torch.bfloat16, ModelConfig(path=str(files.folder))):
             weights.check(part)
     return weights
@@ -128,10 +128,10 @@ def _write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOri
 
 
 def _check_single(source: Checkpoint) -> None:
-    if FAMILIES[source.family].experts is None or source.is_composite:
+    if source.family.file_names.experts is None or source.is_composite:
         raise InputError(
-            f"--per-expert: files of {source.family} models have no single experts by names that vLLM knows, and it "
-            "reads PEFT's own files for most of them: leave --per-expert out"
+            f"--per-expert: files of {source.family.name} models have no single experts by names that vLLM knows, and "
+            "it reads PEFT's own files for most of them: leave --per-expert out"
         )
 
 
@@ -182,7 +182,7 @@ def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: A
     if overrides or adapters != "peft":
         raise InputError(f"{folder}: is a model with {method} weights: export takes no more arguments for it")
     tokenizer = load_tokenizer(folder, language_config(config).vocab_size)
-    weights = Checkpoint(find_model(ModelConfig(path=str(folder))), config.model_type)
+    weights = Checkpoint(find_model(ModelConfig(path=str(folder))), config)
 
     def write(unfinished: Path) -> dict[str, StoredFile]:
         written = write_weights(unfinished, merged_tensors(weights, {}, 1.0, torch.bfloat16))

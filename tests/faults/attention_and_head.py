@@ -77,7 +77,7 @@ def _norm_of_own_columns() -> Any:
 
 
 def _family_without(fact: str) -> Any:
-    from automodel_rl.support.families import FAMILIES
+    from automodel_rl.families.known import FAMILIES
 
     return mock.patch.dict(FAMILIES, granite=dataclasses.replace(FAMILIES["granite"], **{fact: ""}))
 

@@ -130,6 +130,10 @@ FAULTS: dict[str, Fault] = {
         _results_rank_by_rank,
         "distributed/policy/test_policy.py::test_results_are_those_of_an_engine_in_the_order_of_the_rows",
     ),
+    "pictures as they lie in the file": Fault(
+        lambda: patch("media.images.TURNED", ()),
+        "unit/media/test_images.py::test_sizes_tell_how_many_tokens_the_pixels_make",
+    ),
     "place in the data forgotten": Fault(
         lambda: patch("data.loader.ExampleLoader.load_state_dict", return_value=None),
         "unit/data/test_loader.py::test_loading_goes_on_between_two_steps",

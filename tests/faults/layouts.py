@@ -117,15 +117,15 @@ def _encoders_in_another_order() -> Any:
 
 def _silence_heard() -> Any:
     """The frames that fill up a clip are heard like its own."""
-    from automodel_rl.model.audio import AudioPart
+    from automodel_rl.families.qwen2_audio import AudioWindows
 
-    forward = AudioPart.forward
+    encode = AudioWindows.encode
 
-    def hearing_all(part: AudioPart, loaded: Any, media: Any) -> Tensor:
+    def hearing_all(family: AudioWindows, model: Any, config: Any, loaded: Any, media: Any) -> Tensor:
         longer = [dataclasses.replace(item, num_frames=loaded[0].shape[1]) for item in media]
-        return forward(part, loaded, longer)
+        return encode(family, model, config, loaded, longer)
 
-    return mock.patch.object(AudioPart, "forward", hearing_all)
+    return mock.patch.object(AudioWindows, "encode", hearing_all)
 
 
 def _videos_without_seconds() -> Any:

@@ -109,10 +109,10 @@ def _routes_of_the_first_share() -> Any:
 
 
 def _gate_and_up_swapped() -> Any:
-    from automodel_rl.support.families import FAMILIES, ExpertNames
+    from automodel_rl.families.file_names import TEXT_FILE_NAMES, ExpertNames, FileNames
 
-    swapped = dataclasses.replace(FAMILIES["qwen3_moe"], experts=ExpertNames(gate="up_proj", up="gate_proj"))
-    return mock.patch.dict(FAMILIES, qwen3_moe=swapped)
+    swapped = FileNames(ExpertNames(gate="up_proj", up="gate_proj"))
+    return mock.patch.dict(TEXT_FILE_NAMES, qwen3_moe=(swapped,))
 
 
 def _bias_in_the_weights() -> Any:

@@ -45,7 +45,7 @@ def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> lis
     """What `verify` says is different, with a fault or without one; on a rank."""
     from automodel_rl.config import ParallelConfig
     from automodel_rl.config.components import ComponentsConfig
-    from automodel_rl.support.families import FAMILIES
+    from automodel_rl.families.known import FAMILIES
     from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
     from automodel_rl.tools.verify.comparison import Case, compare
 

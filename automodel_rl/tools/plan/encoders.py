@@ -20,14 +20,13 @@ from automodel_rl.config.components import EncoderComponent
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import META, LiveBytes, attention_stand_in, stand_in_norms
 from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, split_dim
+from automodel_rl.families.multimodal import encoder_config
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
-from automodel_rl.model.audio import AudioForm, audio_form
 from automodel_rl.model.encoder import EncoderPart, encoder_layers
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
-from automodel_rl.support.description import ImageForm, encoder_config, image_form
 from automodel_rl.tools.plan.packing import PlannedPacking, microbatches
 
 STAND_IN = "automodel_rl_plan_flash"
@@ -138,7 +137,7 @@ def _size(part: EncoderPart, name: str, parameter: nn.Parameter, component: Enco
     """The size of an encoder's parameter on one rank."""
     module, _, kind = name.rpartition(".")
     shape = list(parameter.shape)
-    dim = split_dim(part.names.tp_style(module), kind)
+    dim = split_dim(part.family.tp_style(module), kind)
     if dim is not None:
         shape[dim] //= component.tp
     return ParameterSize(name, None, tuple(shape), component.dp_shard, parameter.requires_grad)
@@ -156,29 +155,7 @@ def _kept(part: EncoderPart, positions: int, memory: MemoryConfig, dtype: torch.
     checkpoint_layers([layer], memory.recomputed)
     hidden = torch.empty(positions, width, dtype=dtype, device=META, requires_grad=True)
     with LiveBytes() as live:
-        of_kind = _clip_layer if part.name == "audio" else _image_layer
-        output = of_kind(layer, hidden, part.config, values)
+        output = part.family.layer_output(layer, hidden, part.config)
         kept = live.now
     del output
     return len(layers) * kept
-
-
-def _clip_layer(layer: Any, hidden: torch.Tensor, config: PretrainedConfig, values: dict[str, Any]) -> Any:
-    """The output of a layer of an encoder of audio, whose config has these values."""
-    if audio_form(config) is AudioForm.WINDOW:
-        return layer(hidden[None], None)
-    return layer(hidden, torch.empty(2, dtype=torch.int32, device=META), max_seqlen=2 * values["n_window"])
-
-
-def _image_layer(layer: Any, hidden: torch.Tensor, config: PretrainedConfig, values: dict[str, Any]) -> Any:
-    """The output of a layer of an encoder of images, whose config has these values."""
-    form, positions = image_form(config), len(hidden)
-    turns = torch.empty(
-        positions, hidden.shape[1] // (values.get("num_heads") or values["num_attention_heads"]), device=META
-    )
-    if form is ImageForm.PATCHES:
-        bounds = torch.empty(2, dtype=torch.int32, device=META)
-        return layer(hidden, cu_seqlens=bounds, max_seqlen=positions, position_embeddings=(turns, turns))
-    if form is ImageForm.ANY_SIZE:
-        return layer(hidden[None], attention_mask=None, position_embeddings=(turns, turns))
-    return layer(hidden[None], attention_mask=None)

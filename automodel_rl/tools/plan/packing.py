@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from automodel_rl.batch import assign_bins
 from automodel_rl.config import ParallelConfig, RunConfig
 from automodel_rl.config.data import ExamplesConfig
+from automodel_rl.families.known import encoder_families
 from automodel_rl.hf.opened_model import OpenedModel
-from automodel_rl.model.multimodal import num_positions
 
 SAMPLE = 512
 """Number of examples that are tokenised and packed."""
@@ -69,9 +69,9 @@ def measure_packing(config: RunConfig, opened: OpenedModel) -> PlannedPacking:
     single = tuple(len(sequence) for example in examples for sequence in example.sequences)
     bins = assign_bins(lengths, capacity)
     share = len(draws) * kind.together / count
-    positions = dict.fromkeys(opened.description.encoders, 0)
+    positions: dict[str, int] = dict.fromkeys(opened.description.encoders, 0)
     for item in (item for example in examples for sequence in example.sequences for item in sequence.media):
-        positions[item.encoder] += num_positions(opened.whole, item)
+        positions[item.encoder] += encoder_families(opened.whole)[item.encoder].num_positions(opened.whole, item)
     scaled = {name: math.ceil(number / share) for name, number in positions.items()}
     return PlannedPacking(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), scaled, single)
 

@@ -13,11 +13,11 @@ from transformers import PretrainedConfig
 from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig, Section
 from automodel_rl.config.model import Dtype
 from automodel_rl.errors import VerificationError
+from automodel_rl.families.known import is_exact
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.support.attention import ATTENTION
 from automodel_rl.support.description import describe_model
-from automodel_rl.support.families import FAMILIES
 from automodel_rl.tools.verify.bf16 import compare_bf16
 from automodel_rl.tools.verify.cause import likeliest_cause
 from automodel_rl.tools.verify.comparison import NO_STEP, Case, Differences, compare
@@ -74,7 +74,7 @@ def verify(config: RunConfig, as_json: bool) -> None:
     config = opened.checked(config)
     full, description = opened.whole, opened.description
     join_process_group(ranks_to_verify(config))
-    dtype, tolerances = precision(config.model, description.family, config.parallel.tp)
+    dtype, tolerances = precision(config.model, full, config.parallel.tp)
     is_first = dist.get_rank() == 0
     with tempfile.TemporaryDirectory(prefix="automodel_rl_verify_") as own_folder:
         folder = Path(_from_first_rank(own_folder))
@@ -169,11 +169,11 @@ def _of_bf16(config: RunConfig, full: PretrainedConfig) -> list[str]:
     return left_out
 
 
-def precision(model: ModelConfig, family: str, tp: int) -> tuple[Dtype, Tolerances]:
+def precision(model: ModelConfig, whole: PretrainedConfig, tp: int) -> tuple[Dtype, Tolerances]:
     """The dtype in which a model is compared, and the tolerances."""
     if model.implementation == "nemo_automodel":
         return "float32", FLOAT32
-    return "float64", FLOAT64 if FAMILIES[family].is_exact(tp) else FLOAT32
+    return "float64", FLOAT64 if is_exact(whole, tp) else FLOAT32
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 from automodel_rl.errors import InputError, closest
+from automodel_rl.families.file_names import TEXT_FILE_NAMES
+from automodel_rl.families.known import FAMILIES
+from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.hf.read import read_config
-from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
 
 
 def try_family(folder: Path, like: str) -> None:
@@ -25,3 +27,5 @@ def try_family(folder: Path, like: str) -> None:
         hint = f"did you mean {near}?" if near else f"use one of {', '.join(TEXT_FAMILIES)}"
         raise InputError(f"--family-like {like}: is not in the table: {hint}")
     FAMILIES[name] = TEXT_FAMILIES[name] = TEXT_FAMILIES[like]
+    if like in TEXT_FILE_NAMES:
+        TEXT_FILE_NAMES[name] = TEXT_FILE_NAMES[like]

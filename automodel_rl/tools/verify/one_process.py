@@ -25,10 +25,10 @@ from transformers import (
 from automodel_rl.batch import Audio, Image, Routes, TokenSequence, Video
 from automodel_rl.config import MuonConfig, OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
+from automodel_rl.families.family import Family
+from automodel_rl.families.known import MULTIMODAL_FAMILIES, checkpoint_family
 from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
-from automodel_rl.model.audio import clip_arguments
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
-from automodel_rl.support.families import FAMILIES, MULTIMODAL_FAMILIES, Family
 from automodel_rl.tools.verify.media import clips_of, with_media
 
 EXAMPLE = 16
@@ -208,10 +208,13 @@ class OneProcess:
     def __init__(self, folder: Path, dtype: torch.dtype, training: Training, device: torch.device):
         AttentionInterface.register("written_out", written_out)
         AttentionMaskInterface.register("written_out", lambda *args, **kwargs: None)
-        config = AutoConfig.from_pretrained(folder).to_dict()
+        whole = AutoConfig.from_pretrained(folder)
+        config = whole.to_dict()
         # transformers' sdpa ignores soft caps and sinks.
-        plain = config.get("attn_logit_softcapping") is None and not FAMILIES[config["model_type"]].has_sinks
-        has_encoder = config["model_type"] in MULTIMODAL_FAMILIES
+        named = checkpoint_family(whole)
+        self.family, self.turns_experts = named.language, named.file_names.turns_experts
+        plain = config.get("attn_logit_softcapping") is None and not self.family.has_sinks
+        has_encoder = named.is_multimodal
         kind = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
@@ -232,10 +235,9 @@ class OneProcess:
         # Logits and choices of a microbatch's sequences, by layer.
         self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}
         body = self.model.get_decoder()
-        self.family = family = FAMILIES[config["text_config"]["model_type"] if has_encoder else config["model_type"]]
-        if family.is_moe:
+        if self.family.is_moe:
             for number, layer in enumerate(body.layers):
-                self._follow_routes(number, getattr(layer, family.block), family)
+                self._follow_routes(number, getattr(layer, self.family.block), self.family)
 
     def _follow_routes(self, number: int, block: Any, family: Family) -> None:
         router = dict(block.named_children()).get(family.router)
@@ -289,8 +291,7 @@ class OneProcess:
         dtype = next(self.model.parameters()).dtype
         found: dict[str, Tensor] = {}
         if any(isinstance(item, Audio) for item in sequence.media):
-            spectrograms, num_frames = clips_of(sequence)
-            found = clip_arguments([each.to(self.device, dtype) for each in spectrograms], num_frames)
+            found = self._clips(*clips_of(sequence), dtype)
         videos = [item for item in sequence.media if isinstance(item, Video)]
         images = [item for item in sequence.media if isinstance(item, Image) and not isinstance(item, Video)]
         if videos:
@@ -311,6 +312,15 @@ class OneProcess:
         for item in sequence.media:
             kinds[item.start : item.start + item.num_tokens] = 2 if isinstance(item, Video) else 1
         return found | {"mm_token_type_ids": kinds[None].to(self.device)}
+
+    def _clips(self, spectrograms: list[Tensor], num_frames: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Spectrograms filled up to the longest, and where each is heard."""
+        rows = [spectrogram.mT.to(self.device, dtype) for spectrogram in spectrograms]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).mT
+        mask = torch.zeros(len(rows), padded.shape[2], dtype=torch.int64, device=self.device)
+        for row, count in zip(mask, num_frames, strict=True):
+            row[:count] = 1
+        return {"input_features": padded, "feature_attention_mask": mask}
 
     def _images(self, sequence: TokenSequence, images: list[Image], dtype: torch.dtype) -> dict[str, Tensor]:
         pixels = [image.load().to(self.device, dtype) for image in images]
@@ -398,7 +408,7 @@ class OneProcess:
 
     def _as_in_files(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor with the dims that it has in files and on the layout."""
-        is_turned = self.family.files_turn_experts and ".experts." in name and tensor.ndim == 3
+        is_turned = self.turns_experts and ".experts." in name and tensor.ndim == 3
         return tensor.mT if is_turned else tensor
 
     def parameters(self) -> list[tuple[str, Tensor]]:

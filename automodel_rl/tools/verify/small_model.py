@@ -9,8 +9,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig
 
 from automodel_rl.config import ParallelConfig
-from automodel_rl.support.description import encoder_config, experts_per_token, language_config
-from automodel_rl.support.families import MULTIMODAL_FAMILIES
+from automodel_rl.families.known import encoder_families, language_config
+from automodel_rl.families.multimodal import encoder_config
+from automodel_rl.support.description import experts_per_token
 
 HEAD_DIM = 8
 WINDOW = 6
@@ -37,6 +38,10 @@ SPECIAL_IDS = (
     "video_token_id",
     "vision_start_token_id",
     "vision_end_token_id",
+    "image_start_token_id",
+    "image_end_token_id",
+    "video_start_token_id",
+    "video_end_token_id",
     "video_token_index",
     "audio_token_index",
     "audio_start_token_id",
@@ -103,6 +108,8 @@ def _rotary(values: dict[str, Any]) -> dict[str, Any]:
     for kind in kinds.values():
         if kind.get("mrope_section"):
             kind["mrope_section"] = MROPE_SECTION
+            if kind.get("partial_rotary_factor", 1.0) < 1.0 and not kind.get("mrope_interleaved"):
+                kind |= {"partial_rotary_factor": 0.75, "mrope_section": [1, 1, 1]}  # the least with all three axes
         if kind.get("rope_type", "default") != "default" and longest:
             original = kind.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
             changed["max_position_embeddings"] = ORIGINAL_CONTEXT * max(1, round(longest / (original or longest)))
@@ -149,7 +156,7 @@ def shrink_multimodal(config: PretrainedConfig, parallel: ParallelConfig, tp: in
     if "mm_tokens_per_image" in values:
         kept["mm_tokens_per_image"] = (small["image_size"] // PATCH) ** 2
     changed = {"text_config": language.to_dict()}
-    for name in MULTIMODAL_FAMILIES[config.model_type].encoders:
+    for name in encoder_families(config):
         encoder = encoder_config(config, name).to_dict()
         smaller = {key: size for key, size in small.items() if encoder.get(key) is not None}
         changed[f"{name}_config"] = {**encoder, **smaller}
@@ -167,7 +174,7 @@ def _num_experts(config: PretrainedConfig, key: str, parallel: ParallelConfig) -
 def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     """Writes a checkpoint with livelier weights than the default initialisation, so that differences show."""
     generator = torch.Generator().manual_seed(0)
-    kind = AutoModelForMultimodalLM if config.model_type in MULTIMODAL_FAMILIES else AutoModelForCausalLM
+    kind = AutoModelForMultimodalLM if encoder_families(config) else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float64)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

@@ -14,14 +14,14 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
+from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.hf.find import ModelFiles
-from automodel_rl.hf.read import Checkpoint
+from automodel_rl.hf.read import Checkpoint, read_config
 from automodel_rl.lora.layers import is_adapter
 from automodel_rl.lora.peft import AdapterFolder
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.optimizers import OPTIMIZERS
-from automodel_rl.support.families import TEXT_FAMILIES
 from automodel_rl.tools.export import merged_tensors
 from automodel_rl.tools.verify.one_process import OneProcess, Training
 from tests.rank_pool import RankPool
@@ -63,7 +63,9 @@ def test_adapters_of_experts_are_merged_on_every_rank_as_in_files(ranks: RankPoo
     own = ranks(2).run(hf_tensors_of_trained, tmp_path, ParallelConfig(dp_shard=2, ep=2))
     adapters = AdapterFolder(tmp_path / "adapters", merges=True)
     files = ModelFiles(tmp_path, str(tmp_path), adapters)
-    merged = merged_tensors(Checkpoint(files, family), adapters.tensors, adapters.config.scale, torch.float64)
+    merged = merged_tensors(
+        Checkpoint(files, read_config(tmp_path)), adapters.tensors, adapters.config.scale, torch.float64
+    )
     for name, tensor in merged:
         for of_rank in own:
             torch.testing.assert_close(of_rank[name], tensor, rtol=0, atol=1e-12, msg=name)

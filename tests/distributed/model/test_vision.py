@@ -27,7 +27,7 @@ from tests.rank_pool import RankPool
 from tests.tiny import MULTIMODAL_CONFIGS, save_tiny_multimodal_model
 from tests.vision import assert_equal, components_of, microbatches_of
 
-LLAVA, QWEN, QWEN3, QWEN3_MOE = "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
+LLAVA, QWEN, QWEN3, QWEN3_MOE, GLM = "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"
 SPLIT = pytest.mark.skipif(TORCH < (2, 13), reason="this torch cannot split the backward")
 
 
@@ -63,6 +63,7 @@ EVERYTHING = components_of(
     {"ranks": "0-3", "dp_shard": 2, "tp": 2}, {"ranks": "0-3", "cp": 2, "tp": 2, "sequence_parallel": True}
 )
 REPLICATED = components_of({"ranks": "0-3", "dp_replicate": 2, "tp": 2}, {"ranks": "4-5", "pp": 2})
+GLM_LAYOUT = components_of({"ranks": "0-1", "tp": 2}, {"ranks": "2-5", "pp": 2, "tp": 2})
 CUT_PIPELINE = components_of({"ranks": 0}, {"ranks": "1-4", "pp": 2, "cp": 2})
 TWO_TO_FOUR = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-5", "dp_shard": 4})
 FOUR_TO_ONE = components_of({"ranks": "0-3", "dp_shard": 4}, {"ranks": 4})
@@ -77,9 +78,16 @@ V_PLACED = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZB
         (QWEN, SPLIT_ENCODER),
         (LLAVA, EVERYTHING),
         (QWEN3, REPLICATED),
+        (GLM, GLM_LAYOUT),
         pytest.param(QWEN, V_PLACED, marks=SPLIT),
     ],
-    ids=["encoder over tp", "cp, tp and sequence parallel", "replicas of an encoder over tp", "V placement"],
+    ids=[
+        "encoder over tp",
+        "cp, tp and sequence parallel",
+        "replicas of an encoder over tp",
+        "fused MLP over tp",
+        "V placement",
+    ],
 )
 def test_any_layout_of_either_module_equals_one_process(
     ranks: RankPool, tmp_path: Path, family: str, components: ComponentsConfig

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
+from automodel_rl.families.known import FAMILIES
+from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, Tolerances, judge
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from tests.needs import needs_nemo

@@ -12,9 +12,9 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.parallel import Fsdp
 from automodel_rl.engine import Engine
+from automodel_rl.families.known import FAMILIES
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.support.families import FAMILIES
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64
 from automodel_rl.tools.verify.comparison import Case
 from tests.distributed.parallel.test_parity import SP, assert_equal, differences

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from automodel_rl.errors import RolloutError
+from automodel_rl.families.known import FAMILIES
 from automodel_rl.generators.make_generator import make_generator
 from automodel_rl.generators.protocol import Completion, Generator, OnFinished
 from automodel_rl.generators.transformers_generator import TransformersGenerator
 from automodel_rl.mixture.router_replay import Selection
 from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.part_forward import numbered_layers
-from automodel_rl.support.families import FAMILIES
 from automodel_rl.weight_sync.transport import Transport
 from tests.distributed.trainers.runs import (
     Settings,

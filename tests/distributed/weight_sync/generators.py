@@ -19,7 +19,6 @@ from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import local_box, local_tensor
-from automodel_rl.support.families import FAMILIES
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.generator_end import GeneratorEnd
 from automodel_rl.weight_sync.ipc import Ipc
@@ -123,7 +122,7 @@ def put_together(parameter: Tensor, layout: Layout) -> Tensor:
 
 def own_tensors(handle: ModelHandle, dtype: torch.dtype) -> dict[str, Tensor]:
     """This rank's stages by the checkpoint's names, put together one by one, and cast after that."""
-    names = FAMILIES[handle.config.model_type].experts
+    names = handle.family.file_names.experts
     whole: dict[str, Tensor] = {}
     for name, parameter in handle.named_parameters():
         whole[name] = put_together(parameter, handle.layout).to(dtype)

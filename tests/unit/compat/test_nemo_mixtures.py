@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from automodel_rl.errors import InputError
+from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.model.build import build_empty_model
-from automodel_rl.support.families import TEXT_FAMILIES
 from tests.needs import needs_nemo
 from tests.tiny import tiny_config
 

@@ -1,5 +1,6 @@
 """A generator's copy of a model that gets adapters alone."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,30 +11,26 @@ from transformers import AutoModelForCausalLM
 
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.data.media import MediaReaders
+from automodel_rl.families.file_names import FileNames
+from automodel_rl.families.known import MULTIMODAL_FAMILIES, checkpoint_family, language_config
 from automodel_rl.generators.model_copy import ModelCopy, build_model, synced_tensors
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import persistent_tensors, read_config
 from automodel_rl.lora.experts import STACKED
 from automodel_rl.lora.peft import AdapterFolder
-from automodel_rl.model.multimodal import split_modules
-from automodel_rl.support.description import language_config
+from automodel_rl.model.encoder import split_modules
 from tests.tiny import save_tiny_model, save_tiny_multimodal_model
 
 
 @pytest.mark.parametrize(
-    ("family", "files"),
-    [
-        ("llava", "llava"),
-        ("llava", "llava of transformers 4"),
-        ("gemma3", "gemma3 of transformers 4"),
-        ("qwen3_vl", "qwen3_vl"),
-        ("qwen2_audio", "qwen2_audio"),
-        ("qwen2_audio", "qwen2_audio of transformers 5"),
-    ],
+    ("family", "names"),
+    [(family, names) for family in MULTIMODAL_FAMILIES for names in MULTIMODAL_FAMILIES[family].file_names],
+    ids=lambda value: value if isinstance(value, str) else value.tell_tale or "usual",
 )
-def test_a_copy_takes_the_names_that_the_trained_model_sends(tmp_path: Path, family: str, files: str) -> None:
+def test_a_copy_takes_the_names_that_the_trained_model_sends(tmp_path: Path, family: str, names: FileNames) -> None:
     save_tiny_multimodal_model(tmp_path, family)
     config = read_config(tmp_path)
+    files = dataclasses.replace(checkpoint_family(config), file_names=names)
     copy = ModelCopy(config, files, torch.float32, torch.device("cpu"), media=MediaReaders({}))
     model = build_model(copy)
     language, encoders = split_modules(model, language_config(config))
@@ -58,7 +55,9 @@ def test_a_copy_computes_with_the_adapters_of_its_experts(tmp_path: Path, family
         torch.nn.init.normal_(parameter, std=0.3)
     adapted.save_pretrained(tmp_path / "adapters")
     lora = LoraConfig(rank=4, alpha=8, targets=("q_proj", "experts"))
-    copy = ModelCopy(plain.config, family, torch.float64, torch.device("cpu"), (lora, tmp_path))
+    copy = ModelCopy(
+        plain.config, checkpoint_family(plain.config), torch.float64, torch.device("cpu"), (lora, tmp_path)
+    )
     model = build_model(copy)
     homes, sent = synced_tensors(model, copy), AdapterFolder(tmp_path / "adapters").tensors
     assert homes.keys() == sent.keys()

@@ -12,6 +12,7 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.errors import WeightSyncError
+from automodel_rl.families.known import checkpoint_family
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import Completion
@@ -51,7 +52,7 @@ def make_generator(
 ) -> TransformersGenerator:
     writing = Writing(**{"tokenizer": tokenizer, "batch_size": 3, "ends": own_ends(model, tokenizer), **options})
     copy = ModelCopy(
-        model.config, model.config.model_type, model.dtype, torch.device("cpu"), capture_routes=capture_routes
+        model.config, checkpoint_family(model.config), model.dtype, torch.device("cpu"), capture_routes=capture_routes
     )
     generator = TransformersGenerator(copy, writing)
     receive(generator.receiver, weights_on_disk(Path(model.config._name_or_path)))

@@ -7,11 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, MixtralConfig
 
 from automodel_rl.config import ParallelConfig
+from automodel_rl.families.known import checkpoint_family
 from automodel_rl.hf.buckets import Source, StageBuckets, whole_tensors
 from automodel_rl.launch.process_group import join_process_group, leave_process_group
 from automodel_rl.parallel.layout import Layout, build_layout
+
+LLAMA, MIXTRAL = checkpoint_family(LlamaConfig()), checkpoint_family(MixtralConfig())
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def test_every_element_is_sent_once_in_buckets_of_limited_size(
 ) -> None:
     dtypes = [data.draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in shapes]
     sources = make_sources(shapes, dtypes)
-    buckets = StageBuckets(sources, "llama", layout, 4 * elements, whole=whole)
+    buckets = StageBuckets(sources, LLAMA, layout, 4 * elements, whole=whole)
     for source, got in zip(sources, unpacked(buckets), strict=True):
         assert torch.equal(source.tensor.to(source.dtype), got)
     for bucket in buckets.plan.buckets:
@@ -66,15 +70,15 @@ def test_every_element_is_sent_once_in_buckets_of_limited_size(
 
 def test_a_tensor_larger_than_a_buffer_takes_several(layout: Layout) -> None:
     (source,) = make_sources([(3, 5, 4)], [torch.float32])
-    buckets = StageBuckets([source], "llama", layout, 4 * 8)
+    buckets = StageBuckets([source], LLAMA, layout, 4 * 8)
     assert [bucket.numel for bucket in buckets.plan.buckets] == [8] * 7 + [4]
-    assert StageBuckets([source], "llama", layout, 4 * 8, whole=True).plan.largest_bucket == 4 * 60
+    assert StageBuckets([source], LLAMA, layout, 4 * 8, whole=True).plan.largest_bucket == 4 * 60
 
 
 def test_experts_are_sent_one_by_one_and_each_whole(layout: Layout) -> None:
     experts = torch.randn(4, 6, 2)
     source = Source("model.layers.0.mlp.experts.gate_up_proj", experts, torch.float32, lambda: experts)
-    buckets = StageBuckets([source], "mixtral", layout, 4 * 2 * 12, whole=True)
+    buckets = StageBuckets([source], MIXTRAL, layout, 4 * 2 * 12, whole=True)
     assert [bucket.numel for bucket in buckets.plan.buckets] == [24, 24]  # two experts at a time
     names = [spec.name for spec in buckets.plan.tensors]
     assert names[:3] == [f"model.layers.0.block_sparse_moe.experts.{name}.weight" for name in ("0.w1", "0.w3", "1.w1")]
@@ -83,7 +87,7 @@ def test_experts_are_sent_one_by_one_and_each_whole(layout: Layout) -> None:
 
 
 def test_new_sources_of_the_same_tensors_are_read_anew(layout: Layout) -> None:
-    buckets = StageBuckets(make_sources([(4,)], [torch.float32]), "llama", layout, 8)
+    buckets = StageBuckets(make_sources([(4,)], [torch.float32]), LLAMA, layout, 8)
     unpacked(buckets)
     fresh = Source("model.layers.0.weight", torch.arange(4.0), torch.float32, lambda: torch.arange(4.0))
     buckets.reread([fresh])
@@ -91,5 +95,5 @@ def test_new_sources_of_the_same_tensors_are_read_anew(layout: Layout) -> None:
 
 
 def test_nothing_makes_no_buckets(layout: Layout, tmp_path: Path) -> None:
-    assert StageBuckets([], "llama", layout, 8).plan.largest_bucket == 0
-    assert list(whole_tensors([], "llama", layout)) == []
+    assert StageBuckets([], LLAMA, layout, 8).plan.largest_bucket == 0
+    assert list(whole_tensors([], LLAMA, layout)) == []

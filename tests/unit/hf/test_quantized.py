@@ -11,13 +11,13 @@ from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.quantized import PlainTensor, stored_tensors
-from automodel_rl.hf.read import Checkpoint
+from automodel_rl.hf.read import Checkpoint, read_config
 from automodel_rl.hf.weight_files import open_tensors
 from tests.quantized import BLOCK, save_fp8_model, save_mxfp4_model, to_fp8
 
 
-def checkpoint(folder: Path, family: str) -> Checkpoint:
-    return Checkpoint(find_model(ModelConfig(path=str(folder))), family)
+def checkpoint(folder: Path) -> Checkpoint:
+    return Checkpoint(find_model(ModelConfig(path=str(folder))), read_config(folder))
 
 
 def test_mxfp4_experts_are_those_that_transformers_reads(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_mxfp4_experts_are_those_that_transformers_reads(tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     )
-    found = checkpoint(tmp_path, "gpt_oss")
+    found = checkpoint(tmp_path)
     expected = model.state_dict()
     assert sorted(found.names) == sorted(expected)
     for name, tensor in expected.items():
@@ -56,8 +56,8 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight_scale_inv"
     save_file({**tensors, name: tensors[name][:1]}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"up_proj.weight_scale_inv has shape \(1, 2\), which does not fit"):
-        checkpoint(tmp_path, "qwen3")
+        checkpoint(tmp_path)
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=r"up_proj.weight is in fp8 and has no scales beside it"):
-        checkpoint(tmp_path, "qwen3")
+        checkpoint(tmp_path)

@@ -12,6 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError
+from automodel_rl.families.known import checkpoint_family
 from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import Checkpoint, persistent_tensors, read_config
@@ -35,7 +36,7 @@ def files_of(folder: Path) -> ModelFiles:
 def check(folder: Path) -> None:
     config = read_config(folder)
     empty = build_empty_model(config, "transformers", torch.float32, "automodel_rl_sdpa", untie=False).language
-    Checkpoint(files_of(folder), config.model_type).check(empty)
+    Checkpoint(files_of(folder), config).check(empty)
 
 
 def test_an_intact_checkpoint_passes(folder: Path) -> None:
@@ -47,7 +48,7 @@ def test_tensors_that_no_part_of_the_model_has_are_known(folder: Path) -> None:
     save_file({**tensors, "mtp.norm.weight": torch.ones(4)}, folder / "model.safetensors", {"format": "pt"})
     config = read_config(folder)
     empty = build_empty_model(config, "transformers", torch.float32, "automodel_rl_sdpa", untie=False)
-    assert Checkpoint(files_of(folder), config.model_type).unused(empty.parts) == ["mtp.norm.weight"]
+    assert Checkpoint(files_of(folder), config).unused(empty.parts) == ["mtp.norm.weight"]
 
 
 def test_a_folder_without_weights_is_refused(folder: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -
     save_tiny_model(tmp_path, family, num_layers=2)
     config = read_config(tmp_path)
     model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False).language
-    checkpoint = Checkpoint(files_of(tmp_path), family)
+    checkpoint = Checkpoint(files_of(tmp_path), config)
     assert checkpoint.unused([model]) == []
     checkpoint.fill(model, torch.device("cpu"))
     expected = AutoModelForCausalLM.from_pretrained(
@@ -120,7 +121,8 @@ def test_names_and_tensors_of_files_come_back(tmp_path: Path, family: str) -> No
     save_tiny_model(tmp_path, family, num_layers=2)
     stored = load_file(tmp_path / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    exported = dict(piece for name, t in persistent_tensors(model) for piece in to_hf(name, t.detach(), family))
+    known = checkpoint_family(read_config(tmp_path))
+    exported = dict(piece for name, t in persistent_tensors(model) for piece in to_hf(name, t.detach(), known))
     assert exported.keys() == stored.keys()
     for name, tensor in stored.items():
         assert torch.equal(exported[name].to(tensor.dtype), tensor), name

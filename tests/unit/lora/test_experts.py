@@ -7,9 +7,10 @@ from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
+from automodel_rl.families.known import FAMILIES
+from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.lora.experts import STACKED, adapted_stacks, adapted_weight, adapted_weights_by_name
 from automodel_rl.lora.layers import merged
-from automodel_rl.support.families import FAMILIES, TEXT_FAMILIES
 from tests.tiny import tiny_config
 
 MIXTURES = [family for family, known in TEXT_FAMILIES.items() if known.is_moe]

@@ -3,24 +3,17 @@
 import functools
 import importlib
 import io
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, PretrainedConfig, WhisperFeatureExtractor
 
-from automodel_rl.batch import Audio
+from automodel_rl.batch.media import Audio, Media
 from automodel_rl.errors import InputError
-from automodel_rl.model.audio import (
-    LEAST_TOKENS,
-    AudioForm,
-    audio_form,
-    num_audio_tokens,
-    num_frames_of,
-    spectrogram_shape,
-)
 
 LONGEST = 10**6
 """Seconds of a file that tells a length: streaming encoders write the largest number for one that is not known."""
@@ -29,21 +22,52 @@ OPEN_END = 2**31
 """Size from which on a WAV file's header does not tell the size: it was written as a stream."""
 
 
-class AudioReader:
+class ClipSizes(Protocol):
+    """The sizes of clips in a model.
+
+    Attributes:
+        least_tokens: fewest tokens of a clip.
+        least_frames: fewest frames of a clip with so many tokens.
+    """
+
+    @property
+    def least_tokens(self) -> int: ...
+
+    @property
+    def least_frames(self) -> int: ...
+
+    def num_tokens(self, num_frames: int) -> int:
+        """Number of tokens of a clip.
+
+        Args:
+            num_frames: frames of its spectrogram, without those of silence that fill it up.
+        """
+
+    def spectrogram(self, config: PretrainedConfig, num_frames: int) -> tuple[int, int]:
+        """Mels and frames of a clip's spectrogram.
+
+        Args:
+            config: the config of the whole model.
+            num_frames: frames of the clip itself.
+        """
+
+
+class AudioReader(ABC):
     """Reads clips of audio in the form that a model takes. It can be pickled, and goes with clips to the ranks that
     encode them.
 
     Args:
         folder: the checkpoint's folder, with its feature extractor.
         config: the config of the whole model.
+        sizes: the sizes of clips in the model.
 
     Raises:
         InputError: transformers cannot open the feature extractor, it does not fit the model, or a library that reads
             audio is missing.
     """
 
-    def __init__(self, folder: Path, config: PretrainedConfig):
-        self.token_id, self.folder = config.audio_token_id, folder
+    def __init__(self, folder: Path, config: PretrainedConfig, sizes: ClipSizes):
+        self.token_id, self.folder, self.sizes = config.audio_token_id, folder, sizes
         _library("soundfile")
         _library("soxr")
         try:
@@ -57,9 +81,9 @@ class AudioReader:
                 "WhisperFeatureExtractor: use the preprocessor_config.json that belongs to the model"
             )
         self.rate, self.hop = extractor.sampling_rate, extractor.hop_length
-        self.form, self.most_frames = audio_form(config), extractor.nb_max_frames
+        self.most_frames = extractor.nb_max_frames
         made = (extractor.feature_size, self.most_frames)
-        taken = spectrogram_shape(config, self.most_frames)
+        taken = sizes.spectrogram(config, self.most_frames)
         if made != taken:
             raise InputError(
                 f"model.path={folder}: the feature extractor makes {made[0]} mels of {made[1]} frames and the encoder "
@@ -83,14 +107,17 @@ class AudioReader:
         if num_frames > self.most_frames:
             most = self.most_frames * self.hop / self.rate
             raise InputError(f"{where}: audio of {seconds:.1f} s, and the model hears {most:g} s: cut the file")
-        if num_frames < num_frames_of(LEAST_TOKENS):
-            raise InputError(f"{where}: audio of {seconds:.2f} s has no {LEAST_TOKENS} tokens: leave it out")
+        if num_frames < self.sizes.least_frames:
+            raise InputError(f"{where}: audio of {seconds:.2f} s has no {self.sizes.least_tokens} tokens: leave it out")
         features = functools.partial(self.load, source, where)
-        return Audio(0, num_audio_tokens(num_frames), num_frames, features, source)
+        return Audio(0, self.sizes.num_tokens(num_frames), num_frames, features, source)
+
+    def token_ids(self, item: Media) -> Tensor:
+        """The tokens that stand for a clip, int64 [n]."""
+        return torch.full((item.num_tokens,), self.token_id)
 
     def load(self, source: str | bytes, where: str) -> Tensor:
-        """The log-mel spectrogram [mels, frames] of a clip from the model's own extractor, filled up with silence where
-        the encoder hears windows.
+        """The log-mel spectrogram [mels, frames] of a clip, from the model's own extractor.
 
         Args:
             source: the path of an audio file, or the file's bytes.
@@ -99,16 +126,16 @@ class AudioReader:
         Raises:
             InputError: the file is damaged.
         """
-        wave = self.samples(source, where)
-        extractor = _open_extractor(self.folder)
-        if self.form is AudioForm.WINDOW:
-            made = extractor(wave, sampling_rate=self.rate, return_tensors="np")
-            return torch.as_tensor(made["input_features"][0])
-        # Silence after the clip, as the model's processor has it, so that the last frames are the same.
-        num_frames = -(-len(wave) // self.hop)
-        length = min(self.hop * num_frames + extractor.n_fft, extractor.n_samples)
-        made = extractor(wave, sampling_rate=self.rate, max_length=length, return_tensors="np")
-        return torch.as_tensor(made["input_features"][0][:, :num_frames])
+        return torch.as_tensor(self.spectrogram(self.samples(source, where), _open_extractor(self.folder)))
+
+    @abstractmethod
+    def spectrogram(self, wave: np.ndarray, extractor: WhisperFeatureExtractor) -> np.ndarray:
+        """The log-mel spectrogram [mels, frames] that the encoder takes.
+
+        Args:
+            wave: a clip's samples at the model's sampling rate, float32 [n].
+            extractor: the model's feature extractor.
+        """
 
     def samples(self, source: str | bytes, where: str) -> np.ndarray:
         """A clip's samples at the model's sampling rate, the mean of its channels, float32 [n]."""

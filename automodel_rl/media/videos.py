@@ -14,9 +14,9 @@ from transformers import PretrainedConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as resize_all
 
-from automodel_rl.batch import Video
-from automodel_rl.data.images import ImageReader, open_picture, picture_size
+from automodel_rl.batch.media import Media, Video
 from automodel_rl.errors import InputError
+from automodel_rl.media.images import ImageReader, open_picture, picture_size
 
 SETTINGS = (
     ("video_preprocessor_config.json", None),
@@ -99,6 +99,10 @@ class VideoReader:
             for first in range(0, len(frames), pair)
         ]
         return torch.cat(taken).flatten(1)
+
+    def token_ids(self, item: Media) -> Tensor:
+        """The tokens that stand for a video, int64 [n]."""
+        return torch.full((item.num_tokens,), self.token_id)
 
     def _video(self, paths: tuple[str, ...], grid: tuple[int, int, int], interval: float, where: str) -> Video:
         load = functools.partial(self.load, paths, where, grid)

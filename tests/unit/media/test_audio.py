@@ -10,17 +10,18 @@ import torch
 from transformers import (
     AutoFeatureExtractor,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
     Qwen2AudioProcessor,
     SeamlessM4TFeatureExtractor,
 )
 
-from automodel_rl.data.audio import AudioReader
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.media import MediaReaders
+from automodel_rl.data.media import MediaReaders, open_readers
 from automodel_rl.data.messages import Chat
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import read_config
+from automodel_rl.media.audio import AudioReader
 from tests.audio import make_hearing_workspace, tone
 
 
@@ -29,9 +30,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_hearing_workspace(tmp_path_factory.mktemp("audio"), num_chats=1) / "model"
 
 
+def audio_of(folder: Path, config: PretrainedConfig | None = None) -> AudioReader:
+    found = open_readers(folder, read_config(folder) if config is None else config)
+    assert found is not None
+    reader = found.of_parts["audio"]
+    assert isinstance(reader, AudioReader)
+    return reader
+
+
 @pytest.fixture(scope="module")
 def reader(model: Path) -> AudioReader:
-    return AudioReader(model, read_config(model))
+    return audio_of(model)
 
 
 @pytest.fixture(scope="module")
@@ -134,14 +143,14 @@ def test_a_file_that_does_not_tell_its_length_is_refused(reader: AudioReader, tm
 def test_a_feature_extractor_of_another_kind_is_refused(model: Path, tmp_path: Path) -> None:
     SeamlessM4TFeatureExtractor().save_pretrained(tmp_path)
     with pytest.raises(InputError, match="is a SeamlessM4TFeatureExtractor and no WhisperFeatureExtractor"):
-        AudioReader(tmp_path, read_config(model))
+        audio_of(tmp_path, read_config(model))
 
 
 def test_a_feature_extractor_of_another_model_is_refused(model: Path) -> None:
     config = read_config(model)
     config.audio_config.max_source_positions = 1500
     with pytest.raises(InputError, match="makes 8 mels of 100 frames and the encoder takes 8 of 3000"):
-        AudioReader(model, config)
+        audio_of(model, config)
 
 
 @pytest.mark.parametrize("num_samples", [1120, 4160, 15901, 16000])
@@ -149,7 +158,7 @@ def test_a_clip_of_any_length_is_cut_from_what_the_processor_fills_up(tmp_path: 
     model = make_hearing_workspace(tmp_path, "qwen2_5_omni_thinker", num_chats=1) / "model"
     wave = np.random.default_rng(num_samples).uniform(-0.5, 0.5, num_samples).astype(np.float32)
     soundfile.write(tmp_path / "noise.wav", wave, 16000, subtype="FLOAT")
-    clip = AudioReader(model, read_config(model))(str(tmp_path / "noise.wav"), "here")
+    clip = audio_of(model)(str(tmp_path / "noise.wav"), "here")
     whole = AutoFeatureExtractor.from_pretrained(model)(
         wave, sampling_rate=16000, padding="max_length", return_attention_mask=True, return_tensors="pt"
     )

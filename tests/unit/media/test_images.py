@@ -13,22 +13,35 @@ from transformers import AutoImageProcessor, AutoTokenizer, Gemma3Processor
 from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.images import ImageReader
-from automodel_rl.data.media import MediaReaders, cut
+from automodel_rl.data.media import MediaReaders, cut, open_readers
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import read_chat
 from automodel_rl.errors import InputError
+from automodel_rl.families.encoder import DEFAULTS, ReadingOptions
 from automodel_rl.hf.read import read_config
+from automodel_rl.media.images import ImageReader
 from tests.vision import make_vision_workspace
 
 
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageReader]:
     found = {}
-    for family in ("llava", "qwen2_5_vl", "mistral3"):
+    for family in ("llava", "qwen2_5_vl", "mistral3", "glm4v"):
         folder = make_vision_workspace(tmp_path_factory.mktemp(family), family, num_chats=1)
-        found[family] = ImageReader(folder / "model", read_config(folder / "model"))
+        found[family] = images_of(folder / "model")
     return found
+
+
+def media_of(folder: Path, options: ReadingOptions = DEFAULTS) -> MediaReaders:
+    found = open_readers(folder, read_config(folder), options)
+    assert found is not None
+    return found
+
+
+def images_of(folder: Path, options: ReadingOptions = DEFAULTS) -> ImageReader:
+    reader = media_of(folder, options).of_parts["image"]
+    assert isinstance(reader, ImageReader)
+    return reader
 
 
 def jpeg(width: int, height: int, turned: bool = False) -> bytes:
@@ -39,7 +52,7 @@ def jpeg(width: int, height: int, turned: bool = False) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "mistral3"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "mistral3", "glm4v"])
 @pytest.mark.parametrize("size", [(40, 20), (13, 31), (9, 9)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_sizes_tell_how_many_tokens_the_pixels_make(
@@ -58,12 +71,11 @@ def test_sizes_tell_how_many_tokens_the_pixels_make(
 
 def test_limits_of_pixels_decide_how_many_tokens_an_image_has(tmp_path: Path) -> None:
     folder = make_vision_workspace(tmp_path, "qwen2_5_vl", num_chats=1) / "model"
-    config = read_config(folder)
     for limits, tokens in (((None, None), 9), ((None, 256), 4), ((576, None), 9), ((1024, 2048), 16)):
-        image = ImageReader(folder, config, limits)(jpeg(24, 24), "here")
+        image = images_of(folder, ReadingOptions(limits))(jpeg(24, 24), "here")
         assert (image.num_tokens, len(image.load())) == (tokens, 4 * tokens)
     with pytest.raises(InputError, match="images of 641 to 640 pixels, of which the image processor says 64 to 640"):
-        ImageReader(folder, config, (641, None))
+        images_of(folder, ReadingOptions((641, None)))
 
 
 def test_an_image_travels_light(readers: dict[str, ImageReader]) -> None:
@@ -88,7 +100,6 @@ def test_rows_of_an_image_end_with_breaks(tmp_path: Path) -> None:
     folder = make_vision_workspace(tmp_path, "mistral3", num_chats=1) / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     breaks = (tokenizer.convert_tokens_to_ids("[IMG_BREAK]"), tokenizer.convert_tokens_to_ids("[IMG_END]"))
-    reader = ImageReader(folder, read_config(folder), breaks=breaks)
     pictures = [jpeg(40, 20), jpeg(9, 17)]
     opened = [Picture.open(io.BytesIO(picture)) for picture in pictures]
     made = AutoImageProcessor.from_pretrained(folder, backend="pil")(opened, patch_size={"height": 8, "width": 8})
@@ -98,7 +109,7 @@ def test_rows_of_an_image_end_with_breaks(tmp_path: Path) -> None:
         written.append("".join(rows).removesuffix("[IMG_BREAK]") + "[IMG_END]")
     text = "What is{} this? And this{}"
     plain = torch.tensor(tokenizer(text.format("<image>", "<image>")).input_ids)
-    media = MediaReaders({"image": reader})
+    media = media_of(folder, ReadingOptions(breaks=breaks))
     parts = [{"type": "image", "path": picture} for picture in pictures]
     inserts = media.read([{"role": "user", "content": parts}], "here")
     images = [insert.media[0] for insert in inserts]
@@ -117,7 +128,6 @@ def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None
         setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     processor = Gemma3Processor(image_processor, tokenizer, tokenizer.chat_template, image_seq_length=9)
-    reader = ImageReader(folder, read_config(folder))
     picture = jpeg(40, 20)
     parts = [{"type": "image"}, {"type": "text", "text": "\nWhat is this?\n"}, {"type": "image"}]
     chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "It is red."}]
@@ -125,7 +135,7 @@ def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None
     opened = [Picture.open(io.BytesIO(picture))] * 2
     expected = processor(images=opened, text=text, return_tensors="pt")
     named = [{**part, "path": picture} if part["type"] == "image" else part for part in parts]
-    sequence = ChatTokenizer(tokenizer, "all", MediaReaders({"image": reader}))(
+    sequence = ChatTokenizer(tokenizer, "all", media_of(folder))(
         Chat([{"role": "user", "content": named}, chat[1]]), "here"
     )
     assert sequence.input_ids.tolist() == expected["input_ids"][0].tolist()
@@ -136,14 +146,13 @@ def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None
 
 def test_a_template_that_writes_no_images_is_for_texts_only(tmp_path: Path) -> None:
     folder = make_vision_workspace(tmp_path, "gemma3", num_chats=1) / "model"
-    reader = ImageReader(folder, read_config(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for content in ("{{ m.content }}", "{{ raise_exception('texts only') if m.content is not string else m.content }}"):
         tokenizer.chat_template = (
             "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
             "{% endgeneration %}{% else %}" + content + "<|im_end|>{% endif %}{% endfor %}"
         )
-        write = ChatTokenizer(tokenizer, "all", MediaReaders({"image": reader}))
+        write = ChatTokenizer(tokenizer, "all", media_of(folder))
         answer = {"role": "assistant", "content": "It is red."}
         assert len(write(Chat([{"role": "user", "content": "What is this?"}, answer]), "here"))
         seen = [{"role": "user", "content": [{"type": "image", "path": jpeg(9, 9)}]}, answer]
@@ -156,7 +165,7 @@ def test_images_cut_in_several_are_refused(tmp_path: Path) -> None:
     settings = folder / "preprocessor_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"do_pan_and_scan": True}))
     with pytest.raises(InputError, match="set do_pan_and_scan to false"):
-        ImageReader(folder, read_config(folder))
+        images_of(folder)
 
 
 def test_a_cut_keeps_no_part_of_an_image() -> None:
@@ -179,7 +188,7 @@ PARTS_ONLY = (
 
 def test_texts_are_not_lost_by_a_template_that_reads_parts_only(tmp_path: Path) -> None:
     folder = make_vision_workspace(tmp_path, "llava", num_chats=1) / "model"
-    reader, tokenizer = ImageReader(folder, read_config(folder)), AutoTokenizer.from_pretrained(folder)
+    reader, tokenizer = images_of(folder), AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = PARTS_ONLY
     parts = [{"type": "image", "path": jpeg(9, 9)}, {"type": "text", "text": "What is this?"}]
     chat = [

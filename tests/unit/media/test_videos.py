@@ -18,9 +18,10 @@ from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.media import MediaReaders, open_readers
 from automodel_rl.data.media_files import with_media_files
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.videos import Frames
 from automodel_rl.errors import InputError
+from automodel_rl.families.encoder import ReadingOptions
 from automodel_rl.hf.read import read_config
+from automodel_rl.media.videos import Frames
 from tests.vision import make_vision_workspace
 
 PATCH, MERGE, PAIR = 4, 2, 2
@@ -49,7 +50,7 @@ def test_patches_are_those_of_the_models_video_processor(readers: MediaReaders, 
     time = (count + 1) // 2
     assert video.size == (time, 4, 6)
     assert video.num_tokens == time * 2 * 3
-    processor: Any = readers.images.processor if readers.images is not None else None
+    processor: Any = vars(readers.of_parts["image"])["processor"]
     mean, std = (torch.tensor(values)[:, None, None] for values in (processor.image_mean, processor.image_std))
     pictures = [torch.from_numpy(np.array(Picture.open(path))).permute(2, 0, 1) for path in paths]
     pictures += pictures[-1:] * (count % 2)
@@ -154,6 +155,6 @@ def test_limits_of_qwen3_are_of_all_frames_together(tmp_path: Path) -> None:
     paths = frames(tmp_path, 8)  # of 384 pixels
     (_, first), *_ = reader.of_parts["video"].patches(Frames(paths, 2.0), "here")
     assert first.grid[1] * first.grid[2] * PATCH**2 * 8 <= 1536
-    limited: Any = open_readers(model, read_config(model), (None, 256))
+    limited: Any = open_readers(model, read_config(model), ReadingOptions((None, 256)))
     (_, first), *_ = limited.of_parts["video"].patches(Frames(paths, 2.0), "here")
     assert 192 // 2 < first.grid[1] * first.grid[2] * PATCH**2 <= 256

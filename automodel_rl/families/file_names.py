@@ -1,0 +1,99 @@
+"""How the files of checkpoints name the tensors of text models, where names differ from those of the model."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How files name the weights that transformers fuses in `...mlp.experts.gate_up_proj` and `.down_proj`.
+
+    Attributes:
+        block: the name in files of the module that is `mlp` in the model.
+        gate, up, down: the names of one expert's weights.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """How the files of a checkpoint name and store a model's tensors.
+
+    Attributes:
+        experts: names of separate experts; None if files hold the same stacks as the model, or there are no experts.
+        starts: pairs of the beginning of a name in the model's parts and its beginning in files. The first pair that
+            fits counts.
+        renamed: patterns of names in the model and their text in files, for tensors with other names there.
+        turns_experts: whether some files have stacks of experts [experts, outputs, inputs], as transformers 5.18 writes
+            them, though it reads both.
+        tell_tale: pattern of a name that only files with these names have; empty for the usual names.
+    """
+
+    experts: ExpertNames | None = None
+    starts: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    turns_experts: bool = False
+    tell_tale: str = ""
+
+    def fits(self, names: Iterable[str]) -> bool:
+        """Whether names in files tell these names from the usual ones."""
+        return bool(self.tell_tale) and any(re.search(self.tell_tale, name) for name in names)
+
+
+SINGLE_EXPERTS = FileNames(ExpertNames())
+"""Experts one by one: the usual names of a mixture."""
+
+_MIXTRAL = FileNames(ExpertNames("block_sparse_moe", "w1", "w3", "w2"))
+_GRANITE = FileNames(
+    renamed=(
+        (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
+        (r"\.experts\.down_proj$", ".output_linear.weight"),
+        (r"\.router\.weight$", ".router.layer.weight"),
+    )
+)
+_DELTA_NET = FileNames(renamed=((r"\.linear_attn\.decay\.", ".linear_attn."),))
+_DELTA_NET_MIXTURE = replace(SINGLE_EXPERTS, renamed=_DELTA_NET.renamed)
+
+
+def _in_composite(names: FileNames) -> FileNames:
+    """The names of a language model in a vision-language model."""
+    renamed = (*names.renamed, (r"^model\.", "model.language_model."))
+    return replace(names, renamed=renamed, tell_tale=r"^model\.language_model\.")
+
+
+TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
+    "mixtral": (_MIXTRAL,),
+    "minimax_m2": (_MIXTRAL,),
+    "gpt_oss": (FileNames(),),
+    "granitemoe": (_GRANITE,),
+    "granitemoeshared": (_GRANITE,),
+    "exaone_moe": (replace(SINGLE_EXPERTS, renamed=((r"\.mlp\.gate\.e_score", ".mlp.e_score"),)),),
+    "ernie4_5_moe": (replace(SINGLE_EXPERTS, renamed=((r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),)),),
+    "hy_v3": (
+        replace(
+            SINGLE_EXPERTS,
+            renamed=(
+                (r"\.mlp\.gate\.weight", ".mlp.router.gate.weight"),
+                (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
+                (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp."),
+            ),
+        ),
+    ),
+    "mimo_v2_flash": (replace(SINGLE_EXPERTS, renamed=((r"\.self_attn\.sinks", ".self_attn.attention_sink_bias"),)),),
+    "qwen3_next": (_DELTA_NET_MIXTURE,),
+    "qwen3_5_text": (_DELTA_NET, _in_composite(_DELTA_NET)),
+    "qwen3_5_moe_text": (
+        _DELTA_NET_MIXTURE,
+        _in_composite(_DELTA_NET_MIXTURE),
+        replace(
+            _in_composite(_DELTA_NET), tell_tale=r"^model\.language_model\..*\.mlp\.experts\.gate_up_proj$"
+        ),  # experts in one tensor
+    ),
+}
+"""Names by the `model_type` of a text model: the usual ones, then those that some files have. A family that is not here
+has the model's names, with experts one by one."""

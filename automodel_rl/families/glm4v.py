@@ -1,0 +1,41 @@
+"""GLM-4.1V (arXiv:2507.01006): images of any size as patches, and rotary positions that follow their grids."""
+
+from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
+
+from automodel_rl.families.family import Family
+from automodel_rl.families.file_names import FileNames
+from automodel_rl.families.multimodal import Multimodal
+from automodel_rl.families.patch_images import FUSED_ATTENTION, PatchImages, PatchReader
+from automodel_rl.families.text import FUSED_MLP
+from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
+
+
+class GlmReader(PatchReader):
+    """Reads pictures as patches. A picture counts as a video of one patch in time for the limits of pixels."""
+
+    def resized(self, height: int, width: int, factor: int) -> tuple[int, int]:
+        time, limits = self.processor.temporal_patch_size, self.processor.size
+        return smart_resize(time, height, width, time, factor, limits["shortest_edge"], limits["longest_edge"])
+
+
+GLM4V = Multimodal(
+    encoders={
+        "vision": (
+            PatchImages(
+                kinds=("glm4v_vision",),
+                title="GLM-4.1V's encoder",
+                modules=("visual",),
+                projectors=("visual.downsample", "visual.merger"),
+                tp_plan=(
+                    *FUSED_ATTENTION,
+                    *(("mlp.gate_proj", COLUMNS), ("mlp.up_proj", COLUMNS), ("mlp.down_proj", ROWS)),
+                ),
+                computes_in_fp32=True,  # the interpolation of its table of places
+                reader=GlmReader,
+            ),
+        )
+    },
+    file_names=(FileNames(starts=(("model.visual.", "model.visual."), ("model.", "model.language_model."))),),
+    own_languages={"glm4v_text": Family(rotary_axes=3, tp_plan=FUSED_MLP)},
+    has_rotary_grid=True,
+)

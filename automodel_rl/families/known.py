@@ -1,0 +1,141 @@
+"""All families that this package knows, and which of them a config is of."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from automodel_rl.families.encoder import EncoderFamily
+from automodel_rl.families.family import Family
+from automodel_rl.families.file_names import SINGLE_EXPERTS, TEXT_FILE_NAMES, FileNames
+from automodel_rl.families.gemma3 import GEMMA3
+from automodel_rl.families.glm4v import GLM4V
+from automodel_rl.families.llava import LLAVA
+from automodel_rl.families.mistral3 import MISTRAL3
+from automodel_rl.families.multimodal import Multimodal
+from automodel_rl.families.qwen2_5_omni import QWEN2_5_OMNI
+from automodel_rl.families.qwen2_5_vl import QWEN2_5_VL
+from automodel_rl.families.qwen2_audio import QWEN2_AUDIO
+from automodel_rl.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
+from automodel_rl.families.text import TEXT_FAMILIES
+
+MULTIMODAL_FAMILIES = {
+    "llava": LLAVA,
+    "gemma3": GEMMA3,
+    "mistral3": MISTRAL3,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
+    "glm4v": GLM4V,
+    "qwen2_audio": QWEN2_AUDIO,
+    "qwen2_5_omni_thinker": QWEN2_5_OMNI,
+}
+"""Multimodal families by the `model_type` of the whole model."""
+
+FAMILIES: dict[str, Family] = TEXT_FAMILIES | {
+    name: family for whole in MULTIMODAL_FAMILIES.values() for name, family in whole.own_languages.items()
+}
+"""Families of language models, by the `model_type` of their config: text models, and parts of multimodal ones."""
+
+COMPOSITES = {
+    "qwen3_5": "text_config",
+    "qwen3_5_moe": "text_config",
+    **dict(whole.part_of for whole in MULTIMODAL_FAMILIES.values() if whole.part_of is not None),
+}
+"""Models of which only a part is trained, by the model_type of the whole, with the key of that part's config. All other
+tensors are copied to exports as they are."""
+
+
+@dataclass(frozen=True)
+class CheckpointFamily:
+    """The family of a checkpoint, with the names that its files have.
+
+    Attributes:
+        name: the `model_type` of the whole model.
+        language: facts of its language model's family.
+        file_names: how its files name tensors.
+    """
+
+    name: str
+    language: Family
+    file_names: FileNames
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether the model has encoders."""
+        return self.name in MULTIMODAL_FAMILIES
+
+
+def checkpoint_family(config: PretrainedConfig, names: Iterable[str] = ()) -> CheckpointFamily:
+    """The family of a checkpoint.
+
+    Args:
+        config: the config of the whole model.
+        names: names of the tensors in its files; none for a model that has no files, which gets the usual names.
+    """
+    name, language = config.model_type, language_family(config)
+    if name in MULTIMODAL_FAMILIES:
+        known = MULTIMODAL_FAMILIES[name].file_names
+    else:
+        known = TEXT_FILE_NAMES.get(name, (SINGLE_EXPERTS if language.is_moe else FileNames(),))
+    found = list(names)
+    return CheckpointFamily(name, language, next((k for k in reversed(known) if k.fits(found)), known[0]))
+
+
+def multimodal_family(config: PretrainedConfig) -> Multimodal | None:
+    """The multimodal family of a model; None for a model that reads text only.
+
+    Args:
+        config: the config of the whole model.
+    """
+    return MULTIMODAL_FAMILIES.get(config.model_type)
+
+
+def encoder_families(config: PretrainedConfig) -> dict[str, EncoderFamily]:
+    """The families of a model's encoders, by component; empty for a model that reads text only.
+
+    Args:
+        config: the config of the whole model.
+    """
+    family = multimodal_family(config)
+    return {} if family is None else {name: family.encoder(config, name) for name in family.encoders}
+
+
+def language_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the language model. For most models it is the config itself."""
+    if multimodal_family(config) is None:
+        return config
+    language = copy.deepcopy(config.text_config)
+    language.tie_word_embeddings = config.tie_word_embeddings
+    return language
+
+
+def language_family(config: PretrainedConfig) -> Family:
+    """The family of a model's language model, which must be a known one.
+
+    Args:
+        config: the config of the whole model.
+    """
+    return FAMILIES[(config if multimodal_family(config) is None else config.text_config).model_type]
+
+
+def num_deepstack(config: PretrainedConfig) -> int:
+    """Number of the language model's first layers after which features of an earlier encoder layer are added to image
+    tokens (DeepStack, arXiv:2406.04334); 0 for most models.
+
+    Args:
+        config: the config of the whole model.
+    """
+    return sum(encoder.num_deepstack(config) for encoder in encoder_families(config).values())
+
+
+def is_exact(config: PretrainedConfig, tp: int) -> bool:
+    """Whether a float64 model computes in float64, or rounds to fp32 in places as transformers does.
+
+    Args:
+        config: the config of the whole model.
+        tp: number of ranks that split each layer of the language model.
+    """
+    in_fp32 = any(encoder.computes_in_fp32 for encoder in encoder_families(config).values())
+    return not in_fp32 and language_family(config).is_exact(tp)

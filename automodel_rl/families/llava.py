@@ -1,0 +1,43 @@
+"""LLaVA (arXiv:2310.03744): an encoder of CLIP, SigLIP or Pixtral, and a projector to a text model."""
+
+from dataclasses import replace
+
+from automodel_rl.families.file_names import FileNames
+from automodel_rl.families.multimodal import TEXT_MODELS, Multimodal
+from automodel_rl.families.one_size_images import CLIP_PLAN, PROJECTOR, OneSizeImages
+from automodel_rl.families.row_images import RowImages
+
+_PARTS = ("vision_tower", PROJECTOR)
+
+PIXTRAL = RowImages(kinds=("pixtral",), title="Pixtral's encoder", modules=_PARTS, projectors=(PROJECTOR,))
+CLIP = OneSizeImages(
+    kinds=("clip_vision_model",),
+    title="CLIP's encoder",
+    modules=_PARTS,
+    projectors=(PROJECTOR,),
+    tp_plan=CLIP_PLAN,
+    has_class_token=True,
+)
+SIGLIP = replace(CLIP, kinds=("siglip_vision_model",), title="SigLIP's encoder", has_class_token=False)
+
+PARTS_APART = FileNames(
+    starts=(
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("", "language_model."),
+    )
+)
+"""Names of a model whose parts stand side by side in files."""
+
+OF_TRANSFORMERS_4 = replace(
+    PARTS_APART,
+    starts=(("model.vision_tower.", "vision_tower.vision_model."), *PARTS_APART.starts[1:]),
+    tell_tale=r"^vision_tower\.vision_model\.",
+)
+"""Names that transformers 4 wrote, which are on the hub."""
+
+LLAVA = Multimodal(
+    encoders={"vision": (CLIP, SIGLIP, PIXTRAL)},
+    file_names=(PARTS_APART, OF_TRANSFORMERS_4),
+    languages=TEXT_MODELS,
+)

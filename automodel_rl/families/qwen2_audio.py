@@ -1,0 +1,76 @@
+"""Qwen2-Audio (arXiv:2407.10759): an encoder that hears a window of a fixed number of frames. Silence fills up a
+shorter clip, and no frame of the clip sees it in attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, WhisperFeatureExtractor
+
+from automodel_rl.batch.media import Media
+from automodel_rl.families.audio import AudioEncoder, frames_of, positions_of
+from automodel_rl.families.file_names import FileNames
+from automodel_rl.families.multimodal import TEXT_MODELS, Multimodal
+from automodel_rl.media.audio import AudioReader
+
+
+class WindowReader(AudioReader):
+    """Reads clips and fills them up with silence."""
+
+    def spectrogram(self, wave: np.ndarray, extractor: WhisperFeatureExtractor) -> np.ndarray:
+        return extractor(wave, sampling_rate=self.rate, return_tensors="np")["input_features"][0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioWindows(AudioEncoder):
+    """An encoder that hears windows."""
+
+    def spectrogram(self, config: PretrainedConfig, num_frames: int) -> tuple[int, int]:
+        return config.audio_config.num_mel_bins, 2 * config.audio_config.max_source_positions
+
+    def encode(self, model: Any, config: PretrainedConfig, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
+        num_frames = torch.tensor([frames_of(item) for item in media], device=loaded[0].device)
+        longest = config.audio_config.max_source_positions
+        is_heard = torch.arange(longest, device=num_frames.device) < positions_of(num_frames)[:, None]
+        mask = is_heard[:, None, None, :].expand(-1, 1, longest, -1)
+        hidden = model.audio_tower(torch.stack(list(loaded)), mask).last_hidden_state
+        projected = model.multi_modal_projector(hidden)
+        return torch.cat([rows[: item.num_tokens] for rows, item in zip(projected, media, strict=True)])
+
+    def layer_output(self, layer: Any, hidden: Tensor, config: PretrainedConfig) -> Any:
+        return layer(hidden[None], None)
+
+
+_USUAL = FileNames(
+    starts=(
+        ("model.audio_tower.", "audio_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        ("", "language_model."),
+    )
+)
+
+QWEN2_AUDIO = Multimodal(
+    encoders={
+        "audio": (
+            AudioWindows(
+                kinds=("qwen2_audio_encoder",),
+                title="Qwen2-Audio's encoder",
+                modules=("audio_tower", "multi_modal_projector"),
+                projectors=("multi_modal_projector",),
+                reader=WindowReader,
+            ),
+        )
+    },
+    # transformers 5 writes other names than it finds on the hub, and reads both.
+    file_names=(
+        _USUAL,
+        FileNames(
+            starts=(*_USUAL.starts[:2], ("model.", "language_model.model.model."), *_USUAL.starts[2:]),
+            tell_tale=r"^language_model\.model\.model\.",
+        ),
+    ),
+    languages=TEXT_MODELS,
+)

@@ -1,0 +1,153 @@
+"""Families of text models: a row for each."""
+
+from dataclasses import replace
+from typing import Any
+
+from automodel_rl.families.family import Family, TPPlan
+from automodel_rl.parallel.tensor_parallel import (
+    BY_HEADS,
+    COLUMNS,
+    FUSED,
+    FUSED_HEADS,
+    FUSED_STATES,
+    REPLICATED,
+    ROWS,
+    WIDE_NORM,
+)
+
+_NEMO = "nemo_automodel.components.models"
+ATTENTION = (
+    *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
+    ("self_attn.o_proj", ROWS),
+)
+_LATENT_ATTENTION = (
+    *((f"self_attn.{name}", COLUMNS) for name in ("q_proj", "q_b_proj", "kv_b_proj")),
+    *((f"self_attn.{name}", REPLICATED) for name in ("q_a_proj", "q_a_layernorm")),
+    *((f"self_attn.{name}", REPLICATED) for name in ("kv_a_proj_with_mqa", "kv_a_layernorm")),
+    ("self_attn.o_proj", ROWS),
+)
+_SINKS = (("self_attn.sinks", BY_HEADS),)
+NORMS_OF_HEADS = (("self_attn.q_norm", REPLICATED), ("self_attn.k_norm", REPLICATED))
+_WIDE_NORMS = (*ATTENTION, ("self_attn.q_norm", WIDE_NORM), ("self_attn.k_norm", WIDE_NORM))
+MLP = (("mlp.gate_proj", COLUMNS), ("mlp.up_proj", COLUMNS), ("mlp.down_proj", ROWS))
+FUSED_MLP = (("mlp.gate_up_proj", FUSED), ("mlp.down_proj", ROWS))
+_HUNYUAN = (
+    *ATTENTION,
+    ("self_attn.query_layernorm", REPLICATED),
+    ("self_attn.key_layernorm", REPLICATED),
+    *MLP,
+)
+_SHARED_EXPERTS: TPPlan = tuple(
+    (f"mlp.{shared}.{name}_proj", style)
+    for shared in ("shared_expert", "shared_experts", "shared_mlp")
+    for name, style in (("gate", COLUMNS), ("up", COLUMNS), ("down", ROWS))
+)
+"""Experts that all tokens share are split; those that tokens choose are not, and neither are routers."""
+
+SOFTMAX_MIXTURE = Family(is_moe=True, tp_plan=_SHARED_EXPERTS)
+_BIASED_MIXTURE = replace(SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
+_GRANITE_MIXTURE = Family(
+    is_moe=True,
+    block="block_sparse_moe",
+    router="router",
+    embedding_factor="embedding_multiplier",
+    logit_divisor="logits_scaling",
+    tp_plan=ATTENTION,
+)
+_DELTA_NET: dict[str, Any] = {
+    "has_plain_norms": False,
+    "computes_in_fp32": True,
+    "fp32_modules": ("linear_attn.decay",),
+}
+_DELTA_NET_PLAN = (
+    *((f"linear_attn.in_proj_{name}", COLUMNS) for name in ("qkvz", "ba", "z", "b", "a")),
+    ("linear_attn.in_proj_qkv", FUSED_STATES),
+    *((f"linear_attn.decay.{name}", BY_HEADS) for name in ("A_log", "dt_bias")),
+    ("linear_attn.conv1d", REPLICATED),
+    ("linear_attn.norm", REPLICATED),
+    ("linear_attn.out_proj", ROWS),
+)
+
+TEXT_FAMILIES = {
+    "llama": Family(nemo_class=(f"{_NEMO}.llama.model", "LlamaForCausalLM")),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(nemo_class=(f"{_NEMO}.qwen3.model", "Qwen3ForCausalLM")),
+    "gemma2": Family(scales_embedding=True, has_plain_norms=False, computes_in_fp32=True),
+    "gemma3_text": Family(
+        scales_embedding=True, has_plain_norms=False, rotary_by_layer_type=True, computes_in_fp32=True
+    ),
+    "mixtral": SOFTMAX_MIXTURE,
+    "qwen3_moe": replace(SOFTMAX_MIXTURE, nemo_class=(f"{_NEMO}.qwen3_moe.model", "Qwen3MoeForCausalLM")),
+    "deepseek_v3": replace(
+        _BIASED_MIXTURE, tp_plan=_LATENT_ATTENTION, nemo_class=(f"{_NEMO}.deepseek_v3.model", "DeepseekV3ForCausalLM")
+    ),
+    "gpt_oss": Family(
+        is_moe=True,
+        router="router",
+        transposes_experts=True,
+        has_sinks=True,
+        tp_plan=(*ATTENTION, *_SINKS),
+        nemo_class=(f"{_NEMO}.gpt_oss.model", "GptOssForCausalLM"),
+    ),
+    "apertus": Family(tp_plan=(("mlp.act_fn", REPLICATED),)),
+    "arcee": Family(),
+    "cohere": Family(
+        logit_factor="logit_scale",
+        computes_in_fp32=True,
+        tp_plan=(("self_attn.q_norm", BY_HEADS), ("self_attn.k_norm", BY_HEADS)),
+    ),
+    "cohere2": Family(logit_factor="logit_scale", computes_in_fp32=True),
+    "ernie4_5": Family(),
+    "exaone4": Family(),
+    "gemma": Family(scales_embedding=True, has_plain_norms=False, computes_in_fp32=True),
+    "glm": Family(tp_plan=FUSED_MLP),
+    "glm4": Family(tp_plan=FUSED_MLP),
+    "granite": Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling"),
+    "helium": Family(computes_in_fp32=True),
+    "hunyuan_v1_dense": Family(tp_plan=_HUNYUAN),
+    "hyperclovax": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),
+    "ministral": Family(),
+    "ministral3": Family(),
+    "olmo2": Family(tp_plan=_WIDE_NORMS),
+    "olmo3": Family(rotary_by_layer_type=True, tp_plan=_WIDE_NORMS),
+    "phi3": Family(tp_plan=(("self_attn.qkv_proj", FUSED_HEADS), ("self_attn.o_proj", ROWS), *FUSED_MLP)),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "starcoder2": Family(),
+    "youtu": Family(tp_plan=_LATENT_ATTENTION),
+    "cohere2_moe": replace(SOFTMAX_MIXTURE, logit_factor="logit_scale", computes_in_fp32=True),
+    "deepseek_v2": replace(SOFTMAX_MIXTURE, computes_in_fp32=True, tp_plan=_LATENT_ATTENTION),
+    "dots1": _BIASED_MIXTURE,
+    "exaone_moe": _BIASED_MIXTURE,
+    "flex_olmo": replace(SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
+    "ernie4_5_moe": replace(
+        _BIASED_MIXTURE,
+        router_bias="gate.moe_statics.e_score_correction_bias",
+        fp32_modules=("mlp.gate",),
+    ),
+    "glm4_moe": replace(_BIASED_MIXTURE, tp_plan=NORMS_OF_HEADS),
+    "glm4_moe_lite": replace(_BIASED_MIXTURE, tp_plan=(*_LATENT_ATTENTION, *_SHARED_EXPERTS)),
+    "granitemoe": _GRANITE_MIXTURE,
+    "granitemoeshared": _GRANITE_MIXTURE,
+    "hunyuan_v1_moe": replace(
+        SOFTMAX_MIXTURE, computes_in_fp32=True, fp32_modules=("mlp.gate",), tp_plan=(*_HUNYUAN, *_SHARED_EXPERTS)
+    ),
+    "hy_v3": replace(_BIASED_MIXTURE, router_bias="e_score_correction_bias"),
+    "mimo_v2_flash": replace(
+        _BIASED_MIXTURE,
+        has_sinks=True,
+        rotary_by_layer_type=True,
+        tp_plan=_SINKS,
+    ),
+    "minimax_m2": replace(_BIASED_MIXTURE, router_bias="e_score_correction_bias", tp_plan=_WIDE_NORMS),
+    "olmoe": replace(SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
+    "qwen2_moe": SOFTMAX_MIXTURE,
+    "solar_open": _BIASED_MIXTURE,
+    "qwen3_next": replace(SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *_SHARED_EXPERTS)),
+    "qwen3_5_text": Family(**_DELTA_NET, tp_plan=_DELTA_NET_PLAN, rotary_axes=3),
+    "qwen3_5_moe_text": replace(
+        SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *_SHARED_EXPERTS), rotary_axes=3
+    ),
+}
+"""Facts by the `model_type` of a causal language model's config."""
