@@ -104,9 +104,13 @@ TEXT_FAMILIES = {
     "glm": Family(tp_plan=FUSED_MLP),
     "glm4": Family(tp_plan=FUSED_MLP),
     "granite": Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling"),
+    "granite_swa": Family(
+        embedding_factor="embedding_multiplier", logit_divisor="logits_scaling", has_sinks=True, tp_plan=_SINKS
+    ),
     "helium": Family(computes_in_fp32=True),
     "hunyuan_v1_dense": Family(tp_plan=_HUNYUAN),
     "hyperclovax": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),
+    "jais2": Family(),
     "ministral": Family(),
     "ministral3": Family(),
     "olmo2": Family(tp_plan=_WIDE_NORMS),
@@ -134,6 +138,7 @@ TEXT_FAMILIES = {
         SOFTMAX_MIXTURE, computes_in_fp32=True, fp32_modules=("mlp.gate",), tp_plan=(*_HUNYUAN, *_SHARED_EXPERTS)
     ),
     "hy_v3": replace(_BIASED_MIXTURE, router_bias="e_score_correction_bias"),
+    "mellum": replace(SOFTMAX_MIXTURE, rotary_by_layer_type=True),
     "mimo_v2_flash": replace(
         _BIASED_MIXTURE,
         has_sinks=True,

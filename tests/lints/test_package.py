@@ -55,6 +55,7 @@ def problems_of_texts(name: str) -> Iterator[str]:
 
 MADE_INSIDE = {
     "AdapterOrigin",
+    "CheckpointFamily",
     "ChatTemplate",
     "Completion",
     "Crew",
