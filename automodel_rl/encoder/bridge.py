@@ -1,8 +1,7 @@
 """The bridge between an encoder and a language model, each on a mesh of its own, beside the pipeline schedule.
 
-The encoder's embeddings of media go over the bridge to the language model, and their gradients come back: those of a
-whole step at once where ranks have both components, microbatch by microbatch where they have one. How many there are
-may differ from microbatch to microbatch.
+The encoder's embeddings of media go over the bridge to the language model, and their gradients come back, microbatch by
+microbatch and in order. How many there are may differ from microbatch to microbatch.
 
 A lane is a data rank. An encoder lane has the ranks that share the encoder's work on an image or clip. A language lane
 has those ranks of the first stage that share its microbatches. The leader of a lane, its first rank, sends for it.
@@ -11,12 +10,13 @@ The numbers of lanes decide which serve which. With fewer encoder lanes than lan
 several language lanes (fan out). With more, several encoder lanes serve one language lane and divide its media
 (fan in).
 
-Embeddings are broadcast, each time in a group of one language lane and the leader of an encoder lane that serves it.
-All ranks go through groups and senders in the same order, so they never wait for each other in a circle.
+Embeddings are broadcast, each time in a group of one language lane and the leader of an encoder lane that serves it. A
+gradient goes from the leader of a language lane to that of an encoder lane. All ranks go through lanes in the same
+order, so they never wait for each other in a circle, also where ranks have both components.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,42 @@ class Lane:
     def encoder_leaders(self) -> tuple[int, ...]:
         """The leader of each encoder lane that serves it."""
         return tuple(ranks[0] for ranks in self.encoder_ranks)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A tensor on its way.
+
+    Attributes:
+        tensor: the tensor, which must stay until the message is there.
+        work: what waits for it; None if nothing is sent.
+    """
+
+    tensor: Tensor
+    work: Any = None
+
+    def wait(self) -> Tensor:
+        """The tensor, once it has arrived or left."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What crosses the bridge for one microbatch.
+
+    Attributes:
+        arriving: tensors for this rank's language lane, by the encoder lane that sends.
+        leaving: tensors from this rank for others.
+    """
+
+    arriving: list[Transfer] = field(default_factory=list)
+    leaving: list[Transfer] = field(default_factory=list)
+
+
+Sizes = Mapping[int, Sequence[int]]
+"""Numbers of embeddings from each encoder lane that serves a language lane, by language lane."""
 
 
 class Bridge:
@@ -114,117 +150,61 @@ class Bridge:
         dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.encoder.stage_control)
         return bool(vote)
 
-    def to_language(self, embeddings: dict[int, Tensor], sizes: dict[int, list[int]], like: Tensor) -> list[Tensor]:
-        """Sends embeddings to every language lane.
+    def to_language(self, chunks: Mapping[int, Tensor], sizes: Sizes, like: Tensor) -> Crossing:
+        """Starts to send a microbatch's embeddings to the language lanes of this rank.
 
         Args:
-            embeddings: [m, E] for each language lane that this rank's encoder lane serves; read on its leader only.
-            sizes: for each language lane, how many embeddings come from each encoder lane that serves it.
+            chunks: embeddings [m, E] that this rank's encoder lane has made, by language lane; read on its leader only.
+            sizes: for each language lane, how many embeddings come from each encoder lane that serves it. None is no
+                message.
             like: a tensor with the dtype, device and width of the embeddings.
 
         Returns:
-            A tensor [m, E] from each encoder lane that serves this rank's language lane; empty on ranks without a first
-            stage.
+            What is on its way: to this rank, a tensor [m, E] from each encoder lane that serves its language lane; and
+            away from it.
         """
-        received = []
+        rank, found = dist.get_rank(), Crossing()
         for number, lane in self.lanes.items():
             for share, leader in enumerate(lane.encoder_leaders):
-                sends = share == self.own_share and dist.get_rank() in lane.encoder_leaders
-                tensor = embeddings.get(number) if sends else None
-                tensor = self._broadcast(tensor, sizes[number][share], like, leader, lane, share)
-                if number == self.own_lane and tensor is not None:
-                    received.append(tensor)
-        return received
+                if rank not in (*lane.language_ranks, leader):
+                    continue
+                size, group, work = sizes[number][share], lane.device_groups[share], None
+                tensor = like.new_empty(size, like.shape[1])
+                if rank == leader:
+                    tensor = chunks[number].contiguous() if size else tensor
+                if size and group is not None:
+                    work = dist.broadcast(tensor, src=leader, group=group, async_op=True)
+                (found.arriving if number == self.own_lane else found.leaving).append(Transfer(tensor, work))
+        return found
 
-    def to_encoder(self, gradients: list[Tensor], sizes: dict[int, list[int]], like: Tensor) -> dict[int, Tensor]:
-        """Sends the gradients of what `to_language` brought back to all ranks of the encoder lanes.
+    def to_encoder(self, gradients: Sequence[Tensor], sizes: Sizes, like: Tensor) -> tuple[dict[int, Tensor], Crossing]:
+        """Sends the gradients of a microbatch's embeddings back, and waits for those of this rank's encoder lane.
 
         Args:
-            gradients: this rank's summand of the gradient of each tensor that `to_language` returned.
+            gradients: on a rank of a language lane, the gradient of what came from each encoder lane, summed over the
+                language lane; else nothing.
             sizes, like: what `to_language` got.
 
         Returns:
-            The gradients of this rank's encoder lane, by language lane; empty on ranks without the encoder.
+            The gradients on all ranks of an encoder lane, by language lane, where there are any; and what is on its way
+            from this rank.
         """
-        for gradient in gradients:
-            self.sum_over_language_lane(gradient)
-        mine: dict[int, Tensor] = {}
+        rank, found, mine = dist.get_rank(), Crossing(), {}
         for number, lane in self.lanes.items():
-            for share in range(len(lane.encoder_leaders)):
-                tensor = gradients[share] if number == self.own_lane else None
-                tensor = self._broadcast(tensor, sizes[number][share], like, lane.language_leader, lane, share)
-                if share == self.own_share and number in self.served_lanes:
-                    mine[number] = self._to_tp_peers(tensor, sizes[number][share], like)
-        return mine
-
-    def send_embeddings(self, lane: int, embeddings: Tensor) -> "Transfer":
-        """Starts to send embeddings [m, E] to a language lane, from a rank of an encoder lane that serves it.
-        Each `send_embeddings` meets one `receive_embeddings`, in order.
-        """
-        assert self.own_share is not None
-        leader, group = self.lanes[lane].encoder_leaders[self.own_share], self.lanes[lane].device_groups[self.own_share]
-        if dist.get_rank() != leader:
-            return Transfer(embeddings)
-        return Transfer(embeddings, dist.broadcast(embeddings, src=leader, group=group, async_op=True))
-
-    def receive_embeddings(self, share: int, size: int, like: Tensor) -> "Transfer":
-        """Starts to receive embeddings [size, E] on all ranks of this rank's language lane.
-
-        Args:
-            share: the number of the sending encoder lane, among the encoder lanes that send to this language lane.
-            size: how many there are; 0 is no message.
-            like: a tensor with the dtype, device and width of the embeddings.
-        """
-        assert self.own_lane is not None
-        lane, buffer = self.lanes[self.own_lane], like.new_empty(size, like.shape[1])
-        if not size:
-            return Transfer(buffer)
-        source, group = lane.encoder_leaders[share], lane.device_groups[share]
-        return Transfer(buffer, dist.broadcast(buffer, src=source, group=group, async_op=True))
-
-    def return_gradient(self, share: int, gradient: Tensor) -> "Transfer":
-        """Starts to send the gradient of embeddings back, once it is summed over the language lane.
-
-        Args:
-            share: the place of the encoder lane that has made them among those that serve this rank's lane.
-            gradient: [m, E]; an empty one is no message.
-        """
-        assert self.own_lane is not None
-        lane = self.lanes[self.own_lane]
-        if dist.get_rank() != lane.language_leader or not len(gradient):
-            return Transfer(gradient)
-        gradient = gradient.contiguous()
-        message = dist.isend(gradient, dst=lane.encoder_leaders[share], group=lane.device_groups[share])
-        return Transfer(gradient, message)
-
-    def take_gradient(self, lane: int, size: int, like: Tensor) -> Tensor:
-        """Waits for a gradient [size, E] that a language lane returns, on all ranks of the encoder lane.
-
-        Args:
-            lane: the language lane.
-            size: how many embeddings it is of, at least 1.
-            like: a tensor with the dtype, device and width of the embeddings.
-        """
-        assert self.own_share is not None
-        serving = self.lanes[lane]
-        gradient = like.new_empty(size, like.shape[1])
-        if dist.get_rank() == serving.encoder_leaders[self.own_share]:
-            dist.recv(gradient, src=serving.language_leader, group=serving.device_groups[self.own_share])
-        return self._to_tp_peers(gradient, size, like)
-
-    def _broadcast(
-        self, tensor: Tensor | None, size: int, like: Tensor, source: int, lane: Lane, share: int
-    ) -> Tensor | None:
-        """The tensor [size, E] of one rank, on the language ranks and the leader of an encoder lane; None elsewhere."""
-        if dist.get_rank() not in (*lane.language_ranks, lane.encoder_leaders[share]):
-            return None
-        if dist.get_rank() != source:
-            tensor = like.new_empty(size, like.shape[1])
-        assert tensor is not None
-        tensor = tensor.contiguous()
-        if lane.device_groups[share] is not None and size:
-            dist.broadcast(tensor, src=source, group=lane.device_groups[share])
-        return tensor
+            for share, leader in enumerate(lane.encoder_leaders):
+                size, group = sizes[number][share], lane.device_groups[share]
+                if not size:
+                    continue
+                gradient = like.new_empty(size, like.shape[1])
+                if rank == lane.language_leader:
+                    gradient = gradients[share].contiguous()
+                    if rank != leader:
+                        found.leaving.append(Transfer(gradient, dist.isend(gradient, dst=leader, group=group)))
+                elif rank == leader:
+                    dist.recv(gradient, src=lane.language_leader, group=group)
+                if rank in lane.encoder_ranks[share]:
+                    mine[number] = self._to_tp_peers(gradient)
+        return mine, found
 
     def sum_over_language_lane(self, gradient: Tensor) -> None:
         """Sums a gradient in place. Under context or sequence parallelism a rank has that of its own tokens only."""
@@ -233,31 +213,11 @@ class Bridge:
         if self.language.parallel.sequence_parallel and gradient.numel():
             dist.all_reduce(gradient, group=self.language.tp_group)
 
-    def _to_tp_peers(self, tensor: Tensor | None, size: int, like: Tensor) -> Tensor:
+    def _to_tp_peers(self, tensor: Tensor) -> Tensor:
         """The tensor of an encoder lane's leader, on all ranks of the lane."""
-        tensor = like.new_empty(size, like.shape[1]) if tensor is None else tensor
-        if self.encoder.tp_group is not None and size:
+        if self.encoder.tp_group is not None:
             dist.broadcast(tensor, group=self.encoder.tp_group, group_src=0)
         return tensor
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A tensor on its way.
-
-    Attributes:
-        tensor: the tensor, which must stay until the message is there.
-        work: what waits for it; None if nothing is sent.
-    """
-
-    tensor: Tensor
-    work: Any = None
-
-    def wait(self) -> Tensor:
-        """The tensor, once it has arrived or left."""
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor
 
 
 def _group(ranks: set[int], backend: str | None) -> dist.ProcessGroup | None:

@@ -1,44 +1,17 @@
-"""Runs the encoders of a multimodal model beside the language model, in turns or alongside it."""
+"""All encoders of a multimodal model as one."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch
 from automodel_rl.batch.media import ENCODERS, EncoderName
-from automodel_rl.encoder.alongside import EncoderAlongside
 from automodel_rl.encoder.bridge import Bridge
 from automodel_rl.encoder.encoding import Encoding
-from automodel_rl.encoder.in_turn import EncoderInTurn
+from automodel_rl.encoder.media_encoder import MediaEncoder
 from automodel_rl.model.handle import ModelHandle
-
-
-class MediaEncoder(Protocol):
-    """Embeds the media of a step's microbatches on the ranks with the encoder, for the ranks with a first stage.
-
-    All ranks of the job call every method.
-    """
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why media of the last step, on this rank, have no embeddings of their own; None if all have."""
-        ...
-
-    def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
-        """Functions that give the embeddings [m, E] of every microbatch of this rank; none on ranks without a first
-        stage. Each is called once, in order."""
-        ...
-
-    def backward(self) -> None:
-        """Ends a step: the encoder has its gradients. Called after the language model's schedule."""
-        ...
-
-    def abandon_step(self) -> None:
-        """Drops what is kept for a backward that will not come."""
-        ...
 
 
 class MediaEncoders:
@@ -73,22 +46,7 @@ def _joined(embeddings: Sequence[Callable[[], Tensor]]) -> Tensor:
     return torch.cat([of_encoder() for of_encoder in embeddings])
 
 
-class AbsentEncoder:
-    """The encoder of a rank without encoder and language model, in a job whose other ranks have both."""
-
-    failure = None
-
-    def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
-        return []
-
-    def backward(self) -> None:
-        pass
-
-    def abandon_step(self) -> None:
-        pass
-
-
-def make_encoders(handle: ModelHandle) -> MediaEncoder | None:
+def make_encoders(handle: ModelHandle) -> MediaEncoders | None:
     """The encoders of a multimodal model, on all ranks of the job; None for a model that reads text only."""
     encoders = [_make_encoder(handle, name) for name in ENCODERS if name in handle.meshes.encoders]
     return MediaEncoders(encoders) if encoders else None
@@ -104,7 +62,5 @@ def _make_encoder(handle: ModelHandle, name: EncoderName) -> MediaEncoder:
     encoding = None
     if part is not None:
         encoding = Encoding(part, like, handle.partial_in_encoders[name], layout.tp_group)
-    trains = name in handle.trained_encoders
-    if components.is_colocated(name):
-        return AbsentEncoder() if encoding is None else EncoderInTurn(encoding, bridge, name, trains)
-    return EncoderAlongside(encoding, bridge, like, name, trains)
+    trains, together = name in handle.trained_encoders, components.is_colocated(name)
+    return MediaEncoder(encoding, bridge, like, name, trains=trains, together=together)

@@ -75,6 +75,13 @@ class MediaShares:
         """Number of embeddings of these media. The arguments are those of `numbers`."""
         return sum(item.num_embeddings for item in self.of_share(lane, share, microbatch))
 
+    def sizes(self, microbatch: int) -> dict[int, list[int]]:
+        """Number of embeddings of a microbatch from each encoder lane, by language lane."""
+        return {
+            number: [self.size(number, share, microbatch) for share in range(len(lane.encoder_leaders))]
+            for number, lane in self.bridge.lanes.items()
+        }
+
     def joined(self, lane: int, microbatch: int, of_shares: Sequence[Tensor], like: Tensor) -> Tensor:
         """The embeddings [m, E] of a microbatch's media in order, joined from the embeddings of each encoder lane."""
         media = self.of_lane(lane, microbatch)

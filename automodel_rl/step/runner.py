@@ -9,7 +9,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch, empty_microbatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.compat.fsdp import reset_fsdp
-from automodel_rl.encoder.media_encoders import MediaEncoder, make_encoders
+from automodel_rl.encoder.media_encoders import MediaEncoders, make_encoders
 from automodel_rl.errors import MicrobatchError, innermost
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.mixture.router_replay import replay_metrics
@@ -46,7 +46,7 @@ class StepRunner:
 
     def __init__(self, handle: ModelHandle):
         self.handle, self.layout = handle, handle.layout
-        self._encoder: MediaEncoder | None = make_encoders(handle)
+        self._encoder: MediaEncoders | None = make_encoders(handle)
         self._driver: Driver | None = None
         if len(handle.stages) and self.layout.parallel.pp > 1:
             self._driver = PipelineDriver(

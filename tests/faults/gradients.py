@@ -105,7 +105,7 @@ FAULTS: dict[str, Fault] = {
         lambda: mock.patch("torch.nn.utils.clip_grads_with_norm_", return_value=None), Verified("qwen3")
     ),
     "weights gathered before the optimizer step are used after it": Fault(
-        lambda: everywhere(lambda part: None, "step.runner.release_gathered", "encoder.in_turn.release_gathered"),
+        lambda: everywhere(lambda part: None, "step.runner.release_gathered", "encoder.media_encoder.release_gathered"),
         Verified("qwen3"),
     ),
     "partial gradients of tp left alone": Fault(

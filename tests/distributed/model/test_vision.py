@@ -239,12 +239,13 @@ def test_encoder_ranks_without_images_wait_for_nobody_and_change_no_scale(
 def train_with_an_infinite_gradient(folder: Path, components: ComponentsConfig) -> tuple[bool, bool]:
     engine = make_engine(folder, components)
     microbatches, before = microbatches_of(engine, (1, 1)), weights_of(engine)
-    take_gradient = Bridge.take_gradient
+    to_encoder = Bridge.to_encoder
 
-    def infinite(bridge: Bridge, *arguments: Any) -> Tensor:
-        return take_gradient(bridge, *arguments) * torch.inf
+    def infinite(bridge: Bridge, *arguments: Any) -> Any:
+        gradients, crossing = to_encoder(bridge, *arguments)
+        return {lane: gradient * torch.inf for lane, gradient in gradients.items()}, crossing
 
-    with mock.patch.object(Bridge, "take_gradient", infinite):  # the language model knows nothing of it
+    with mock.patch.object(Bridge, "to_encoder", infinite):  # the language model knows nothing of it
         skipped = engine.train_step(microbatches, sft_loss).skipped
     after = weights_of(engine)
     return skipped, all(torch.equal(before[name], after[name]) for name in before)

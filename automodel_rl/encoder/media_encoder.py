@@ -1,0 +1,255 @@
+"""One encoder beside the language model: when media are encoded, and when gradients come back.
+
+An encoder works like a stage before the first one. It encodes the media of a number of microbatches ahead, waits for
+the gradient of its oldest microbatch, runs that one's backward, and encodes the next. Both sides go through
+microbatches in order, so messages need no names.
+
+- On ranks of its own it stays ahead by as many microbatches as the first stage has forwards before it has a
+  microbatch's gradient, and one more (`encoded_ahead`). So it keeps the activations of no more media than that, while
+  earlier microbatches are in the pipeline. parallel/pipeline/timeline.py plays the same order on paper.
+- On the ranks of the language model it is ahead of all microbatches: they take turns in a step, and a pipeline schedule
+  knows nothing of the encoder.
+
+The embeddings of a microbatch are a leaf tensor, in which the language model's backward leaves their gradient.
+
+A step without any image or clip leaves the encoder without gradients, so its optimizer does nothing, as in one
+process. A rank that has none among the first microbatches encodes a blank one, to join its peers' collectives; it does
+not count.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import Microbatch
+from automodel_rl.batch.media import EncoderName, Media
+from automodel_rl.encoder.bridge import Bridge, Transfer
+from automodel_rl.encoder.encoding import READING_THREADS, Encoding
+from automodel_rl.encoder.media_shares import MediaShares
+from automodel_rl.parallel.pipeline.timeline import encoded_ahead
+from automodel_rl.parallel.sharding import release_gathered
+
+
+class MediaEncoder:
+    """Embeds the media of a step's microbatches on the ranks with the encoder, for the ranks with a first stage. All
+    ranks of the job call every method.
+
+    Args:
+        encoding: the encoder; None on ranks without it.
+        bridge: the bridge to the language model.
+        like: a tensor [0, E] like the embeddings (see `Encoding`).
+        name: the encoder's component.
+        trains: whether embeddings need gradients; the same on all ranks.
+        together: whether the encoder is on the ranks of the language model.
+    """
+
+    def __init__(
+        self,
+        encoding: Encoding | None,
+        bridge: Bridge,
+        like: Tensor,
+        name: EncoderName,
+        *,
+        trains: bool,
+        together: bool,
+    ):
+        self.bridge, self.like, self.trains, self.together = bridge, like, trains, together
+        self.shares = MediaShares(bridge, name)
+        self._encoder = None if encoding is None else _Encoder(encoding, bridge, self.shares)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._ahead = 0
+        self._keeps = False
+        self._arriving: dict[int, list[Transfer]] = {}
+        self._gradients: dict[int, Tensor] = {}  # those that wait for that of an earlier microbatch
+        self._num_returned = 0
+        self._leaving: list[Transfer] = []
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why media of the last step have no embeddings of their own; None if all have, or another rank encodes."""
+        return None if self._encoder is None else self._encoder.encoding.failure
+
+    def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
+        """Starts a step: encodes the media of the first microbatches, or without `train` of all.
+
+        Args:
+            microbatches: this data rank's microbatches.
+            train: whether `backward` follows.
+
+        Returns:
+            Functions that wait for the embeddings [m, E] of every microbatch of this rank; each is called once, in
+            order. None on ranks without a first stage.
+        """
+        self.abandon_step()  # of a forward without backward
+        self.shares.exchange(microbatches)
+        count, self._keeps = self.shares.num_microbatches, train and self.trains
+        is_all = self.together or not self._keeps
+        self._ahead = count if is_all else min(count, encoded_ahead(self.bridge.language.parallel, count))
+        if self._encoder is not None:
+            self._encoder.start(self._keeps, self._ahead)
+        for number in range(self._ahead):
+            if self._encoder is not None:
+                self._encoder.encode(number)
+                if not self.together:
+                    self._carry(number)
+        if self.together:  # only now, since this rank may wait for others in a message
+            for number in range(count):
+                self._carry(number)
+        if not self._keeps and self._encoder is not None:
+            self._wait()
+            self._encoder.end()
+        if self.bridge.own_lane is None:
+            return []
+        return [functools.partial(self._embeddings, number) for number in range(count)]
+
+    def backward(self) -> None:
+        """Ends a step, after the language model's schedule: the encoder has its gradients."""
+        count = self.shares.num_microbatches if self._keeps else 0
+        back: dict[int, dict[int, Tensor]] = {}
+        if self.together or self._encoder is None:  # before a rank waits for its peers in the encoder's last backward
+            back = {number: self._carry_back(number) for number in range(self._num_returned, count)}
+        if self._encoder is not None:
+            for number in range(count):
+                self._encoder.backward(number, back.pop(number) if self.together else self._carry_back(number))
+                if number + self._ahead < count:
+                    self._encoder.encode(number + self._ahead)
+                    self._carry(number + self._ahead)
+        self._wait()
+        self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """Drops what is kept for a backward that will not come."""
+        self._reset()
+        self.shares.clear()
+        if self._encoder is not None:
+            self._encoder.end()
+
+    def _carry(self, number: int) -> None:
+        """Sends and receives a microbatch's embeddings."""
+        chunks = {} if self._encoder is None else self._encoder.chunks_of(number)
+        crossing = self.bridge.to_language(chunks, self.shares.sizes(number), self.like)
+        self._arriving[number] = crossing.arriving
+        self._leaving += crossing.leaving
+
+    def _carry_back(self, number: int) -> dict[int, Tensor]:
+        """Sends and receives the gradients of a microbatch's embeddings: those of this rank's encoder lane, by language
+        lane."""
+        gradients: list[Tensor] = []
+        lane = self.bridge.own_lane
+        if lane is not None:
+            gradient = self._gradients.pop(number, None)
+            if gradient is None:  # it took no part in the loss
+                tokens = sum(item.num_embeddings for item in self.shares.of_lane(lane, number))
+                gradient = self.like.new_zeros(tokens, self.like.shape[1])
+            self.bridge.sum_over_language_lane(gradient)
+            gradients = self.shares.divided(lane, number, gradient)
+        mine, crossing = self.bridge.to_encoder(gradients, self.shares.sizes(number), self.like)
+        self._leaving += crossing.leaving
+        self._num_returned = number + 1
+        return mine
+
+    def _embeddings(self, number: int) -> Tensor:
+        """Waits for the embeddings of a microbatch, and asks for those of the next one."""
+        for asked in (number, number + 1):
+            if asked not in self._arriving and asked < self.shares.num_microbatches:
+                self._carry(asked)
+        lane = self.bridge.own_lane
+        assert lane is not None
+        arrived = [transfer.wait() for transfer in self._arriving[number]]
+        self._arriving[number] = []
+        leaf = self.shares.joined(lane, number, arrived, self.like).requires_grad_(self._keeps)
+        if self._keeps:
+            leaf.register_post_accumulate_grad_hook(functools.partial(self._take, number))
+        return leaf
+
+    def _take(self, number: int, leaf: Tensor) -> None:
+        """Called by autograd once a microbatch's backward has left its gradient. To an encoder on other ranks it goes
+        at once, in order."""
+        assert leaf.grad is not None
+        self._gradients[number], leaf.grad = leaf.grad, None
+        while not self.together and self._num_returned in self._gradients:
+            self._carry_back(self._num_returned)
+
+    def _wait(self) -> None:
+        for transfer in self._leaving:
+            transfer.wait()
+        self._leaving = []
+
+
+class _Encoder:
+    """The work of a rank with the encoder in a step."""
+
+    def __init__(self, encoding: Encoding, bridge: Bridge, shares: MediaShares):
+        self.encoding, self.bridge, self.shares = encoding, bridge, shares
+        self._pool: ThreadPoolExecutor | None = None
+        self._keeps = False
+        self.end()
+
+    def end(self) -> None:
+        """Ends a step."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            if not self._keeps:
+                release_gathered(self.encoding.part)
+        self._pool = None
+        self.encoding.clear()
+        self._blank: Tensor | None = None
+        self._chunks: dict[tuple[int, int], Tensor] = {}  # by microbatch and language lane
+        self._loads: dict[tuple[int, int], list[Future[Tensor]]] = {}
+        self._left: list[tuple[int, int]] = []
+        self._keeps = False
+
+    def start(self, keeps: bool, ahead: int) -> None:
+        """Starts a step, of whose microbatches so many are encoded ahead."""
+        self._pool, self._keeps, self.encoding.failure = ThreadPoolExecutor(READING_THREADS), keeps, None
+        if not self.bridge.any_encoder(self.shares.has_media):
+            return
+        numbers = range(self.shares.num_microbatches)
+        places = [(number, lane) for number in numbers for lane in self.bridge.served_lanes]
+        self._left = [place for place in places if self._media(*place)]
+        if not self._left or self._left[0][0] >= ahead:
+            with torch.set_grad_enabled(keeps):
+                self._blank = self.encoding.forward_blank()
+
+    def encode(self, number: int) -> None:
+        """Encodes the media of a microbatch."""
+        for lane in self.bridge.served_lanes:
+            media = self._media(number, lane)
+            if not media:
+                continue
+            self._read(number, lane)
+            loads = self._loads.pop((number, lane))
+            for later in (number, number + 1):  # read while the device encodes
+                for other in self.bridge.served_lanes:
+                    if (later, other) > (number, lane) and later < self.shares.num_microbatches:
+                        self._read(later, other)
+            with torch.set_grad_enabled(self._keeps):
+                self._chunks[number, lane] = self.encoding.forward(media, loads)
+
+    def chunks_of(self, number: int) -> dict[int, Tensor]:
+        """The embeddings of a microbatch, by language lane."""
+        return {lane: chunk for (of, lane), chunk in self._chunks.items() if of == number}
+
+    def backward(self, number: int, gradients: dict[int, Tensor]) -> None:
+        """Runs the backward of a microbatch, from gradients by language lane."""
+        if self._blank is not None:
+            self.encoding.backward(torch.zeros_like(self._blank), is_last=not self._left)
+            self._blank = None
+        for lane, gradient in gradients.items():
+            del self._chunks[number, lane]
+            self.encoding.backward(gradient, is_last=(number, lane) == self._left[-1])
+
+    def _read(self, number: int, lane: int) -> None:
+        """Starts to read a microbatch's images or clips, if that has not begun."""
+        assert self._pool is not None
+        if (number, lane) not in self._loads:
+            self._loads[number, lane] = [self._pool.submit(item.load) for item in self._media(number, lane)]
+
+    def _media(self, number: int, lane: int) -> list[Media]:
+        assert self.bridge.own_share is not None
+        return self.shares.of_share(lane, self.bridge.own_share, number)
