@@ -17,6 +17,7 @@ import torch
 
 from automodel_rl import TokenSequence
 from automodel_rl.batch import LocalMicrobatch, local_microbatch, pack_microbatch
+from automodel_rl.batch.token_inputs import LOGPROB_GRADIENT
 from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout
 
@@ -32,7 +33,7 @@ def main() -> None:
         microbatch = local_microbatch(pack_microbatch([TokenSequence(ids, torch.ones(TOKENS, dtype=torch.bool))]))
         microbatch = microbatch.to(torch.device("cuda"))
         known = torch.full((TOKENS,), -1 / TOKENS, dtype=torch.float64, device="cuda")
-        informed = dataclasses.replace(microbatch, logprob_gradient=known)
+        informed = dataclasses.replace(microbatch, tokens={LOGPROB_GRADIENT: known})
         cases = {
             "linear": (informed, Readout()),
             "policy": (microbatch, Readout()),

@@ -11,6 +11,7 @@ Shape letters: T tokens of the microbatch, t tokens of one rank, N sequences.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from automodel_rl.batch.media import NO_MEDIA, MediaTokens, media_places
 from automodel_rl.batch.microbatch import IGNORED_TARGET, Microbatch
 from automodel_rl.batch.move import move
 from automodel_rl.batch.routes import Routes
+from automodel_rl.batch.token_inputs import taken
 
 LEAST_TOKENS = 2
 """Least queries of an attention call: the graphs of compiled layers hold for all sizes but 1."""
@@ -92,11 +94,7 @@ class LocalMicrobatch:
         offsets: the place of each token in its sequence, sequence by sequence, int64 [T].
         routes: the experts that the tokens of `is_routed` must go to, `MISSING` for pads; None if the routers choose.
         media: the media tokens among the rank's tokens.
-        rotary_positions: positions in time, height and width, int64 [3, t], for a model with M-RoPE; pads have 0.
-        logprob_gradient: the derivative of the loss by the log-probability of every target, float64 [t], if it is known
-            before the forward; pads have 0.
-        adapter_gate: factors of the rows of low-rank adapters for every token, [t, rank]; None if all belong to one
-            training.
+        tokens: further inputs of the model [t, ...] by name (batch/token_inputs.py); pads have 0.
         index: its place among the microbatches of a step.
     """
 
@@ -113,9 +111,7 @@ class LocalMicrobatch:
     image_call: AttentionCall | None = None
     routes: Routes | None = None
     media: MediaTokens = NO_MEDIA
-    rotary_positions: Tensor | None = None
-    logprob_gradient: Tensor | None = None
-    adapter_gate: Tensor | None = None
+    tokens: dict[str, Tensor] = field(default_factory=dict)
     index: int = 0
 
     def between_blocks(self, tp: int, tp_rank: int) -> "LocalMicrobatch":
@@ -140,9 +136,7 @@ class LocalMicrobatch:
             offsets=move(self.offsets, device),
             routes=None if self.routes is None else replace(self.routes, experts=move(self.routes.experts, device)),
             media=self.media.to(device),
-            rotary_positions=None if self.rotary_positions is None else move(self.rotary_positions, device),
-            logprob_gradient=None if self.logprob_gradient is None else move(self.logprob_gradient, device),
-            adapter_gate=None if self.adapter_gate is None else move(self.adapter_gate, device),
+            tokens={name: move(rows, device) for name, rows in self.tokens.items()},
         )
 
 
@@ -151,8 +145,7 @@ def local_microbatch(
     cp: int = 1,
     cp_rank: int = 0,
     multiple: int = 1,
-    rotary_positions: Tensor | None = None,
-    logprob_gradient: Tensor | None = None,
+    tokens: Mapping[str, Tensor] | None = None,
 ) -> LocalMicrobatch:
     """The tokens of one context-parallel rank; every rank gets the same number.
 
@@ -161,9 +154,7 @@ def local_microbatch(
         cp, cp_rank: number of ranks that the microbatch is cut over, and the rank whose tokens are returned.
         multiple: t is a multiple of this, and every attention call has `LEAST_TOKENS` queries. A sequence of pads is
             added at the end if needed. It must be even for cp > 1.
-        rotary_positions: M-RoPE positions of the microbatch, int64 [3, T]; None for a model that uses `position_ids`.
-        logprob_gradient: the derivative of the loss by the log-probabilities of the microbatch, float64 [T]; None if it
-            is not known.
+        tokens: inputs [T, ...] by name, besides those of the microbatch.
     """
     lengths = list(microbatch.lengths)
     chunks = 1 if cp == 1 else 2 * cp
@@ -201,9 +192,7 @@ def local_microbatch(
         offsets=torch.from_numpy(offset[is_token]),
         routes=None if microbatch.routes is None else microbatch.routes.take(places, real),
         media=_media(microbatch, places, real),
-        rotary_positions=None if rotary_positions is None else rotary_positions[:, places] * real,
-        logprob_gradient=None if logprob_gradient is None else logprob_gradient[places] * real,
-        adapter_gate=None if microbatch.adapter_gate is None else microbatch.adapter_gate[places] * real[:, None],
+        tokens=taken({**microbatch.tokens, **(tokens or {})}, places, real),
     )
 
 

@@ -104,7 +104,7 @@ class Microbatch:
         values: further per-token tensors [T] by name.
         routes: the experts that a mixture must send the tokens to, at least for this rank's layers; on the host.
         media: the images and clips, in order; each `start` is a place in the microbatch.
-        adapter_gate: factors of the rows of low-rank adapters for every token, [T, rank] (lora/gate.py); None without.
+        tokens: further inputs of the model [T, ...] by name (batch/token_inputs.py), each row at its own token.
         is_empty: True for a microbatch that only takes part in collectives. It has no effect on losses or gradients.
 
     Example:
@@ -125,7 +125,7 @@ class Microbatch:
     values: dict[str, Tensor] = field(default_factory=dict)
     routes: Routes | None = None
     media: tuple[Media, ...] = ()
-    adapter_gate: Tensor | None = None
+    tokens: dict[str, Tensor] = field(default_factory=dict)
     is_empty: bool = False
 
     def __post_init__(self) -> None:
@@ -159,7 +159,8 @@ class Microbatch:
             if isinstance(getattr(self, f.name), Tensor)
         }
         values = {name: move(value, device) for name, value in self.values.items()}
-        return dataclasses.replace(self, **tensors, values=values)
+        tokens = {name: move(rows, device) for name, rows in self.tokens.items()}
+        return dataclasses.replace(self, **tensors, values=values, tokens=tokens)
 
 
 def pack_microbatch(sequences: Sequence[TokenSequence], order: Sequence[int] | None = None) -> Microbatch:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automodel_rl.lora.gate import AdapterGate
+from automodel_rl.batch.microbatch_scope import MicrobatchScope
+from automodel_rl.batch.token_inputs import ADAPTER_GATE
 from automodel_rl.parallel.sharding import local_box, local_tensor
 
 ADAPTER_NAMES = ("lora_A", "lora_B")
@@ -23,24 +24,24 @@ def is_named(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
-def install_adapters(part: Any) -> AdapterGate:
+def install_adapters(part: Any, scope: MicrobatchScope | None = None) -> None:
     """Makes the layers of a part use their adapters. Call it after the split into stages, which copies modules.
 
-    Returns:
-        Their gate, which is open until it follows the part's decoder layers.
+    Args:
+        part: the part.
+        scope: shows which microbatch a layer computes, and with it which training a token belongs to; None where all
+            tokens belong to one.
     """
-    gate = AdapterGate()
     for _, linear in adapted_weights(part):
-        linear.adapter_gate = gate
+        linear.microbatch_scope = scope or MicrobatchScope()
         linear.forward = MethodType(_forward, linear)
-    return gate
 
 
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
     base = F.linear(hidden, linear.weight, linear.bias)
     if linear.lora_dropout and torch.is_grad_enabled():  # log-probabilities and evaluations are not random
         hidden = F.dropout(hidden, linear.lora_dropout)
-    low, factors = linear.lora_A(hidden), linear.adapter_gate.factors
+    low, factors = linear.lora_A(hidden), linear.microbatch_scope.input(ADAPTER_GATE)
     if factors is not None:
         return base + linear.lora_B(low * factors.to(low.dtype))
     return base + linear.lora_scale * linear.lora_B(low)

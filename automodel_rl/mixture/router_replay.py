@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.batch.routes import MISSING, Routes
-from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.routers import sum_over_stage
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout

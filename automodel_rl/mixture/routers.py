@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import RouterShape
+from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.config.model import MoEConfig
 from automodel_rl.families.family import Family
-from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.parallel.collectives import all_reduce
 from automodel_rl.parallel.layout import Layout
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch
+from automodel_rl.batch.token_inputs import LOGPROB_GRADIENT
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
 from automodel_rl.model.softmax import Given, Softmax, cap
@@ -72,7 +73,7 @@ def target_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, read
         [T, 1], or [T, 2] with the entropy; 0 where there is no target; float64 for float64 hidden states, else float32;
         equal on all tp ranks.
     """
-    if microbatch.logprob_gradient is not None and not readout.entropy and torch.is_grad_enabled():
+    if LOGPROB_GRADIENT in microbatch.tokens and not readout.entropy and torch.is_grad_enabled():
         return _TargetsOfLinearLoss.apply(hidden, head.weight, microbatch, head, readout)
     return _TargetReadout.apply(hidden, head.weight, microbatch.targets, head, readout)
 
@@ -112,9 +113,8 @@ class _TargetsOfLinearLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, microbatch: LocalMicrobatch, head: Head, readout: Readout
     ) -> Tensor:
-        assert microbatch.logprob_gradient is not None
         targets = microbatch.targets
-        known = torch.where(targets >= 0, microbatch.logprob_gradient, 0.0).to(_accurate(hidden.dtype))
+        known = torch.where(targets >= 0, microbatch.tokens[LOGPROB_GRADIENT], 0.0).to(_accurate(hidden.dtype))
         work = _HeadWork(hidden, weight, targets, head, readout.temperature)
         scores, sums = work.empty_scores(False), _GradientSums(work, ctx.needs_input_grad[1])
         for tokens, chunks in work.groups:

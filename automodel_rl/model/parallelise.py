@@ -1,35 +1,20 @@
-"""Lays out a part without storage over ranks. This is the order in which forwards are replaced and wrapped:
+"""Lays out a part without storage over ranks, in steps (`STEPS`)."""
 
-1. expert parallelism cuts experts; their forward is ours by name (mixture/experts.py)
-2. tensor parallelism cuts weights and sets the forwards of linear layers and embedding (parallel/tensor_parallel.py)
-3. adapters set the forwards of their linear layers (lora/layers.py), or these become fp8 layers (model/float8.py)
-4. the part and its head get a forward over microbatches (model/part_forward.py), norms a fused one
-   (model/fused_norm.py)
-5. routers follow routes and are watched (mixture/router_forward.py)
-6. layers note their microbatch for adapters (lora/gate.py) and routers (mixture/microbatch_scope.py) and are recomputed
-   in the backward (model/activation_checkpointing.py); they are compiled (model/compiled_layers.py) with their
-   recomputation, those of a mixture without it
-7. FSDP shards what is left and gathers it for the forward (parallel/sharding.py)
-
-Before all that, frozen weights get the dtype in which they are used: nothing changes a master copy of them.
-"""
-
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import PretrainedConfig
 
+from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
-from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.router_forward import install_router_forwards
 from automodel_rl.mixture.router_replay import RouterReplay
 from automodel_rl.mixture.routers import RouterWatch
@@ -84,8 +69,8 @@ class Extras:
     partial_gradients: list[tuple[nn.Module, str]]
 
 
-def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, num_deepstack: int = 0) -> Extras:
-    """Lays out a causal language model, or a part of one, in place.
+class PartInProgress:
+    """A part that is laid out, and what steps know of it.
 
     Args:
         part: a model or a part of one, on the meta device except for its buffers.
@@ -94,70 +79,131 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
         memory: what is recomputed or compiled.
         num_deepstack: number of first layers after which features of images are added.
     """
-    family = FAMILIES[part.config.model_type]
-    compute, _ = dtypes_of(model)
-    compiled = memory.compile is True  # `auto` has been decided by ModelHandle.from_pretrained
-    accurate_modules = _fp32_modules(part, family)
-    store_frozen(part, compute, accurate_modules)
-    how = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
-    partial: list[tuple[nn.Module, str]] = []
-    experts = experts_of(part)
-    for module in experts:
-        _split_experts(module, layout)
-    if layout.parallel.tp > 1:
-        plan = family.whole_tp_plan(part.config.base_model_tp_plan)
-        partial = split_part(part, plan, layout.mesh["tp"], how, family.scales_embedding)
-    if linear_attention_of(part):
-        install_linear_attention(part, how, choose_rule(layout.device, compute))
-    gate = install_adapters(part)
-    if model.fp8 is not None:
-        install_float8(layers_of(part), model.fp8)
-    install_part_forward(part, _context(part.config, family, layout, how, compiled, num_deepstack))
-    if family.has_plain_norms:
-        # A compiler fuses written-out norms with what is around them.
-        install_fused_norms(part, layers_of(part) if compiled else [], layout.device, compute)
-    scope = MicrobatchScope()
-    sharing = [group for group in (layout.cp_group, layout.tp_group) if group is not None]
-    watch = RouterWatch(numbered_layers(part), family, scope, model.moe, sharing)
-    routers = watch.routers
-    num_experts = max((router.num_experts for router in routers.values()), default=0)
-    replay = RouterReplay(routers, num_experts, scope)
-    install_router_forwards(routers.values())
-    if model.lora is not None:
-        gate.follow(layers_of(part))
-    mixtures = {number: layer for number, layer in numbered_layers(part).items() if number in routers}
-    if compiled and not mixtures:  # graphs hold their recomputation, which sees what is to be kept
-        checkpoint_layers(layers_of(part), memory.recomputed)
-        compile_layers(layers_of(part))
-    else:
-        if compiled:
-            compile_layers(layers_of(part))
-        scope.follow(mixtures)  # a recomputation must note the microbatch, too
-        checkpoint_layers(layers_of(part), memory.recomputed)
-    units = _fsdp_units(part, layout, model, accurate_modules, experts if layout.parallel.ep > 1 else [])
-    wrap_fsdp(units, reshards=layout.parallel.reshards)
-    return Extras(scope, replay, watch, partial)
+
+    def __init__(self, part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, num_deepstack: int = 0):
+        self.part, self.layout, self.model, self.memory = part, layout, model, memory
+        self.num_deepstack = num_deepstack
+        self.family, self.compute = FAMILIES[part.config.model_type], dtypes_of(model)[0]
+        self.compiled = memory.compile is True  # `auto` has been decided by ModelHandle.from_pretrained
+        self.layers, self.experts = numbered_layers(part), experts_of(part)
+        self.accurate = _fp32_modules(part, self.family)
+        self.tp = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
+        self.partial: list[tuple[nn.Module, str]] = []
+        self.scope = MicrobatchScope()
+        sharing = [group for group in (layout.cp_group, layout.tp_group) if group is not None]
+        self.watch = RouterWatch(self.layers, self.family, self.scope, model.moe, sharing)
+        routers = self.watch.routers
+        num_experts = max((router.num_experts for router in routers.values()), default=0)
+        self.replay = RouterReplay(routers, num_experts, self.scope)
 
 
-def _context(
-    config: PretrainedConfig,
-    family: Family,
-    layout: Layout,
-    how: TensorParallel,
-    compiled: bool,
-    num_deepstack: int,
-) -> ForwardContext:
-    values = config.to_dict()
+def store_frozen_weights(work: PartInProgress) -> None:
+    """Gives frozen weights the dtype in which they are used: nothing changes a master copy of them."""
+    store_frozen(work.part, work.compute, work.accurate)
+
+
+def split_experts(work: PartInProgress) -> None:
+    """Cuts experts over ep. Their forward is ours by name (mixture/experts.py)."""
+    for module in work.experts:
+        _split_experts(module, work.layout)
+
+
+def split_weights(work: PartInProgress) -> None:
+    """Cuts weights over tp, and sets the forwards of linear layers and embedding."""
+    if work.layout.parallel.tp > 1:
+        plan = work.family.whole_tp_plan(work.part.config.base_model_tp_plan)
+        mesh = work.layout.mesh["tp"]
+        work.partial += split_part(work.part, plan, mesh, work.tp, work.family.scales_embedding)
+
+
+def replace_linear_attention(work: PartInProgress) -> None:
+    """Sets the forwards of layers with linear attention."""
+    if linear_attention_of(work.part):
+        install_linear_attention(work.part, work.tp, choose_rule(work.layout.device, work.compute))
+
+
+def add_adapters_and_float8(work: PartInProgress) -> None:
+    """Sets the forwards of linear layers with adapters, or makes them fp8 layers."""
+    install_adapters(work.part, work.scope)
+    if work.model.fp8 is not None:
+        install_float8(work.layers.values(), work.model.fp8)
+
+
+def replace_part_forward(work: PartInProgress) -> None:
+    """Gives the part and its head a forward over microbatches."""
+    install_part_forward(work.part, _context(work))
+
+
+def fuse_norms(work: PartInProgress) -> None:
+    """Gives norms a fused forward. A compiler fuses written-out norms of layers with what is around them."""
+    if work.family.has_plain_norms:
+        compiled = work.layers.values() if work.compiled else ()
+        install_fused_norms(work.part, compiled, work.layout.device, work.compute)
+
+
+def watch_routers(work: PartInProgress) -> None:
+    """Makes routers follow routes, and counts what they choose."""
+    install_router_forwards(work.watch.routers.values())
+
+
+def compile_and_recompute(work: PartInProgress) -> None:
+    """Compiles layers, makes them compute again in the backward, and notes their microbatch for adapters and routers.
+
+    A graph of a dense layer holds its recomputation, which sees what is to be kept. Around the layers of a mixture the
+    recomputation comes last: it must note the microbatch, too.
+    """
+    layers, is_mixture = work.layers.values(), bool(work.watch.routers)
+    in_graph = work.compiled and not is_mixture
+    if in_graph:
+        checkpoint_layers(layers, work.memory.recomputed)
+    if work.compiled:
+        compile_layers(layers)
+    if is_mixture or work.model.lora is not None:
+        work.scope.follow(work.layers)
+    if not in_graph:
+        checkpoint_layers(layers, work.memory.recomputed)
+
+
+def shard(work: PartInProgress) -> None:
+    """Shards what is left by FSDP, which gathers it for the forward."""
+    wrap_fsdp(_fsdp_units(work), reshards=work.layout.parallel.reshards)
+
+
+STEPS: tuple[Callable[[PartInProgress], None], ...] = (
+    store_frozen_weights,
+    split_experts,
+    split_weights,
+    replace_linear_attention,
+    add_adapters_and_float8,
+    replace_part_forward,
+    fuse_norms,
+    watch_routers,
+    compile_and_recompute,
+    shard,
+)
+"""The order in which weights are cut, and forwards replaced and wrapped: each step takes what those before it left."""
+
+
+def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, num_deepstack: int = 0) -> Extras:
+    """Lays out a causal language model, or a part of one, in place. The arguments are those of `PartInProgress`."""
+    work = PartInProgress(part, layout, model, memory, num_deepstack)
+    for step in STEPS:
+        step(work)
+    return Extras(work.scope, work.replay, work.watch, work.partial)
+
+
+def _context(work: PartInProgress) -> ForwardContext:
+    values, family = work.part.config.to_dict(), work.family
     return ForwardContext(
-        how,
-        layout.cp_group,
+        work.tp,
+        work.layout.cp_group,
         family.rotary_by_layer_type,
         family.rotary_axes,
         values.get("final_logit_softcapping"),
-        compiled=compiled,
+        compiled=work.compiled,
         embedding_factor=values.get(family.embedding_factor, 1.0),
         logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
-        num_deepstack=num_deepstack,
+        num_deepstack=work.num_deepstack,
     )
 
 
@@ -175,15 +221,15 @@ def store_frozen(part: nn.Module, dtype: torch.dtype, accurate: Collection[nn.Mo
             parameter.data = parameter.data.to(dtype)
 
 
-def _fsdp_units(
-    part: Any, layout: Layout, model: ModelConfig, accurate: Collection[nn.Module], experts: Collection[nn.Module]
-) -> list[Unit]:
+def _fsdp_units(work: PartInProgress) -> list[Unit]:
     """The FSDP units of a part: modules of layers that have a precision or a mesh of their own, layers, embedding
     and head, and the rest."""
-    mesh, policy = layout.fsdp_mesh, mixed_precision(model)
-    units = [Unit(module, mesh, mixed_precision(model, least=torch.float32)) for module in accurate]
-    units += [Unit(module, layout.expert_fsdp_mesh, policy) for module in experts]
-    units += [Unit(layer, mesh, policy) for layer in layers_of(part)]
+    part, layout, policy = work.part, work.layout, mixed_precision(work.model)
+    mesh = layout.fsdp_mesh
+    units = [Unit(module, mesh, mixed_precision(work.model, least=torch.float32)) for module in work.accurate]
+    if layout.parallel.ep > 1:
+        units += [Unit(module, layout.expert_fsdp_mesh, policy) for module in work.experts]
+    units += [Unit(layer, mesh, policy) for layer in work.layers.values()]
     embedding, head = part.model.embed_tokens, part.lm_head
     if embedding is None or head is None or embedding.weight is not head.weight:  # tied ones belong to the rest
         units += [] if embedding is None else [Unit(embedding, mesh, policy, is_first=True)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from automodel_rl.batch import LocalMicrobatch
+from automodel_rl.batch.token_inputs import ROTARY_POSITIONS
 from automodel_rl.compat.fsdp import gradient_sum
 from automodel_rl.model.logprobs import Head, OutputFn
 from automodel_rl.parallel.sharding import local_tensor
@@ -108,9 +109,10 @@ def part_forward(
         hidden, *rows = hidden.split([hidden.shape[1] - carried * num_tokens, *[num_tokens] * carried], dim=1)
         features = [added.squeeze(0) for added in rows]
     positions = microbatch.position_ids[None]
-    turned_by = positions if microbatch.rotary_positions is None else microbatch.rotary_positions[:, None]
-    if context.rotary_axes > 1 and microbatch.rotary_positions is None:  # text has one position on all axes
-        turned_by = positions.expand(context.rotary_axes, 1, -1)
+    turned_by = positions
+    if context.rotary_axes > 1:
+        axes = microbatch.tokens.get(ROTARY_POSITIONS)  # text has one position on all axes
+        turned_by = positions.expand(context.rotary_axes, 1, -1) if axes is None else axes.T[:, None]
     rotary: dict[str | None, Any] = {}
     for number, layer in numbered_layers(part).items():
         kind = part.config.layer_types[number] if context.rotary_by_layer_type else None

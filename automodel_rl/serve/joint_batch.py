@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import IGNORED_TARGET, Batch, Microbatch, TokenSequence, pack_microbatch
+from automodel_rl.batch.token_inputs import ADAPTER_GATE
 from automodel_rl.losses import LossFn, LossOutput, TokenOutputs, token_loss
 from automodel_rl.serve.messages import Datum, LossResult, RunPass
 
@@ -61,10 +62,11 @@ def gated(microbatch: Microbatch, gate: Tensor | None, run_of: Sequence[int]) ->
     if gate is None:
         return microbatch
     if microbatch.is_empty:
-        return dataclasses.replace(microbatch, adapter_gate=gate.new_zeros(microbatch.num_tokens, gate.shape[1]))
-    rows = gate[[run_of[row] for row in microbatch.order]]
-    spread = rows.repeat_interleave(torch.tensor(microbatch.lengths), 0)
-    return dataclasses.replace(microbatch, adapter_gate=spread)
+        spread = gate.new_zeros(microbatch.num_tokens, gate.shape[1])
+    else:
+        rows = gate[[run_of[row] for row in microbatch.order]]
+        spread = rows.repeat_interleave(torch.tensor(microbatch.lengths), 0)
+    return dataclasses.replace(microbatch, tokens={**microbatch.tokens, ADAPTER_GATE: spread})
 
 
 def _joint_loss(jobs: list[RunPass]) -> LossFn:

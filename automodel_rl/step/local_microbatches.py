@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from automodel_rl.batch import LEAST_TOKENS, LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
+from automodel_rl.batch.token_inputs import LOGPROB_GRADIENT, ROTARY_POSITIONS
 from automodel_rl.families.known import multimodal_family
 from automodel_rl.model.float8 import MULTIPLE
 from automodel_rl.model.handle import ModelHandle
@@ -37,11 +38,15 @@ def local_microbatches(
     rotary = None if family is None else family.rotary_grid(handle.whole_config)
     parts = []
     for number, microbatch in enumerate(microbatches):
-        positions = None if rotary is None else multimodal_positions(microbatch.media, microbatch.lengths, rotary)
+        tokens: dict[str, Tensor] = {}
+        if rotary is not None:
+            tokens[ROTARY_POSITIONS] = multimodal_positions(microbatch.media, microbatch.lengths, rotary).T
         if microbatch.routes is not None:
             microbatch = dataclasses.replace(microbatch, routes=microbatch.routes.select(handle.router_layers))
         gradient = None if logprob_gradient is None else logprob_gradient(microbatch, number)
-        part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, positions, gradient)
+        if gradient is not None:
+            tokens[LOGPROB_GRADIENT] = gradient
+        part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, tokens)
         if embeddings:
             part = dataclasses.replace(part, media=dataclasses.replace(part.media, embeddings=embeddings[number]))
         if sequence_parallel:

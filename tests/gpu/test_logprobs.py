@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from automodel_rl.batch import TokenSequence, local_microbatch, pack_microbatch
+from automodel_rl.batch.token_inputs import LOGPROB_GRADIENT
 from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout
 
@@ -27,7 +28,7 @@ def test_bf16_inputs_give_fp32_logprobs_close_to_float64(compiled: bool, known: 
     states, weight, microbatch = make_inputs(1500, 32000, 256)
     if known:
         ones = torch.ones(1500, dtype=torch.float64, device="cuda")
-        microbatch = dataclasses.replace(microbatch, logprob_gradient=ones)
+        microbatch = dataclasses.replace(microbatch, tokens={LOGPROB_GRADIENT: ones})
     total = torch.zeros(weight.shape, device="cuda")
     head = Head(weight.detach(), gradient=lambda: total, compiled=compiled)
     logprobs = target_readout(states, head, microbatch, Readout())[:, 0]

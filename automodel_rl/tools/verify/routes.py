@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.batch import RouterShape, Routes, TokenSequence
+from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.batch.routes import MISSING
-from automodel_rl.mixture.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.routers import RouterOutput, in_order
 from automodel_rl.model.handle import ModelHandle
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.batch import Routes, TokenSequence, local_microbatch, pack_microbatch
-from automodel_rl.mixture.microbatch_scope import MicrobatchScope
+from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.mixture.router_forward import install_router_forwards
 from automodel_rl.mixture.router_replay import RouterReplay, Selection
 from tests.needs import needs_nemo

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch, TokenSequence, local_microbatch, pack_microbatch
+from automodel_rl.batch.token_inputs import LOGPROB_GRADIENT
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout, top_logits
@@ -84,7 +85,7 @@ def test_a_gradient_known_before_the_forward_equals_that_of_autograd(
     states, weight, microbatch = make_inputs(70, 8, 40, torch.float64)
     values = chunked(states, weight, microbatch, 1.5)
     expected = [values, *torch.autograd.grad((values * known).sum(), (states, weight))]
-    informed = dataclasses.replace(microbatch, logprob_gradient=known)
+    informed = dataclasses.replace(microbatch, tokens={LOGPROB_GRADIENT: known})
     if not adds:
         values = chunked(states, weight, informed, 1.5)
         actual = [values, *torch.autograd.grad((values * known).sum(), (states, weight))]

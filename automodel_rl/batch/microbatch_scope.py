@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import LocalMicrobatch
+from automodel_rl.batch.local_microbatch import LocalMicrobatch
 
 
 class MicrobatchScope:
@@ -27,6 +27,10 @@ class MicrobatchScope:
         self.is_first = torch.ones(())
         self._computed: set[tuple[int, int]] = set()
         self._flags: dict[bool, Tensor] = {}
+
+    def input(self, name: str) -> Tensor | None:
+        """An input of the tokens of the layer that runs now (batch/token_inputs.py); None if there is none."""
+        return None if self.microbatch is None else self.microbatch.tokens.get(name)
 
     def start_step(self) -> None:
         self._computed = set()
