@@ -15,8 +15,8 @@ from automodel_rl.estimate.rollout_phases import rollout_phases
 from automodel_rl.families.known import language_config
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
+from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import describe_model
-from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 
 STEP = 1024

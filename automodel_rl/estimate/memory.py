@@ -41,8 +41,8 @@ from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, stages_of_ranks
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate
+from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import LINEAR_ATTENTION, describe_model, experts_per_token
-from automodel_rl.support.rule import Combination
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

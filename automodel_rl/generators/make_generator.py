@@ -26,7 +26,7 @@ from automodel_rl.generators.vllm_checks import connect_servers
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.support.lora_rules import VLLM_RANKS
+from automodel_rl.support.run_rules import VLLM_RANKS
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.ipc import Ipc
 from automodel_rl.weight_sync.local import Local

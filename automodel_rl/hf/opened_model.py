@@ -10,8 +10,8 @@ from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.generation import generation_ends
 from automodel_rl.hf.read import read_config
 from automodel_rl.hf.tokenizer import load_tokenizer
+from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import ModelDescription, describe_model
-from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 
 

@@ -20,7 +20,7 @@ from automodel_rl.families.family import Family
 from automodel_rl.lora.experts import adapter_of
 from automodel_rl.mixture.expert_exchange import ADDED, SumRows, TakeRows, send, send_back
 from automodel_rl.parallel.sharding import local_tensor
-from automodel_rl.support.lora_rules import GROUPED_MULTIPLE
+from automodel_rl.support.model_rules import GROUPED_MULTIPLE
 
 EXPERTS = "automodel_rl"
 """Name under which transformers knows the function."""

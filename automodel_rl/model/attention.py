@@ -30,7 +30,7 @@ from automodel_rl.model import flash_attention_3, flash_sinks
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.support.attention import ATTENTION, FASTEST_FIRST
-from automodel_rl.support.rule import Combination
+from automodel_rl.support.combination import Combination
 
 # From torch 2.12 on, varlen_attn takes fewer KV heads than query heads only with this flag.
 _GQA: dict[str, Any] = {"enable_gqa": True} if TORCH >= (2, 12) else {}

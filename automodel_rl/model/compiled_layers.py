@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from automodel_rl.compat.compilation import compile_for_any_size
-from automodel_rl.support.layout_rules import why_not_compiled
-from automodel_rl.support.rule import Combination
+from automodel_rl.support.capabilities import goes_with_all
+from automodel_rl.support.combination import Combination
+from automodel_rl.support.features import COMPILED
 
 
 def are_compiled(asked: Combination, device: torch.device, dtype: torch.dtype) -> bool:
@@ -25,7 +26,7 @@ def are_compiled(asked: Combination, device: torch.device, dtype: torch.dtype) -
     """
     if asked.memory.compile != "auto":
         return asked.memory.compile
-    return device.type == "cuda" and dtype == torch.bfloat16 and why_not_compiled(asked) is None
+    return device.type == "cuda" and dtype == torch.bfloat16 and goes_with_all(COMPILED, asked)
 
 
 def compile_layers(layers: Iterable[Any]) -> None:

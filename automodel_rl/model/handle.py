@@ -40,8 +40,8 @@ from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout, Meshes, build_meshes
 from automodel_rl.parallel.sharding import gather_whole, local_tensor, release_gathered
+from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import ModelDescription, describe_model
-from automodel_rl.support.rule import Combination
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Rules of runs. They do not judge a model that is loaded without a run."""
 
-from automodel_rl.support.model_rules import MIXTURE, MOE_FAMILIES
-from automodel_rl.support.rule import Breach, Combination, Rule
-
-_GRPO = {"algorithm": "grpo"}
+from automodel_rl.support import features as f
+from automodel_rl.support.combination import Combination
+from automodel_rl.support.model_rules import MOE_FAMILIES
+from automodel_rl.support.rule import Rule
 
 
 def _router_replay(asked: Combination) -> str | None:
@@ -18,38 +18,11 @@ ROUTER_REPLAY = Rule(
     "router replay",
     f"{', '.join(MOE_FAMILIES)}; every layout, schedule and recomputation; any generator",
     _router_replay,
-    (
-        Breach(
-            "router_replay.enabled=true: a 'qwen3' model has no routers: set it to false, or use a mixture",
-            {"description.family": "qwen3", "description.num_experts": 0},
-            {**_GRPO, **MIXTURE, "router_replay.enabled": True},
-        ),
-    ),
 )
 
 
-def _quantized_rollout(asked: Combination) -> str | None:
-    run, method = asked.generation, asked.description.quantization
-    if run is None or run.rollout.generator.kind != "vllm" or not method:
-        return None
-    return (
-        f"rollout.generator=vllm: it would keep the {method} weights of model.path, and a weight sync sends plain "
-        "ones: make a plain copy with automodel-rl export and name it as model.path"
-    )
-
-
-QUANTIZED_ROLLOUT = Rule(
-    "vLLM (grpo)",
-    "every supported model with plain weights",
-    _quantized_rollout,
-    (
-        Breach(
-            "rollout.generator=vllm: it would keep the mxfp4 weights of model.path",
-            {"description.quantization": "mxfp4"},
-            {**_GRPO, "rollout.generator": "vllm"},
-        ),
-    ),
-)
+VLLM = Rule("vLLM (grpo)", "every supported model", features=(f.VLLM,))
+SERVERS = Rule("vLLM servers (grpo)", "every supported model", features=(f.SERVERS,))
 
 
 def _rollout_length(asked: Combination) -> str | None:
@@ -66,13 +39,6 @@ ROLLOUT_LENGTH = Rule(
     "prompt and completion (grpo)",
     "together within the model's context",
     _rollout_length,
-    (
-        Breach(
-            "rollout.max_prompt_tokens + rollout.max_new_tokens = 17 is more than the model's context of 16 tokens",
-            {"rollout.max_prompt_tokens": 9},
-            {**_GRPO, "rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 8, "description.context": 16},
-        ),
-    ),
 )
 
 
@@ -87,11 +53,26 @@ ROLLOUT_OFFLOAD = Rule(
     "trainer on the host during rollouts",
     "grpo, every layout",
     _rollout_offload,
-    (
-        Breach(
-            "memory.offload.during=rollout: only grpo has rollouts",
-            {"memory.offload": {}},
-            {"algorithm": "dpo"},
-        ),
-    ),
+)
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes places; adapters of another rank get a larger place."""
+
+
+def _adapters_alone(asked: Combination) -> str | None:
+    run, lora = asked.generation, asked.model.lora
+    if run is None or run.weight_sync.adapters != "alone":
+        return None
+    if lora is None:
+        return "weight_sync.adapters=alone needs model.lora: set it, or use merged"
+    if run.rollout.generator.kind == "vllm" and lora.rank > VLLM_RANKS[-1]:
+        return f"weight_sync.adapters=alone: vLLM takes ranks up to {VLLM_RANKS[-1]}, not {lora.rank}: use merged"
+    return None
+
+
+ADAPTERS_ALONE = Rule(
+    "adapters alone in weight syncs (grpo)",
+    f"transformers generators, and vLLM up to rank {VLLM_RANKS[-1]}",
+    _adapters_alone,
+    features=(f.ADAPTERS_ALONE,),
 )

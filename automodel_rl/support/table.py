@@ -4,8 +4,9 @@ Requirements of a config alone, whatever the model (a schedule's name, a batch's
 """
 
 from automodel_rl.errors import InputError
-from automodel_rl.support import layout_rules, lora_rules, model_rules, multimodal_rules, run_rules
-from automodel_rl.support.rule import Combination
+from automodel_rl.support import layout_rules, model_rules, multimodal_rules, run_rules
+from automodel_rl.support.capabilities import refuse_pairs
+from automodel_rl.support.combination import Combination
 
 RULES = (
     model_rules.FAMILY,
@@ -30,18 +31,28 @@ RULES = (
     layout_rules.SEQUENCE_PARALLEL,
     layout_rules.CONTEXT_PARALLEL,
     layout_rules.RECOMPUTATION,
+    layout_rules.SELECTIVE,
     layout_rules.COMPILED,
-    lora_rules.LORA,
+    model_rules.LORA,
+    model_rules.LORA_DROPOUT,
     model_rules.FLOAT8,
     model_rules.ROUTERS,
     run_rules.ROUTER_REPLAY,
     layout_rules.EXPERT_PARALLEL,
-    run_rules.QUANTIZED_ROLLOUT,
+    run_rules.VLLM,
+    run_rules.SERVERS,
     run_rules.ROLLOUT_LENGTH,
-    lora_rules.ADAPTERS_ALONE,
+    run_rules.ADAPTERS_ALONE,
     run_rules.ROLLOUT_OFFLOAD,
 )
-"""The rules in the order in which they judge. The first ones check that the family is known; the others rely on it."""
+"""The rules, in the order of the table."""
+
+REFUSALS = (
+    *(rule.refusal for rule in RULES[:2] if rule.refusal is not None),
+    refuse_pairs,
+    *(rule.refusal for rule in RULES[2:] if rule.refusal is not None),
+)
+"""What judges, in this order. The first two check that the family is known, and the others rely on it."""
 
 
 def check_supported(asked: Combination) -> None:
@@ -53,12 +64,11 @@ def check_supported(asked: Combination) -> None:
     Raises:
         InputError: a rule is broken; the message is the refusal of the first.
     """
-    for rule in RULES:
-        if rule.refusal is not None and (message := rule.refusal(asked)) is not None:
+    for refusal in REFUSALS:
+        if (message := refusal(asked)) is not None:
             raise InputError(message)
 
 
 def table() -> str:
     """The rules as the Markdown table of README."""
-    rows = [f"| {rule.feature} | {rule.supported} |" for rule in RULES]
-    return "\n".join(["| feature | supported |", "|---|---|", *rows])
+    return "\n".join(["| feature | supported |", "|---|---|", *map(str, RULES)])

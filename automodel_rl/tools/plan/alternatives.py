@@ -13,8 +13,8 @@ from automodel_rl.errors import InputError
 from automodel_rl.estimate.fit import GIB, RECOMPUTED, SHARDED
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.model.flops import AttentionFlops
+from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import ModelDescription
-from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.packing import PlannedPacking, microbatches

@@ -4,8 +4,9 @@ from typing import Any
 
 from automodel_rl.config import ALGORITHMS
 from automodel_rl.config.load import check_config
+from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import ModelDescription
-from automodel_rl.support.rule import Combination, Keys
+from tests.unit.support.examples import Keys
 
 PLAIN = {"family": "qwen3", "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 1000, "mlp_size": 64}
 """A model whose sizes most layouts divide."""

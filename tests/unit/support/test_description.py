@@ -8,8 +8,8 @@ from transformers import Gemma3nConfig, GPT2Config, MambaConfig, PretrainedConfi
 from automodel_rl.config import MemoryConfig, ModelConfig, ParallelConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import read_config
+from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import describe_model
-from automodel_rl.support.rule import Combination
 from automodel_rl.support.table import check_supported
 from tests.tiny import save_tiny_model, save_tiny_multimodal_model, tiny_config
 

@@ -10,12 +10,12 @@ from transformers import LlavaConfig, Qwen3Config
 from automodel_rl.config import ALGORITHMS
 from automodel_rl.config.load import check_config
 from automodel_rl.errors import InputError
-from automodel_rl.support.rule import Keys
 from automodel_rl.tools.plan.command import plan
 from automodel_rl.tools.plan.devices import find_device
 from automodel_rl.tools.verify.command import verify
 from automodel_rl.trainers.train import train
 from tests.unit.support.combinations import RUN, RUNS, nested
+from tests.unit.support.examples import Keys
 
 
 def config_of(folder: Path, algorithm: str, keys: Keys) -> Any:
@@ -37,7 +37,7 @@ def refusal(action: Callable[[], object]) -> str:
             LlavaConfig(),
             "grpo",
             {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 1},
-            "prompts of a 'llava' model have media",
+            "with a 'llava' model: prompts have media",
         ),
         (Qwen3Config(max_position_embeddings=15), "grpo", {}, "= 16 is more than the model's context of 15 tokens"),
         (Qwen3Config(), "grpo", {"router_replay.enabled": True}, "a 'qwen3' model has no routers"),

@@ -19,14 +19,16 @@ from automodel_rl.errors import InputError
 from automodel_rl.model.attention import BACKENDS
 from automodel_rl.parallel.pipeline import schedules
 from automodel_rl.support.attention import ATTENTION
-from automodel_rl.support.rule import Breach, Rule
-from automodel_rl.support.table import RULES, check_supported
+from automodel_rl.support.capabilities import LACKS, refuse_pairs
+from automodel_rl.support.combination import Combination
+from automodel_rl.support.rule import Refusal
+from automodel_rl.support.table import REFUSALS, check_supported
 from tests.unit.support.combinations import combination
+from tests.unit.support.examples import EXAMPLES, Breach
 
-EXAMPLES = [(rule, example) for rule in RULES for example in rule.refuses]
 ROOM = Path(support.__file__).parent
 MODULES = [importlib.import_module(f"{support.__name__}.{file.stem}") for file in sorted(ROOM.glob("*_rules.py"))]
-OF_RUNS = [example for rule, example in EXAMPLES if "algorithm" in {**example.beside, **example.asks}]
+OF_RUNS = [example for example in EXAMPLES if "algorithm" in {**example.beside, **example.asks}]
 
 
 @pytest.fixture(autouse=True)
@@ -39,21 +41,24 @@ def test_configs_and_tables_know_the_same_schedules_and_attention_backends() -> 
     assert set(typing.get_args(Attention)) - {"auto"} == set(ATTENTION) == set(BACKENDS)
 
 
-@pytest.mark.parametrize(("rule", "example"), EXAMPLES, ids=[example.says for _, example in EXAMPLES])
-def test_an_example_is_refused_by_its_own_rule_and_only_for_what_it_asks(rule: Rule, example: Breach) -> None:
+@pytest.mark.parametrize("example", EXAMPLES, ids=[example.says for example in EXAMPLES])
+def test_an_example_is_refused_and_only_for_what_it_asks(example: Breach) -> None:
     check_supported(combination(example.beside))
     asked = combination(example.beside, example.asks)
-    assert rule.refusal is not None
-    refusal = rule.refusal(asked)
-    assert refusal is not None
-    assert refusal.startswith(example.says)
     with pytest.raises(InputError) as error:
         check_supported(asked)
-    assert str(error.value) == refusal
+    assert str(error.value).startswith(example.says)
 
 
-def test_rules_that_refuse_have_examples_and_others_have_none() -> None:
-    assert [rule.feature for rule in RULES if bool(rule.refuses) != (rule.refusal is not None)] == []
+def refusal_of(asked: Combination) -> Refusal:
+    return next(refusal for refusal in REFUSALS if refusal(asked) is not None)
+
+
+def test_every_pair_has_an_example() -> None:
+    asked = [combination(example.beside, example.asks) for example in EXAMPLES]
+    by_pairs = [each for each in asked if refusal_of(each) is refuse_pairs]
+    shown = {lack for lack in LACKS for each in by_pairs if lack.refusal(each) == refuse_pairs(each)}
+    assert [f"{lack.lacks.name} with {lack.of.name}" for lack in LACKS if lack not in shown] == []
 
 
 def test_every_refusal_has_an_example() -> None:
@@ -69,9 +74,9 @@ def test_every_refusal_has_an_example() -> None:
     before = sys.gettrace()
     sys.settrace(lambda frame, *_: on_return if frame.f_code.co_filename in files else None)
     try:
-        for rule, example in EXAMPLES:
-            assert rule.refusal is not None
-            rule.refusal(combination(example.beside, example.asks))
+        for example in EXAMPLES:
+            asked = combination(example.beside, example.asks)
+            refusal_of(asked)(asked)
     finally:
         sys.settrace(before)
     assert len(lines) > 30

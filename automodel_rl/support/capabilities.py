@@ -1,0 +1,135 @@
+"""What each choice lacks: the table from which the refusals of two features that do not go together are made.
+
+An attention backend's limits are in attention.py, those of an encoder in its family (families/).
+"""
+
+from dataclasses import dataclass
+
+from automodel_rl.support import features as f
+from automodel_rl.support.combination import Combination
+from automodel_rl.support.features import Feature
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Two features that do not go together.
+
+    Attributes:
+        of: the feature that lacks the other.
+        lacks: the other feature.
+        because: the reason.
+        instead: the remedy.
+    """
+
+    of: Feature
+    lacks: Feature
+    because: str
+    instead: str
+
+    def refusal(self, asked: Combination) -> str | None:
+        """The text that refuses a combination; None for one that does not ask for both."""
+        first, second = self.lacks.asked(asked), self.of.asked(asked)
+        return f"{first} with {second}: {self.because}: {self.instead}" if first and second else None
+
+
+_PLAIN_CLASSES = "use model.implementation=transformers"
+
+LACKS = (
+    Lack(
+        f.NEMO, f.FLOAT64, "its classes keep rotary embeddings in float32", f"{_PLAIN_CLASSES} or model.dtype=float32"
+    ),
+    Lack(f.NEMO, f.TP, "tensor parallelism splits transformers' classes only", _PLAIN_CLASSES),
+    Lack(f.NEMO, f.LORA, "adapters are added to transformers' classes only", f"{_PLAIN_CLASSES}, or leave lora out"),
+    Lack(f.NEMO, f.FP8, "fp8 layers take the place of those of transformers' classes only", _PLAIN_CLASSES),
+    Lack(f.NEMO, f.MULTIMODAL, "multimodal models run transformers' classes only", _PLAIN_CLASSES),
+    Lack(f.NEMO, f.AUX_LOSS, "routers of its mixtures do not give the scores that it needs", _PLAIN_CLASSES),
+    Lack(f.NEMO, f.WINDOWED_MIXTURE, "its class has no sliding windows", _PLAIN_CLASSES),
+    Lack(f.NEMO_MIXTURE, f.COMPILED, "layers of its mixtures do not compile", f"set it to auto, or {_PLAIN_CLASSES}"),
+    Lack(f.TP, f.LORA, "adapters are not split", "use parallel.dp_shard, or leave lora out"),
+    Lack(f.TP, f.FP8, "split layers have no fp8", "use tp=1"),
+    Lack(f.ENCODER_TP, f.LORA, "adapters are not split", "use dp_shard"),
+    Lack(f.WIDE, f.FP8, "fp8 layers take and give bfloat16", "use model.dtype=bfloat16"),
+    Lack(f.LORA, f.FP8, "adapters have no fp8 layers", "set one of them to null"),
+    Lack(f.MULTIMODAL, f.FP8, "it has no fp8 layers", "set it to null"),
+    Lack(
+        f.SPLIT_BACKWARD,
+        f.SELECTIVE,
+        "it goes through the backward twice, which selective cannot",
+        "use full, or another parallel.schedule",
+    ),
+    Lack(
+        f.SPLIT_BACKWARD,
+        f.FSDP_EACH,
+        "it goes through the backward twice, the first time without gradients of weights to reduce",
+        "use keep, or Interleaved1F1B",
+    ),
+    Lack(
+        f.SPLIT_BACKWARD,
+        f.COMPILED,
+        "compiled layers do not allow a split backward",
+        "set it to auto, or use another parallel.schedule",
+    ),
+    Lack(
+        f.SELECTIVE_MIXTURE,
+        f.COMPILED,
+        "compiled layers of a mixture do not show what to keep",
+        "set it to auto, or use full or none",
+    ),
+    Lack(f.EXPERT_ADAPTERS, f.LORA_DROPOUT, "PEFT knows none for adapters of experts", "set it to 0"),
+    Lack(
+        f.COMPARED_LOGPROBS,
+        f.LORA_DROPOUT,
+        "dropout would change them at random",
+        "set it to 0",
+    ),
+    Lack(f.LORA, f.FROZEN, "all but adapters and modules to save is frozen", "leave frozen out"),
+    Lack(
+        f.UNNAMED_PARTS,
+        f.LORA,
+        "PEFT has no names for its parts",
+        "train it whole, and freeze parts with model.frozen",
+    ),
+    Lack(
+        f.MULTIMODAL,
+        f.CONVERSATIONS,
+        "prompts have media, and conversations have none",
+        "leave tools and environment out",
+    ),
+    Lack(f.MULTIMODAL, f.AUTO_MICROBATCHES, "its memory depends on its images or audio", "give a number"),
+    Lack(f.MULTIMODAL, f.SERVERS, "servers get no media", "let ranks start vLLM, with kind vllm"),
+    Lack(f.MULTIMODAL, f.ADAPTERS_ALONE, "its generators get merged ones", "use merged"),
+    Lack(f.VLLM, f.BIDIRECTIONAL_IMAGES, "vLLM computes causal attention in images", "use rollout.generator=transformers"),
+    Lack(f.VLLM, f.AUDIO, "vLLM gets no audio", "use rollout.generator=transformers"),
+    Lack(
+        f.VLLM,
+        f.HIDDEN_INTERLEAVING,
+        "vLLM would turn queries and keys in another order than transformers",
+        "set it to true in config.json, in text_config",
+    ),
+    Lack(
+        f.VLLM,
+        f.QUANTIZED,
+        "vLLM would keep them, and a weight sync sends plain ones",
+        "make a plain copy with automodel-rl export and name it as model.path",
+    ),
+    Lack(f.SERVERS, f.ADAPTERS_ALONE, "servers get whole weights", "use merged"),
+    Lack(f.SAVED_MODULES, f.ADAPTERS_ALONE, "these are no adapters, and generators need them", "use merged"),
+)
+"""Pairs of features in the order in which they are looked at."""
+
+
+def refuse_pairs(asked: Combination) -> str | None:
+    """Refuses two features that do not go together."""
+    return next((said for lack in LACKS if (said := lack.refusal(asked)) is not None), None)
+
+
+def goes_with_all(feature: Feature, asked: Combination) -> bool:
+    """Whether a feature that a combination may or may not ask for goes with what it asks for besides."""
+    return not any(lack.lacks is feature and lack.of.asked(asked) for lack in LACKS)
+
+
+def without(*features: Feature) -> str:
+    """The names of all that does not go with some features, for the table."""
+    lacks = [lack.lacks.name for lack in LACKS if lack.of in features]
+    of = [lack.of.name for lack in LACKS if lack.lacks in features]
+    return ", ".join(dict.fromkeys([*of, *lacks]))

@@ -1,0 +1,188 @@
+"""Features that a combination may ask for, each with the words in which it asks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from automodel_rl.families.known import MULTIMODAL_FAMILIES
+from automodel_rl.families.multimodal import Multimodal
+from automodel_rl.support.combination import Combination
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a combination may ask for.
+
+    Attributes:
+        name: its name in the table.
+        asked: the words in which a combination asks for it, as in a config; empty if it does not.
+    """
+
+    name: str
+    asked: Callable[[Combination], str]
+
+
+def _when(applies: bool, words: str) -> str:
+    return words if applies else ""
+
+
+def _tp(asked: Combination) -> str:
+    return _when(asked.parallel.tp > 1, f"parallel.tp={asked.parallel.tp}")
+
+
+def _encoder_tp(asked: Combination) -> str:
+    layouts = {} if asked.components is None else asked.components.encoders
+    return next((f"components.{name}.tp={layout.tp}" for name, layout in layouts.items() if layout.tp > 1), "")
+
+
+def _nemo(asked: Combination) -> str:
+    return _when(asked.model.implementation == "nemo_automodel", "model.implementation=nemo_automodel")
+
+
+def _fp8(asked: Combination) -> str:
+    return _when(asked.model.fp8 is not None, f"model.fp8={asked.model.fp8}")
+
+
+def _lora(asked: Combination) -> str:
+    return _when(asked.model.lora is not None, "model.lora")
+
+
+def _lora_dropout(asked: Combination) -> str:
+    lora = asked.model.lora
+    return "" if lora is None or not lora.dropout else f"model.lora.dropout={lora.dropout}"
+
+
+def _expert_adapters(asked: Combination) -> str:
+    lora = asked.model.lora
+    return "" if lora is None or not lora.has_experts else f"model.lora.targets={[*lora.targets]}"
+
+
+def _saved_modules(asked: Combination) -> str:
+    lora = asked.model.lora
+    return "" if lora is None or not lora.modules_to_save else f"model.lora.modules_to_save={[*lora.modules_to_save]}"
+
+
+def _aux_loss(asked: Combination) -> str:
+    loss = asked.model.moe.aux_loss
+    return _when(bool(loss) and asked.family.is_moe, f"model.moe.aux_loss={loss}")
+
+
+def _windowed_mixture(asked: Combination) -> str:
+    description = asked.description
+    applies = asked.family.is_moe and description.has_windows and not asked.family.has_sinks
+    return _when(applies, f"the sliding windows of a {description.family!r} model")
+
+
+def _nemo_mixture(asked: Combination) -> str:
+    return _when(asked.family.is_moe, _nemo(asked))
+
+
+def _of_schedule(asked: Combination) -> str:
+    return _when(asked.splits_backward, f"parallel.schedule={asked.parallel.schedule}")
+
+
+def _fsdp_each(asked: Combination) -> str:
+    return _when(asked.parallel.reduces_each, f"parallel.fsdp={asked.parallel.fsdp}")
+
+
+def _selective(asked: Combination) -> str:
+    return _when(asked.memory.recomputed == "selective", "memory.activation_checkpointing=selective")
+
+
+def _selective_mixture(asked: Combination) -> str:
+    return _when(asked.family.is_moe, _selective(asked))
+
+
+def _multimodal(asked: Combination) -> Multimodal | None:
+    name = asked.description.multimodal
+    return None if name is None else MULTIMODAL_FAMILIES[name]
+
+
+def _media(asked: Combination) -> str:
+    return _when(asked.description.multimodal is not None, f"a {asked.description.multimodal!r} model")
+
+
+def _unnamed_parts(asked: Combination) -> str:
+    family = _multimodal(asked)
+    return "" if family is None or family.has_peft_names else _media(asked)
+
+
+def _bidirectional_images(asked: Combination) -> str:
+    family = _multimodal(asked)
+    return "" if family is None or not family.is_bidirectional else f"images of {_media(asked)}"
+
+
+def _audio(asked: Combination) -> str:
+    return _when("audio" in asked.description.encoders, f"audio of {_media(asked)}")
+
+
+def _hidden_interleaving(asked: Combination) -> str:
+    hides = asked.description.hides_interleaving
+    return _when(hides, "a config without rope_parameters.mrope_interleaved")
+
+
+def _generator(kind: str) -> Callable[[Combination], str]:
+    def asked_for(asked: Combination) -> str:
+        run = asked.generation
+        return _when(run is not None and run.rollout.generator.kind == kind, f"rollout.generator={kind}")
+
+    return asked_for
+
+
+def _conversations(asked: Combination) -> str:
+    run = asked.generation
+    return _when(run is not None and run.rollout.has_turns, "rollout.tools or rollout.environment")
+
+
+def _adapters_alone(asked: Combination) -> str:
+    run = asked.generation
+    return _when(run is not None and run.weight_sync.adapters == "alone", "weight_sync.adapters=alone")
+
+
+def _compared_logprobs(asked: Combination) -> str:
+    run = asked.run
+    return _when(run is not None and run.compares_logprobs, "an algorithm that compares log-probabilities")
+
+
+def _auto_microbatches(asked: Combination) -> str:
+    run = asked.run
+    return _when(run is not None and run.batch.microbatch_tokens == "auto", "batch.microbatch_tokens=auto")
+
+
+TP = Feature("tensor parallelism", _tp)
+ENCODER_TP = Feature("an encoder's tensor parallelism", _encoder_tp)
+NEMO = Feature("nemo_automodel's classes", _nemo)
+NEMO_MIXTURE = Feature("nemo_automodel's mixtures", _nemo_mixture)
+FLOAT64 = Feature("float64", lambda asked: _when(asked.model.dtype == "float64", "model.dtype=float64"))
+WIDE = Feature(
+    "float32, float64", lambda asked: _when(asked.model.dtype != "bfloat16", f"model.dtype={asked.model.dtype}")
+)
+FP8 = Feature("fp8", _fp8)
+LORA = Feature("LoRA", _lora)
+LORA_DROPOUT = Feature("dropout of adapters", _lora_dropout)
+EXPERT_ADAPTERS = Feature("adapters of experts", _expert_adapters)
+SAVED_MODULES = Feature("modules to save", _saved_modules)
+FROZEN = Feature("frozen parts", lambda asked: _when(bool(asked.model.frozen), "model.frozen"))
+AUX_LOSS = Feature("the auxiliary loss of routers", _aux_loss)
+WINDOWED_MIXTURE = Feature("sliding windows of mixtures", _windowed_mixture)
+SPLIT_BACKWARD = Feature("schedules that split the backward", _of_schedule)
+FSDP_EACH = Feature("fsdp=reduce, reshard", _fsdp_each)
+SELECTIVE = Feature("selective recomputation", _selective)
+SELECTIVE_MIXTURE = Feature("selective recomputation of mixtures", _selective_mixture)
+COMPILED = Feature("compiled layers", lambda asked: _when(asked.memory.compile is True, "memory.compile=true"))
+MULTIMODAL = Feature("multimodal models", _media)
+UNNAMED_PARTS = Feature(
+    ", ".join(name for name, family in MULTIMODAL_FAMILIES.items() if not family.has_peft_names), _unnamed_parts
+)
+BIDIRECTIONAL_IMAGES = Feature("images that see both ways", _bidirectional_images)
+AUDIO = Feature("audio", _audio)
+HIDDEN_INTERLEAVING = Feature("interleaved M-RoPE that the config does not name", _hidden_interleaving)
+QUANTIZED = Feature(
+    "quantized checkpoints",
+    lambda asked: _when(bool(asked.description.quantization), f"{asked.description.quantization} weights"),
+)
+VLLM = Feature("vLLM", _generator("vllm"))
+SERVERS = Feature("vLLM servers", _generator("servers"))
+CONVERSATIONS = Feature("tools and environments", _conversations)
+ADAPTERS_ALONE = Feature("adapters alone in weight syncs", _adapters_alone)
+COMPARED_LOGPROBS = Feature("dpo, grpo", _compared_logprobs)
+AUTO_MICROBATCHES = Feature("batch.microbatch_tokens=auto", _auto_microbatches)

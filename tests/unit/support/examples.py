@@ -1,0 +1,442 @@
+"""Examples of what the table refuses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from automodel_rl.support.description import EncoderDescription
+
+Keys = Mapping[str, Any]
+"""Values by dotted key. A key is one of a config, as in a file, or one of a model's `description`."""
+
+
+@dataclass(frozen=True)
+class Breach:
+    """An example of a refusal. Without `asks` it is supported, so nothing else has a part in the refusal.
+
+    Attributes:
+        says: the beginning of the refusal.
+        asks: the keys that are refused.
+        beside: further keys, which are supported without `asks`.
+    """
+
+    says: str
+    asks: Keys
+    beside: Keys = field(default_factory=dict)
+
+
+MIXTURE = {"description.family": "qwen3_moe", "description.num_experts": 6}
+NEMO_CLASSES = {"model.implementation": "nemo_automodel"}
+_GRPO = {"algorithm": "grpo"}
+_FP8 = {"model.fp8": "rowwise"}
+_SPLIT_BACKWARD = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.virtual_stages": 2}
+LLAVA = {
+    "description.family": "llama",
+    "description.multimodal": "llava",
+    "description.encoders": {"vision": EncoderDescription("clip_vision_model", num_heads=3)},
+}
+_QWEN = {
+    "description.family": "qwen2_5_vl_text",
+    "description.multimodal": "qwen2_5_vl",
+    "description.encoders": {"vision": EncoderDescription("qwen2_5_vl_vision")},
+}
+_AUDIO = {
+    "description.family": "qwen2",
+    "description.multimodal": "qwen2_audio",
+    "description.encoders": {"audio": EncoderDescription("qwen2_audio_encoder", num_heads=4)},
+}
+_OMNI = {
+    "description.family": "qwen2_5_omni_text",
+    "description.multimodal": "qwen2_5_omni_thinker",
+    "description.encoders": {
+        "vision": EncoderDescription("qwen2_5_omni_vision_encoder"),
+        "audio": EncoderDescription("qwen2_5_omni_audio_encoder"),
+    },
+}
+_FOUR_HEADS = {"description.encoders": {"vision": EncoderDescription("clip_vision_model", num_heads=4)}}
+_ON_TWO_RANKS = {"ranks": "0-1", "dp_shard": 2}
+_SPLIT = {"ranks": "0-1", "tp": 2}
+_DATA_RANKS = {"components": {"vision": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
+_SPLIT_ENCODER = {"components": {"vision": _SPLIT, "language": _ON_TWO_RANKS}}
+_HEARING = {"components": {"audio": _ON_TWO_RANKS, "language": _ON_TWO_RANKS}}
+_SPLIT_HEARING = {"components": {"audio": _SPLIT, "language": _ON_TWO_RANKS}}
+
+EXAMPLES = (
+    # model_rules FAMILY
+    Breach(
+        "model.path: a 'gpt2' model with implementation transformers is not supported: use one of llama, mistral,",
+        {"description.family": "gpt2"},
+    ),
+    Breach(
+        "model.path: a 'qwen2' model with implementation nemo_automodel is not supported: use one of llama, qwen3",
+        NEMO_CLASSES,
+        {"description.family": "qwen2"},
+    ),
+    # model_rules NEMO
+    Breach(
+        "model.moe.aux_loss=0.1 with model.implementation=nemo_automodel: routers of its mixtures do",
+        {"model.moe.aux_loss": 0.1},
+        {**NEMO_CLASSES, **MIXTURE},
+    ),
+    Breach(
+        "the sliding windows of a 'qwen3_moe' model with model.implementation=nemo_automodel: its class",
+        NEMO_CLASSES,
+        {**MIXTURE, "description.has_windows": True},
+    ),
+    Breach(
+        "model.dtype=float64 with model.implementation=nemo_automodel: its classes keep rotary embeddings in float32",
+        {"model.dtype": "float64"},
+        NEMO_CLASSES,
+    ),
+    Breach(
+        "parallel.tp=2 with model.implementation=nemo_automodel: tensor parallelism splits",
+        NEMO_CLASSES,
+        {"parallel.tp": 2},
+    ),
+    # model_rules QUANTIZED
+    Breach("model.path: the weights are quantized by 'awq', and only", {"description.quantization": "awq"}),
+    # model_rules NOISE
+    Breach("model.path: config.json has resid_pdrop=0.1", {"description.noise": {"resid_pdrop": 0.1}}),
+    # model_rules BIDIRECTIONAL
+    Breach("model.path: config.json has use_bidirectional_attention", {"description.is_bidirectional": True}),
+    # model_rules ROTARY
+    Breach("model.path: config.json has rope_type=dynamic", {"description.rope_types": ("dynamic",)}),
+    Breach("model.path: config.json has rope_type=longrope", {"description.rope_types": ("default", "longrope")}),
+    # model_rules ATTENTION_BACKENDS
+    Breach(
+        "model.attention=sdpa: this model has a soft cap in its attention: use eager",
+        {"model.attention": "sdpa"},
+        {"description.family": "gemma2", "description.has_softcap": True},
+    ),
+    Breach(
+        "model.attention=sdpa: this model has sinks in its attention: use eager or varlen or fa3",
+        {"model.attention": "sdpa"},
+        {"description.family": "gpt_oss"},
+    ),
+    Breach(
+        "model.attention=te computes in bfloat16, not float32",
+        {"model.dtype": "float32"},
+        {"model.attention": "te"},
+    ),
+    Breach(
+        "model.attention=varlen computes in bfloat16, not float64",
+        {"model.attention": "varlen"},
+        {"model.dtype": "float64"},
+    ),
+    Breach(
+        "model.attention=te with parallel.cp=2: it has no sliding windows there: use varlen",
+        {"parallel.cp": 2},
+        {"model.attention": "te", "description.has_windows": True},
+    ),
+    # model_rules FLOAT8
+    Breach("model.fp8=rowwise with model.dtype=float32: fp8 layers take", {"model.dtype": "float32"}, _FP8),
+    Breach("model.fp8=rowwise with model.lora: adapters have no", {"model.lora": {"rank": 4}}, _FP8),
+    Breach("model.fp8=rowwise with parallel.tp=2: split layers", {"parallel.tp": 2}, _FP8),
+    Breach("model.fp8=rowwise with model.implementation=nemo_automodel", NEMO_CLASSES, _FP8),
+    Breach(
+        "model.fp8=rowwise with a 'llava' model: it has no fp8 layers",
+        _FP8,
+        LLAVA,
+    ),
+    # model_rules ROUTERS
+    Breach("model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router", {"model.moe": {"aux_loss": 0.1}}),
+    Breach(
+        "model.moe.aux_loss=0.1: a 'deepseek_v3' model has no softmax router",
+        {"model.moe": {"aux_loss": 0.1}},
+        {"description.family": "deepseek_v3", "description.num_experts": 8},
+    ),
+    Breach(
+        "model.moe.bias_update_rate=0.1: the routers of a 'qwen3_moe' model have no bias: set it to 0",
+        {"model.moe": {"bias_update_rate": 0.1}},
+        MIXTURE,
+    ),
+    # layout_rules SCHEDULE
+    Breach("parallel.virtual_stages=2 needs parallel.pp of at least 2", {"parallel.virtual_stages": 2}),
+    Breach(
+        "parallel.virtual_stages=2: 1F1B has 1 on each rank: use virtual_stages=1",
+        {"parallel.virtual_stages": 2},
+        {"parallel.pp": 2},
+    ),
+    Breach(
+        "parallel.virtual_stages=1: Interleaved1F1B has at least 2 on each rank: use virtual_stages=2",
+        {"parallel.schedule": "Interleaved1F1B"},
+        {"parallel.pp": 2},
+    ),
+    Breach(
+        "parallel.virtual_stages=3: DualPipeV has 2 on each rank: use virtual_stages=2",
+        {"parallel.virtual_stages": 3},
+        {**_SPLIT_BACKWARD, "parallel.schedule": "DualPipeV"},
+    ),
+    # layout_rules STAGES
+    Breach(
+        "parallel.pp=4: the model has 3 layers and a stage needs at least one; use no more than 3 stages",
+        {"parallel.pp": 4},
+        {"description.num_layers": 3},
+    ),
+    Breach(
+        "parallel.layers_per_stage=[4, 4] lists 2 stages but parallel.pp=1 makes 1: list one number for each",
+        {"parallel.layers_per_stage": [4, 4]},
+    ),
+    Breach(
+        "parallel.layers_per_stage=[4, 3] adds up to 7 but the model has 8 layers: make the sum equal",
+        {"parallel.layers_per_stage": [4, 3]},
+        {"parallel.pp": 2, "description.num_layers": 8},
+    ),
+    # layout_rules RESHARDING
+    Breach(
+        "parallel.fsdp=reshard with parallel.schedule=ZBVZeroBubble: it goes through the backward",
+        {"parallel.fsdp": "reshard"},
+        _SPLIT_BACKWARD,
+    ),
+    # layout_rules HSDP
+    Breach("parallel.dp_replicate=2 needs parallel.dp_shard x parallel.cp of", {"parallel.dp_replicate": 2}),
+    # layout_rules TENSOR_PARALLEL
+    *(
+        Breach(f"parallel.tp=2 must divide the 7 {what}", {key: 7}, {"parallel.tp": 2})
+        for key, what in (
+            ("description.num_heads", "attention heads"),
+            ("description.num_kv_heads", "key-value heads"),
+            ("description.vocab_size", "tokens in the vocabulary"),
+            ("description.mlp_size", "columns in the MLP"),
+            ("description.shared_expert_size", "columns in the shared experts"),
+        )
+    ),
+    # layout_rules SEQUENCE_PARALLEL
+    Breach("parallel.sequence_parallel=true needs parallel.tp of at least 2", {"parallel.sequence_parallel": True}),
+    # layout_rules CONTEXT_PARALLEL
+    Breach(
+        "parallel.cp x parallel.tp = 4 must divide the 6 key heads of linear attention",
+        {"description.num_linear_heads": 6},
+        {"parallel.cp": 4, "description.family": "qwen3_5_text"},
+    ),
+    # layout_rules RECOMPUTATION
+    Breach(
+        "memory.activation_checkpointing=selective with parallel.schedule=ZBVZeroBubble: it goes",
+        {"memory.activation_checkpointing": "selective"},
+        _SPLIT_BACKWARD,
+    ),
+    # layout_rules COMPILED
+    Breach(
+        "memory.compile=true with parallel.schedule=ZBVZeroBubble: compiled layers do not allow a split backward",
+        {"memory.compile": True},
+        _SPLIT_BACKWARD,
+    ),
+    Breach(
+        "memory.compile=true with model.implementation=nemo_automodel: layers of its mixtures do not compile",
+        {"memory.compile": True},
+        {**MIXTURE, "model.implementation": "nemo_automodel"},
+    ),
+    Breach(
+        "memory.compile=true with memory.activation_checkpointing=selective: compiled layers of a",
+        {"memory.compile": True},
+        {**MIXTURE, "memory.activation_checkpointing": "selective"},
+    ),
+    # layout_rules EXPERT_PARALLEL
+    Breach("parallel.ep=2: a 'qwen3' model has no experts", {"parallel.ep": 2}, {"parallel.dp_shard": 2}),
+    Breach("parallel.ep=2 must divide parallel.dp_shard x parallel.cp x", {"parallel.ep": 2}, MIXTURE),
+    Breach(
+        "parallel.ep=2 with parallel.tp=2 needs parallel.sequence_parallel=true",
+        {"parallel.ep": 2},
+        {**MIXTURE, "parallel.tp": 2},
+    ),
+    Breach("parallel.ep=4 must divide the model's 6 experts", {"parallel.ep": 4}, {**MIXTURE, "parallel.cp": 4}),
+    # lora_rules LORA
+    Breach("model.lora with parallel.tp=2: adapters are not split", {"parallel.tp": 2}, {"model.lora": {}}),
+    Breach(
+        "model.lora with model.implementation=nemo_automodel: adapters are added to transformers' classes only",
+        NEMO_CLASSES,
+        {"model.lora": {}},
+    ),
+    Breach(
+        "model.lora.targets: lm_head cannot have adapters",
+        {"model.lora": {"targets": ["q_proj", "lm_head"]}},
+        {"model.lora": {"targets": ["q_proj"]}},
+    ),
+    Breach(
+        "model.lora.rank=4: adapters of experts in bfloat16 need a multiple of 8",
+        {"model.lora": {"rank": 4, "targets": ["experts"]}},
+        {"model.lora": {"targets": ["experts"]}, "model.dtype": "bfloat16"},
+    ),
+    Breach(
+        "model.lora.dropout=0.1 with model.lora.targets=['experts']: PEFT knows none for adapters of experts",
+        {"model.lora": {"dropout": 0.1, "targets": ["experts"]}},
+        {"model.lora": {"targets": ["experts"]}},
+    ),
+    Breach(
+        "model.lora.dropout=0.1 with an algorithm that compares log-probabilities: dropout would change",
+        {"model.lora": {"dropout": 0.1}},
+        {"algorithm": "dpo"},
+    ),
+    # lora_rules ADAPTERS_ALONE
+    Breach(
+        "weight_sync.adapters=alone needs model.lora: set it",
+        {"weight_sync.adapters": "alone"},
+        {"algorithm": "grpo"},
+    ),
+    Breach(
+        "weight_sync.adapters=alone with a 'llava' model: its generators get merged ones",
+        {"weight_sync.adapters": "alone"},
+        {"algorithm": "grpo", "model.lora": {}, **LLAVA},
+    ),
+    Breach(
+        "weight_sync.adapters=alone with rollout.generator=servers",
+        {"rollout.generator": {"kind": "servers", "urls": ["http://localhost:1"]}},
+        {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}},
+    ),
+    Breach(
+        "weight_sync.adapters=alone: vLLM takes ranks up to 512, not 1024",
+        {"model.lora": {"rank": 1024}},
+        {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}, "rollout.generator": "vllm"},
+    ),
+    Breach(
+        "weight_sync.adapters=alone with model.lora.modules_to_save=['lm_head']: these are no adapters,",
+        {"model.lora": {"modules_to_save": ["lm_head"]}},
+        {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}},
+    ),
+    # multimodal_rules MULTIMODAL
+    Breach("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
+    Breach("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
+    Breach(
+        "data.min_pixels and data.max_pixels: a 'qwen3' model reads no images: leave them out",
+        {"data.max_pixels": 1000},
+    ),
+    Breach(
+        "data.min_pixels and data.max_pixels: a 'llava' model has no image processor with limits",
+        {"data.min_pixels": 1000},
+        LLAVA,
+    ),
+    Breach(
+        "model.lora.targets: a 'qwen3' model has no encoder: leave vision, audio and projector out",
+        {"model.lora": {"targets": ["q_proj", "projector"]}},
+        {"model.lora": {}},
+    ),
+    Breach(
+        "rollout.tools or rollout.environment with a 'llava' model: prompts have media, and conversations have none",
+        {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 2},
+        {**LLAVA, "algorithm": "grpo"},
+    ),
+    Breach(
+        "rollout.generator=servers with a 'qwen2_5_vl' model: servers get no media",
+        {"rollout.generator": {"kind": "servers", "urls": ["http://127.0.0.1:1"]}},
+        {**_QWEN, "algorithm": "grpo"},
+    ),
+    Breach(
+        "images of a 'gemma3' model with rollout.generator=vllm: vLLM computes causal attention in images",
+        {"rollout.generator": "vllm"},
+        {
+            "description.family": "gemma3_text",
+            "description.multimodal": "gemma3",
+            "description.encoders": {"vision": EncoderDescription("siglip_vision_model")},
+            "algorithm": "grpo",
+        },
+    ),
+    Breach(
+        "a config without rope_parameters.mrope_interleaved with rollout.generator=vllm: vLLM would",
+        {"description.hides_interleaving": True},
+        {**_QWEN, "rollout.generator": "vllm", "algorithm": "grpo"},
+    ),
+    Breach(
+        "batch.microbatch_tokens=auto with a 'llava' model: its memory depends on its images or audio",
+        {"batch.microbatch_tokens": "auto"},
+        LLAVA,
+    ),
+    Breach(
+        "model.path: a 'llava' model with a 'gemma2' language model is not supported: use one with llama,",
+        {"description.family": "gemma2"},
+        LLAVA,
+    ),
+    Breach(
+        "model.path: a 'llava' model with a 'dinov2' encoder is not supported: use clip_vision_model",
+        {"description.encoders": {"vision": EncoderDescription("dinov2")}},
+        LLAVA,
+    ),
+    Breach(
+        "a 'llava' model with model.implementation=nemo_automodel: multimodal models run transformers' classes only",
+        {"model.implementation": "nemo_automodel"},
+        LLAVA,
+    ),
+    Breach(
+        "model.frozen with model.lora: all but adapters and modules to save is frozen",
+        {"model.frozen": ["vision"]},
+        {**LLAVA, "model.lora": {}},
+    ),
+    Breach(
+        "model.lora with components.vision.tp=2: adapters are not split",
+        _SPLIT_ENCODER,
+        {
+            **LLAVA,
+            **_FOUR_HEADS,
+            "model.lora": {},
+            **_DATA_RANKS,
+        },
+    ),
+    Breach(
+        "model.frozen: all parts are frozen and nothing is left to train: leave one out",
+        {"model.frozen": ["vision", "projector", "language"]},
+        {**LLAVA, "model.frozen": ["vision", "projector"]},
+    ),
+    Breach(
+        "components.vision.tp=2: Pixtral's encoder is not split over tp: use dp_shard",
+        _SPLIT_ENCODER,
+        {**LLAVA, "description.encoders": {"vision": EncoderDescription("pixtral")}, **_DATA_RANKS},
+    ),
+    Breach(
+        "components.vision.tp=2 must divide the encoder's 3 attention heads",
+        _SPLIT_ENCODER,
+        {**LLAVA, **_DATA_RANKS},
+    ),
+    Breach(
+        "model.lora with a 'qwen2_5_omni_thinker' model: PEFT has no names for its parts",
+        {"model.lora": {}},
+        _OMNI,
+    ),
+    Breach(
+        "model.frozen: a 'qwen2_audio' model has no encoder vision: name audio, projector, language",
+        {"model.frozen": ["vision"]},
+        _AUDIO,
+    ),
+    Breach(
+        "model.lora.targets: a 'llava' model has no encoder audio: leave it out",
+        {"model.lora": {"targets": ["q_proj", "audio"]}},
+        {**LLAVA, "model.lora": {}},
+    ),
+    Breach(
+        "components: a 'qwen2_audio' model has audio, language, and layouts are given for vision, language",
+        _DATA_RANKS,
+        _AUDIO,
+    ),
+    Breach(
+        "components.audio.tp=2: Qwen2-Audio's encoder is not split over tp: use dp_shard",
+        _SPLIT_HEARING,
+        {**_AUDIO, **_HEARING},
+    ),
+    Breach(
+        "audio of a 'qwen2_audio' model with rollout.generator=vllm: vLLM gets no audio",
+        {"rollout.generator": "vllm"},
+        {**_AUDIO, "algorithm": "grpo"},
+    ),
+    # run_rules ROUTER_REPLAY
+    Breach(
+        "router_replay.enabled=true: a 'qwen3' model has no routers: set it to false, or use a mixture",
+        {"description.family": "qwen3", "description.num_experts": 0},
+        {**_GRPO, **MIXTURE, "router_replay.enabled": True},
+    ),
+    # run_rules QUANTIZED_ROLLOUT
+    Breach(
+        "mxfp4 weights with rollout.generator=vllm: vLLM would keep them, and a weight sync sends plain ones",
+        {"description.quantization": "mxfp4"},
+        {**_GRPO, "rollout.generator": "vllm"},
+    ),
+    # run_rules ROLLOUT_LENGTH
+    Breach(
+        "rollout.max_prompt_tokens + rollout.max_new_tokens = 17 is more than the model's context of 16 tokens",
+        {"rollout.max_prompt_tokens": 9},
+        {**_GRPO, "rollout.max_prompt_tokens": 8, "rollout.max_new_tokens": 8, "description.context": 16},
+    ),
+    # run_rules ROLLOUT_OFFLOAD
+    Breach(
+        "memory.offload.during=rollout: only grpo has rollouts",
+        {"memory.offload": {}},
+        {"algorithm": "dpo"},
+    ),
+)
