@@ -17,7 +17,7 @@ import torch
 
 from automodel_rl import TokenSequence
 from automodel_rl.batch import LocalMicrobatch, local_microbatch, pack_microbatch
-from automodel_rl.batch.token_inputs import LOGPROB_GRADIENT
+from automodel_rl.batch.tensors import LOGPROB_GRADIENT
 from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from automodel_rl.batch.media import NO_MEDIA, MediaTokens, media_places
 from automodel_rl.batch.microbatch import IGNORED_TARGET, Microbatch
-from automodel_rl.batch.move import move
 from automodel_rl.batch.routes import Routes
-from automodel_rl.batch.token_inputs import taken
+from automodel_rl.batch.tensors import move, taken
 
 LEAST_TOKENS = 2
 """Least queries of an attention call: the graphs of compiled layers hold for all sizes but 1."""
@@ -94,7 +93,7 @@ class LocalMicrobatch:
         offsets: the place of each token in its sequence, sequence by sequence, int64 [T].
         routes: the experts that the tokens of `is_routed` must go to, `MISSING` for pads; None if the routers choose.
         media: the media tokens among the rank's tokens.
-        tokens: further inputs of the model [t, ...] by name (batch/token_inputs.py); pads have 0.
+        tokens: further inputs of the model [t, ...] by name (batch/tensors.py); pads have 0.
         index: its place among the microbatches of a step.
     """
 

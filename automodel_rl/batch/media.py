@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from automodel_rl.batch.move import move
+from automodel_rl.batch.tensors import move
 
 Grid = tuple[int, int, int]
 """Patches of an image in time, height and width, as the model's image processor counts them."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch.media import Media, check_media
-from automodel_rl.batch.move import move
 from automodel_rl.batch.routes import Routes, join_routes
+from automodel_rl.batch.tensors import move
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Microbatch:
         values: further per-token tensors [T] by name.
         routes: the experts that a mixture must send the tokens to, at least for this rank's layers; on the host.
         media: the images and clips, in order; each `start` is a place in the microbatch.
-        tokens: further inputs of the model [T, ...] by name (batch/token_inputs.py), each row at its own token.
+        tokens: further inputs of the model [T, ...] by name (batch/tensors.py), each row at its own token.
         is_empty: True for a microbatch that only takes part in collectives. It has no effect on losses or gradients.
 
     Example:

@@ -29,7 +29,7 @@ class MicrobatchScope:
         self._flags: dict[bool, Tensor] = {}
 
     def input(self, name: str) -> Tensor | None:
-        """An input of the tokens of the layer that runs now (batch/token_inputs.py); None if there is none."""
+        """An input of the tokens of the layer that runs now (batch/tensors.py); None if there is none."""
         return None if self.microbatch is None else self.microbatch.tokens.get(name)
 
     def start_step(self) -> None:

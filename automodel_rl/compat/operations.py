@@ -1,6 +1,7 @@
 """Every operation on tensors, seen as it is computed."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,3 +36,9 @@ class OperationWatch(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source to its target, cast to the target's dtype, with few kernels."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from automodel_rl.compat.modules import apply_gate
-from automodel_rl.compat.tensors import TorchDispatchMode, tree_leaves
+from automodel_rl.compat.operations import TorchDispatchMode, tree_leaves
 from automodel_rl.config import ParallelConfig
 from automodel_rl.estimate.parameter_sizes import causal_model
 from automodel_rl.families.known import FAMILIES

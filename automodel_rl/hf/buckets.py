@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.block_sizes import block_sizes
-from automodel_rl.compat.tensors import copy_each
+from automodel_rl.compat.operations import copy_each
 from automodel_rl.families.known import CheckpointFamily
 from automodel_rl.hf.names import pieces
 from automodel_rl.parallel.collectives import all_gather

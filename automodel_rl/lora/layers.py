@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
-from automodel_rl.batch.token_inputs import ADAPTER_GATE
+from automodel_rl.batch.tensors import ADAPTER_GATE
 from automodel_rl.parallel.sharding import local_box, local_tensor
 
 ADAPTER_NAMES = ("lora_A", "lora_B")

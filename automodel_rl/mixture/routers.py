@@ -1,11 +1,12 @@
 """Trains the routers of a mixture: the load of experts, the auxiliary loss, and DeepSeek's bias.
 
-Routers are the models' own modules and are only watched here (mixture/router_forward.py calls `Watched.count`). Pads
+Routers are the models' own modules and are only watched here (their forward calls `Watched.count`). Pads
 and empty microbatches do not count. A token that follows a route (mixture/router_replay.py) counts where the route
 sends it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -175,6 +176,22 @@ class Watched:
             loss = _load_balancing(logits, load, microbatch.is_routed) * self.factor
             weights = _AddLoss.apply(weights, loss)
         return in_order_of(output, (logits, weights, chosen))
+
+
+def install_router_forwards(routers: Iterable[Any]) -> None:
+    """Replaces the forwards of routers that have got `replayed` (mixture/router_replay.py) and `watched`.
+
+    The new one is one function for all, and what it needs lies on the router, so that compiled layers that are equal
+    share a graph.
+    """
+    for router in routers:
+        router.forward = MethodType(_forward, router)
+
+
+def _forward(router: Any, *args: Any) -> Any:
+    choose, routes = type(router).forward, router.replayed.routes
+    output = choose(router, *args) if routes is None else router.replayed.follow(routes, router, choose, *args)
+    return router.watched.count(output) if router.training and torch.is_grad_enabled() else output
 
 
 def global_loads(watches: list[RouterWatch], layout: Layout) -> dict[int, Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch
-from automodel_rl.batch.token_inputs import LOGPROB_GRADIENT
+from automodel_rl.batch.tensors import LOGPROB_GRADIENT
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
 from automodel_rl.model.softmax import Given, Softmax, cap

@@ -15,9 +15,8 @@ from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
-from automodel_rl.mixture.router_forward import install_router_forwards
 from automodel_rl.mixture.router_replay import RouterReplay
-from automodel_rl.mixture.routers import RouterWatch
+from automodel_rl.mixture.routers import RouterWatch, install_router_forwards
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.float8 import install_float8

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from automodel_rl.batch import LocalMicrobatch
-from automodel_rl.batch.token_inputs import ROTARY_POSITIONS
+from automodel_rl.batch.tensors import ROTARY_POSITIONS
 from automodel_rl.compat.fsdp import gradient_sum
 from automodel_rl.model.logprobs import Head, OutputFn
 from automodel_rl.parallel.sharding import local_tensor

@@ -21,7 +21,7 @@ class Adapters:
 
     The model has adapters of the largest rank. Those of a smaller rank have some of its rows. Others are filled with
     zeros, which get no gradient and stay 0. So they compute and train as adapters of their own rank. Runs that share no
-    row can be in the model together, for one pass over the data of all (batch/token_inputs.py).
+    row can be in the model together, for one pass over the data of all (batch/tensors.py).
 
     Args:
         engine: trains the model.

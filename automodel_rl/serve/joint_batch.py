@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import IGNORED_TARGET, Batch, Microbatch, TokenSequence, pack_microbatch
-from automodel_rl.batch.token_inputs import ADAPTER_GATE
+from automodel_rl.batch.tensors import ADAPTER_GATE
 from automodel_rl.losses import LossFn, LossOutput, TokenOutputs, token_loss
 from automodel_rl.serve.messages import Datum, LossResult, RunPass
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from automodel_rl.batch import LEAST_TOKENS, LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
-from automodel_rl.batch.token_inputs import LOGPROB_GRADIENT, ROTARY_POSITIONS
+from automodel_rl.batch.tensors import LOGPROB_GRADIENT, ROTARY_POSITIONS
 from automodel_rl.families.known import multimodal_family
 from automodel_rl.model.float8 import MULTIPLE
 from automodel_rl.model.handle import ModelHandle

@@ -33,6 +33,7 @@ class Lack:
 
 
 _PLAIN_CLASSES = "use model.implementation=transformers"
+_PLAIN_GENERATOR = "use rollout.generator=transformers"
 
 LACKS = (
     Lack(
@@ -98,8 +99,8 @@ LACKS = (
     Lack(f.MULTIMODAL, f.AUTO_MICROBATCHES, "its memory depends on its images or audio", "give a number"),
     Lack(f.MULTIMODAL, f.SERVERS, "servers get no media", "let ranks start vLLM, with kind vllm"),
     Lack(f.MULTIMODAL, f.ADAPTERS_ALONE, "its generators get merged ones", "use merged"),
-    Lack(f.VLLM, f.BIDIRECTIONAL_IMAGES, "vLLM computes causal attention in images", "use rollout.generator=transformers"),
-    Lack(f.VLLM, f.AUDIO, "vLLM gets no audio", "use rollout.generator=transformers"),
+    Lack(f.VLLM, f.BIDIRECTIONAL_IMAGES, "vLLM computes causal attention in images", _PLAIN_GENERATOR),
+    Lack(f.VLLM, f.AUDIO, "vLLM gets no audio", _PLAIN_GENERATOR),
     Lack(
         f.VLLM,
         f.HIDDEN_INTERLEAVING,

@@ -13,9 +13,8 @@ from automodel_rl.data.loader import ExampleLoader, LoadedStep
 from automodel_rl.data.sampler import Order
 from automodel_rl.data.show import ShownExample, examples_of
 from automodel_rl.errors import InputError
-from automodel_rl.observe.samples import Sample
 from automodel_rl.trainers.run import Run
-from automodel_rl.trainers.samples import greedy_samples
+from automodel_rl.trainers.samples import Sample, greedy_samples
 
 MOST_WORKERS = 8
 """Most processes that tokenise ahead unless a config says more."""

@@ -21,7 +21,6 @@ from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.observe.console import Progress
 from automodel_rl.observe.metrics import MetricsFile, write_lines
-from automodel_rl.observe.samples import Sample
 from automodel_rl.observe.trackers import Tracker, make_trackers
 from automodel_rl.optimizers import warmup_steps
 from automodel_rl.policy.policy import Policy
@@ -29,6 +28,7 @@ from automodel_rl.report.page import write_report
 from automodel_rl.rollout.rollouts import Rollouts
 from automodel_rl.trainers.open_run import OpenedRun
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
+from automodel_rl.trainers.samples import Sample
 from automodel_rl.trainers.step import Step
 
 

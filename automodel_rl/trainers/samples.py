@@ -1,14 +1,23 @@
 """Greedy completions by the trained layout itself: for models of any size, without a second copy or a cache."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence, single_media_tokens
 from automodel_rl.observe.console import SlowWork
-from automodel_rl.observe.samples import Sample
 from automodel_rl.policy.policy import Policy
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt of the held-out data, the completion that the model wrote, and the one that the data has."""
+
+    prompt: str
+    completion: str
+    expected: str
 
 
 def greedy_samples(

@@ -6,12 +6,12 @@ from automodel_rl.batch import single_media_tokens
 from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.data.prompts import Prompt
 from automodel_rl.errors import RolloutError
-from automodel_rl.observe.samples import Sample
 from automodel_rl.rollout.groups import first_error, pass_rates
 from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rewards.counts import error_rates, metric_means
 from automodel_rl.rollout.rollouts import Rollouts
 from automodel_rl.trainers.run import Run
+from automodel_rl.trainers.samples import Sample
 from automodel_rl.trainers.step import Step
 
 

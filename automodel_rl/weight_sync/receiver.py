@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from automodel_rl.compat.tensors import copy_each
+from automodel_rl.compat.operations import copy_each
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.weight_sync.checksum import checksum

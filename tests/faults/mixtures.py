@@ -116,13 +116,13 @@ def _gate_and_up_swapped() -> Any:
 
 
 def _bias_in_the_weights() -> Any:
-    from automodel_rl.mixture.router_forward import _forward
+    from automodel_rl.mixture.routers import _forward
 
     def biased(router: Any, *args: Any) -> Any:
         logits, weights, chosen = _forward(router, *args)
         return logits, weights + router.e_score_correction_bias[chosen].to(weights.dtype), chosen
 
-    return patch("mixture.router_forward._forward", biased)
+    return patch("mixture.routers._forward", biased)
 
 
 REPLAY = {"replay": True}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from automodel_rl.batch import Routes, TokenSequence, local_microbatch, pack_microbatch
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
-from automodel_rl.mixture.router_forward import install_router_forwards
 from automodel_rl.mixture.router_replay import RouterReplay, Selection
+from automodel_rl.mixture.routers import install_router_forwards
 from tests.needs import needs_nemo
 
 HIDDEN, EXPERTS, TOP_K, TOKENS, LAYER = 8, 12, 3, 10, 5

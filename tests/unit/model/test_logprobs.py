@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch, TokenSequence, local_microbatch, pack_microbatch
-from automodel_rl.batch.token_inputs import LOGPROB_GRADIENT
+from automodel_rl.batch.tensors import LOGPROB_GRADIENT
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
 from automodel_rl.model.logprobs import Head, target_readout, top_logits

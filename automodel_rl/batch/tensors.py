@@ -1,11 +1,13 @@
-"""Inputs that a model may have for each token besides its id: `tokens` of a microbatch, by name.
+"""Tensors of microbatches: inputs that a model may have for each token besides its id, and copies to a device.
 
-A further one is a name here, the place that puts it into `Microbatch.tokens` or gives it to `local_microbatches`, and
-the place that reads it from `LocalMicrobatch.tokens`. Context parallelism cuts all of them alike, and pads have 0.
+These inputs are `tokens` of a microbatch, by name. A further one is a name here, the place that puts it into
+`Microbatch.tokens` or gives it to `local_microbatches`, and the place that reads it from `LocalMicrobatch.tokens`.
+Context parallelism cuts all of them alike, and pads have 0.
 """
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 ROTARY_POSITIONS = "rotary_positions"
@@ -30,3 +32,11 @@ def taken(inputs: Mapping[str, Tensor], places: Tensor, is_real: Tensor) -> dict
         is_real: bool [t].
     """
     return {name: rows[places] * is_real.view(-1, *[1] * (rows.ndim - 1)) for name, rows in inputs.items()}
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor to `device`. A copy from the host to CUDA goes through pinned memory, so the host does not
+    wait."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
