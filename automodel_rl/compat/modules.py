@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoModel, PretrainedConfig, Qwen2_5OmniThinkerTextModel
+from transformers import AutoModel, PretrainedConfig
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniTextConfig
 
 from automodel_rl.compat.versions import TRANSFORMERS
@@ -59,6 +59,8 @@ def text_model(config: PretrainedConfig, **options: Any) -> Any:
         options: as of `AutoModel.from_config`.
     """
     if isinstance(config, Qwen2_5OmniTextConfig):
+        from transformers import Qwen2_5OmniThinkerTextModel  # a second of every process
+
         return Qwen2_5OmniThinkerTextModel._from_config(config, **options)
     return AutoModel.from_config(config, **options)
 

@@ -1,7 +1,5 @@
 """GLM-4.1V (arXiv:2507.01006): images of any size as patches, and rotary positions that follow their grids."""
 
-from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
-
 from automodel_rl.families.family import Family
 from automodel_rl.families.file_names import FileNames
 from automodel_rl.families.multimodal import Multimodal
@@ -14,6 +12,8 @@ class GlmReader(PatchReader):
     """Reads pictures as patches. A picture counts as a video of one patch in time for the limits of pixels."""
 
     def resized(self, height: int, width: int, factor: int) -> tuple[int, int]:
+        from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize  # as in media/images.py
+
         time, limits = self.processor.temporal_patch_size, self.processor.size
         return smart_resize(time, height, width, time, factor, limits["shortest_edge"], limits["longest_edge"])
 

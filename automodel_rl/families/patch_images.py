@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from automodel_rl.batch.media import EncoderName, Image, Media, Video
 from automodel_rl.errors import InputError
@@ -45,6 +44,8 @@ class PatchReader(ImageReader):
         Raises:
             ValueError: it refuses the size.
         """
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # as in media/images.py
+
         limits = self.processor.size
         return smart_resize(height, width, factor, limits["shortest_edge"], limits["longest_edge"])
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, WhisperFeatureExtractor
+from transformers import PretrainedConfig
 
 from automodel_rl.batch.media import Media
 from automodel_rl.families.audio import AudioEncoder, frames_of, positions_of
@@ -23,7 +23,7 @@ from automodel_rl.media.videos import VideoReader
 class ChunkReader(AudioReader):
     """Reads clips of any length."""
 
-    def spectrogram(self, wave: np.ndarray, extractor: WhisperFeatureExtractor) -> np.ndarray:
+    def spectrogram(self, wave: np.ndarray, extractor: Any) -> np.ndarray:
         # Silence after the clip, as the model's processor has it, so that the last frames are the same.
         num_frames = -(-len(wave) // self.hop)
         length = min(self.hop * num_frames + extractor.n_fft, extractor.n_samples)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, WhisperFeatureExtractor
+from transformers import PretrainedConfig
 
 from automodel_rl.batch.media import Media
 from automodel_rl.families.audio import AudioEncoder, frames_of, positions_of
@@ -20,7 +20,7 @@ from automodel_rl.media.audio import AudioReader
 class WindowReader(AudioReader):
     """Reads clips and fills them up with silence."""
 
-    def spectrogram(self, wave: np.ndarray, extractor: WhisperFeatureExtractor) -> np.ndarray:
+    def spectrogram(self, wave: np.ndarray, extractor: Any) -> np.ndarray:
         return extractor(wave, sampling_rate=self.rate, return_tensors="np")["input_features"][0]
 
 

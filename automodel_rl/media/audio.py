@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoFeatureExtractor, PretrainedConfig, WhisperFeatureExtractor
+from transformers import PretrainedConfig
 
 from automodel_rl.batch.media import Audio, Media
 from automodel_rl.errors import InputError
@@ -75,6 +75,8 @@ class AudioReader(ABC):
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"model.path={folder}: no feature extractor that transformers opens ({reason})") from None
+        from transformers import WhisperFeatureExtractor  # as in images.py
+
         if not isinstance(extractor, WhisperFeatureExtractor):
             raise InputError(
                 f"model.path={folder}: the feature extractor is a {type(extractor).__name__} and no "
@@ -129,12 +131,12 @@ class AudioReader(ABC):
         return torch.as_tensor(self.spectrogram(self.samples(source, where), _open_extractor(self.folder)))
 
     @abstractmethod
-    def spectrogram(self, wave: np.ndarray, extractor: WhisperFeatureExtractor) -> np.ndarray:
+    def spectrogram(self, wave: np.ndarray, extractor: Any) -> np.ndarray:
         """The log-mel spectrogram [mels, frames] that the encoder takes.
 
         Args:
             wave: a clip's samples at the model's sampling rate, float32 [n].
-            extractor: the model's feature extractor.
+            extractor: the model's `WhisperFeatureExtractor`.
         """
 
     def samples(self, source: str | bytes, where: str) -> np.ndarray:
@@ -172,6 +174,8 @@ class AudioReader(ABC):
 @functools.cache
 def _open_extractor(folder: Path) -> Any:
     """The checkpoint's feature extractor. Its filters are large, so it does not travel with clips."""
+    from transformers import AutoFeatureExtractor  # as in images.py
+
     return AutoFeatureExtractor.from_pretrained(folder, trust_remote_code=False)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from PIL import Image as Picture
 from torch import Tensor
-from transformers import AutoImageProcessor, PretrainedConfig
-from transformers.image_utils import load_image
+from transformers import PretrainedConfig
 
 from automodel_rl.batch.media import Image, Media
 from automodel_rl.errors import InputError
@@ -40,6 +39,8 @@ class ImageReader(ABC):
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig, limits: tuple[int | None, int | None] = (None, None)):
+        from transformers import AutoImageProcessor  # half a second of every process, of text, too
+
         self.token_id = config.image_token_id
         try:
             self.processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
@@ -131,6 +132,8 @@ def picture_size(source: PictureSource, where: str) -> tuple[int, int]:
 
 def open_picture(source: PictureSource, where: str) -> Picture.Image:
     """A picture with its pixels, as it is shown. The arguments and errors are those of `picture_size`."""
+    from transformers.image_utils import load_image  # as above
+
     try:
         content = Path(source).read_bytes() if isinstance(source, str) else source
         return load_image(Picture.open(io.BytesIO(content)))
@@ -140,6 +143,8 @@ def open_picture(source: PictureSource, where: str) -> Picture.Image:
 
 def _as_file(picture: Picture.Image) -> bytes:
     """The bytes of a file of a picture that a dataset has opened, as it is shown."""
+    from transformers.image_utils import load_image  # as above
+
     file = io.BytesIO()
     load_image(picture).save(file, "PNG")
     return file.getvalue()

@@ -11,8 +11,6 @@ import torch
 from PIL import Image as Picture
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as resize_all
 
 from automodel_rl.batch.media import Media, Video
 from automodel_rl.errors import InputError
@@ -124,6 +122,8 @@ class VideoReader:
 
     def _resized(self, time: int, height: int, width: int, factor: int) -> tuple[int, int]:
         """Height and width of the frames of a video with so many patches in time: multiples of a factor."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # as in images.py
+
         return smart_resize(height, width, factor, *self.limits)
 
     def _patches(self, frame: Picture.Image, height: int, width: int) -> Tensor:
@@ -161,11 +161,13 @@ class TimedVideoReader(VideoReader):
         return found
 
     def _resized(self, time: int, height: int, width: int, factor: int) -> tuple[int, int]:
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize  # as in images.py
+
         pair = self.processor.temporal_patch_size
         least, most = (
             limit * (time * pair if own else 1) for limit, own in zip(self.limits, self.of_frames, strict=True)
         )
-        return resize_all(time * pair, height, width, pair, factor, least, most)
+        return smart_resize(time * pair, height, width, pair, factor, least, most)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
