@@ -78,7 +78,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_complete(path: Path, text: str) -> None:
-    """Writes a text file, and replaces an older one of the same name."""
+    """Writes a text file in the place of an older file of the same name."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         with unfinished.open("w") as file:

@@ -222,7 +222,7 @@ class Call(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """The thing of this verb is done, or the process is started; `value` is what it gives."""
+    """A call has been carried out, or the process has started; `value` is the result."""
 
     verb: Verb | Literal["start"]
     value: Any = None

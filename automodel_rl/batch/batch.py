@@ -103,7 +103,7 @@ class Batch:
         return Batch([self.sequences[number] for number in numbers], together=self.together, routes=routes)
 
     def dealt(self, parts: Sequence[Sequence[int]]) -> "Batch":
-        """The same rows in other parts.
+        """The batch with its rows divided into other parts.
 
         Args:
             parts: the rows of each part.

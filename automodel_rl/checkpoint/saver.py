@@ -88,7 +88,8 @@ class CheckpointSaver:
         self.seconds = 0.0
 
     def save(self, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> str | None:
-        """Waits for the checkpoint before, then writes this one, or begins to write it in the background. A collective.
+        """Waits for the previous checkpoint, then writes the new one, or begins to write it in the background. A
+        collective.
 
         Args:
             folder: the checkpoint's folder, on a file system that all ranks share; replaced if it exists.
@@ -174,7 +175,7 @@ class CheckpointSaver:
         return error
 
     def _together(self, work: Callable[[], object]) -> str | None:
-        """Does some work on all ranks, and returns on all of them why it failed on one; None if it failed on none."""
+        """Runs a function on all ranks. Every rank gets the reason if the function failed on any rank, else None."""
         own = None
         try:
             work()

@@ -311,7 +311,7 @@ def _explain_all(details: Sequence[Detail], kind: type[BaseModel]) -> str:
 
 
 def _with_keys(place: str, kind: type[BaseModel]) -> str:
-    """A missing key, and what it holds if it is a section."""
+    """A missing key, with the keys of its section if the key holds a section."""
     section = _section_at(kind, tuple(place.split(".")))
     required = [] if section is None else [name for name, info in section.model_fields.items() if info.is_required()]
     return f"{place} (with {', '.join(required or section.model_fields)})" if section is not None else place
@@ -416,7 +416,7 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
 def _inside(
     section: type[BaseModel] | None, part: int | str
 ) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
-    """The section at a key of another one, or at a place in its list; and those of which the key chooses one."""
+    """The section below a key of another section or at a place in a list, and the sections among which the key chooses."""
     if section is None or isinstance(part, int):
         return section, {}
     fields = {info.alias or name: info.annotation for name, info in section.model_fields.items()}

@@ -99,7 +99,7 @@ def examples_of(config: RunConfig, count: int, chat: ChatTokenizer) -> list[Show
 
 
 def _sequences(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExample]]:
-    """The sequences of one record after the other."""
+    """The sequences of all records, record by record."""
     read = READERS[config.reads]
     for source_config in config.data.train:
         source = open_examples(source_config, config.data)

@@ -65,7 +65,7 @@ class ArrowRecords:
 
 
 class Joined:
-    """Several sources one after the other."""
+    """Several sources, concatenated."""
 
     def __init__(self, sources: Sequence[RecordSource]):
         self.sources = sources

@@ -157,7 +157,7 @@ class ChatTemplate:
         return [leaf for leaf in found if _takes_mark(tree, leaf)]
 
     def changed_text(self, chat: Chat, changed: Mapping[Leaf, int], asks: bool = False) -> str | None:
-        """What the template writes if some values are others; None if it raises.
+        """The template's text with some values replaced; None if the template raises an error.
 
         Args:
             chat: the chat.

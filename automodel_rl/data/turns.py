@@ -132,8 +132,8 @@ class _Finder:
         return (before is not None and before[1] > begin) or (after is not None and after[0] < end)
 
     def _values_at(self, turn: int) -> Span | None:
-        """The first character of what a message itself holds and the one after it; None if the template writes none of
-        it."""
+        """The first character of a message's own content and the character after the content; None if the template
+        writes no content."""
         if turn not in self._values:
             self._values[turn] = self._edges(len(self.chat.messages), turn, self._repeated(turn))
         return self._values[turn]

@@ -221,5 +221,5 @@ class Bridge:
 
 
 def _group(ranks: set[int], backend: str | None) -> dist.ProcessGroup | None:
-    """A group of these ranks, on all of them; None for a single rank, which needs none."""
+    """A process group of some ranks; None for a single rank."""
     return None if len(ranks) == 1 else own_group([sorted(ranks)], backend)

@@ -178,7 +178,7 @@ class Engine:
         return self._shared(totals, counts)
 
     def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
-        """Takes one optimizer step with the gradients that `forward_backward` has added up, and lets go of them.
+        """Takes one optimizer step with the gradients that `forward_backward` has added up, and clears the gradients.
 
         Args:
             settings: settings of AdamW for this step; None for those of the config and the schedule.
@@ -222,8 +222,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _adding_gradients(self) -> Iterator[None]:
-        """Adds the gradients of the block to those of the batches before it. Gradients from before are set aside during
-        the block, because sums over tp ranks and of tied embeddings must contain one batch only."""
+        """Adds the gradients of the block to the gradients of earlier batches. Gradients from before are set aside
+        during the block, because sums over tp ranks and of tied embeddings must contain one batch only."""
         parameters = [parameter for part in self.handle.parts for parameter in part.parameters()]
         before = [parameter.grad for parameter in parameters]
         self.zero_grad()

@@ -113,8 +113,8 @@ class Fleet:
 
     @contextlib.contextmanager
     def awake(self, timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> Iterator[None]:
-        """Lets generators write in this block, in the memory that they share with the trainer, if they do. After it
-        the trainer's weights may still be on the host.
+        """Lets generators write in this block. Generators that share memory with the trainer have the memory meanwhile.
+        After it the trainer's weights may still be on the host.
 
         Args:
             timed: a block that measures how long the phase with this name takes.
@@ -187,7 +187,7 @@ class Fleet:
                 self.restore()
 
     def write_alike(self, requests: Sequence[Request]) -> dict[int, list[Completion]]:
-        """The same completions by every generator, by the rank that leads it; none by one that is lost.
+        """Completions of the same requests by every generator, by its leader's rank. A lost generator has none.
 
         Args:
             requests: the completions to write.

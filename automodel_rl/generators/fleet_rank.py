@@ -51,7 +51,7 @@ class FleetRank:
         }
 
     def close(self) -> None:
-        """Ends this rank's generator, if it has one that was not ended."""
+        """Ends this rank's generator, if one is running."""
         self._open.close()
 
     def _start(self, job: jobs.StartGenerators, _: Share | None) -> tuple[int, bool] | None:

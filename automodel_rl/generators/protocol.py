@@ -25,7 +25,7 @@ class KeptRoutes:
     missing: np.ndarray
 
     def piece(self, start: int, stop: int) -> "KeptRoutes":
-        """Those of some of the tokens, from the prompt's first one on."""
+        """Routes of a slice of the tokens, counted from the prompt's first token."""
         missing = self.missing[start - self.at.start : stop - self.at.start]
         return KeptRoutes(dataclasses.replace(self.at, start=start, stop=stop), missing)
 

@@ -180,7 +180,7 @@ class GeneratorSupervisor:
             self.problem = str(problem)
 
     def _start_with_others(self) -> tuple[Generator, Transport]:
-        """Starts this rank's generator, and waits until those that use this rank's device sleep.
+        """Starts this rank's generator, and waits until all generators on this rank's device sleep.
 
         Raises:
             InputError: on all ranks; a generator does not start.

@@ -223,7 +223,7 @@ class StageBuckets:
         self.plan = Plan(tuple(tensors), tuple(Bucket(b.dtype, b.numel, tuple(b.chunks), b.is_frozen) for b in full))
 
     def reread(self, sources: Sequence[Source]) -> None:
-        """Replaces the sources by others of the same tensors."""
+        """Takes new sources for the same tensors."""
         self.sources = list(sources)
 
     def targets(self, number: int, buffer: Tensor) -> list[Tensor]:

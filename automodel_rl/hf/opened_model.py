@@ -53,7 +53,7 @@ class OpenedModel:
         return language_config(self.whole)
 
     def with_weights(self) -> "OpenedModel":
-        """The same with the files of its weights, which are downloaded if they are on the hub.
+        """The opened model with its weight files, which are downloaded if the model is on the hub.
 
         Raises:
             InputError: a file is not as it was exported.

@@ -159,7 +159,7 @@ class _Watch:
         self.thread.join()
 
     def _wait_for_others(self) -> None:
-        """Waits for the other ranks, as the store ends with this one. The watch notices if one fails or hangs."""
+        """Waits for the other ranks, because the store ends with this rank. The watch notices if one fails or hangs."""
         left = [_key(f"left/{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
         deadline = time.monotonic() + (LONGEST_FAREWELL_SECONDS if is_guarded else FAREWELL_SECONDS)
         with flight.phase("waiting for the other ranks to end"):

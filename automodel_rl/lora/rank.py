@@ -34,7 +34,7 @@ def set_scale(parts: Iterable[Any], scale: float) -> None:
 
 
 def cut_to_rank(name: str, tensor: Tensor, rows: slice) -> Tensor:
-    """An adapter, or a moment of one, without the zeros around it.
+    """An adapter or its optimizer moment, cut to the rank of its own training.
 
     Args:
         name: the adapter's name.
@@ -63,7 +63,7 @@ def own_part(name: str, parameter: Tensor, shard: Tensor, rows: slice) -> Tensor
 
 
 def fill_up_to_rank(name: str, tensor: Tensor, shape: tuple[int, ...], first: int = 0) -> Tensor:
-    """An adapter, or a moment of one, with zeros around it.
+    """An adapter or its optimizer moment, filled up with zeros to the rank of all trainings.
 
     Args:
         name: the adapter's name.

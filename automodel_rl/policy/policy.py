@@ -115,7 +115,7 @@ class Policy:
         return result
 
     def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
-        """Takes one optimizer step with the gradients that `forward_backward` has added up, and lets go of them.
+        """Takes one optimizer step with the gradients that `forward_backward` has added up, and clears the gradients.
 
         Args:
             settings: settings of AdamW for this step; None for those of `begin` and their schedule.
@@ -199,8 +199,8 @@ class Policy:
         return self._with_others(jobs.UseWeights(name))
 
     def with_changed_weights(self) -> AbstractContextManager[None]:
-        """Computes in this block with weights that are no checkpoint's, but of the same size. After it the model has
-        its own again, bit for bit."""
+        """Computes in this block with changed weights of the same size, which belong to no checkpoint. After it the
+        model has its own again, bit for bit."""
         return self._with_others(jobs.UseChangedWeights())
 
     @contextlib.contextmanager

@@ -74,7 +74,7 @@ class Share:
 
 @dataclass(frozen=True)
 class _Flat:
-    """Sequences one after the other. Arrays have an entry for each token of all of them."""
+    """Sequences, concatenated into flat tensors. Arrays have an entry for each token of all of them."""
 
     lengths: list[int]
     ids: np.ndarray

@@ -51,7 +51,7 @@ class Completions:
         return {"object": "list", "data": [_model(self.config.base_name, self._began), *saved]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """One of them.
+        """One of the models.
 
         Raises:
             InputError, UnknownError: there is no such model, or it cannot be sampled from.

@@ -45,8 +45,8 @@ class Transcript:
 
     @property
     def routes(self) -> list[KeptRoutes] | None:
-        """The experts of all tokens, each as told by the turn that sampled it, or that read it first; None if they are
-        not kept."""
+        """The experts of all tokens, as reported by the turn that sampled the token or read it first; None if routes
+        are not kept."""
         pieces, start = [], 0
         for turn, end in zip(self.turns, self.ends, strict=True):
             if turn.routes is None:
