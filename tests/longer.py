@@ -95,7 +95,8 @@ LONGER: dict[str, Sequence[str]] = {
     "distributed/trainers/test_grpo_generators.py::test_the_others_write_what_a_dead_generator_was_to_write": ALL,
     "distributed/trainers/test_grpo_generators.py::"
     "test_a_generator_that_does_not_come_back_is_left_out_while_others_write": ALL,
-    "distributed/trainers/test_grpo_generators.py::test_ranks_that_share_a_generator_leave_the_writing_to_the_first": ALL,
+    "distributed/trainers/test_grpo_generators.py::"
+    "test_ranks_that_share_a_generator_leave_the_writing_to_the_first": ALL,
     "distributed/trainers/test_loops.py::test_the_loops_of_the_examples_learn_and_on_two_ranks_as_on_one": (
         "reinforce",
     ),

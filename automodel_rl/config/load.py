@@ -416,7 +416,7 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
 def _inside(
     section: type[BaseModel] | None, part: int | str
 ) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
-    """The section below a key of another section or at a place in a list, and the sections among which the key chooses."""
+    """The section below a key of another section or in a list, and the sections among which the key chooses."""
     if section is None or isinstance(part, int):
         return section, {}
     fields = {info.alias or name: info.annotation for name, info in section.model_fields.items()}
