@@ -1,1 +1,1 @@
-"""Everything that shows how a run goes: metrics, trackers, console, report, and the run directory."""
+"""Everything that shows how a run goes: metrics, trackers, console, and the run directory."""

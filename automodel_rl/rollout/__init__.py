@@ -1,1 +1,1 @@
-"""Rollouts: generators that write completions, rewards that score them, and the start of weight syncs."""
+"""Rollouts: prompts go to generators, rewards score completions, and groups become rows of a batch."""
