@@ -68,7 +68,7 @@ LONGER: dict[str, Sequence[str]] = {
     "distributed/model/test_compiled.py::test_microbatches_of_any_size_need_no_graph_of_their_own": (
         "qwen3_moe-{}-full",
     ),
-    "distributed/serve/test_together.py::test_compiled_layers_take_each_microbatchs_gate": ALL,
+    "distributed/serve/test_together.py::test_compiled_layers_take_each_microbatchs_gate": ("False",),
     "distributed/serve/test_together.py::test_runs_that_meet_get_what_they_get_alone": ("sizes4", "sizes1"),
     # verify: `make faults` plants these and many more.
     "distributed/tools/test_verify.py::test_planted_bugs_show_where_they_strike": (

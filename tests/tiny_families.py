@@ -84,7 +84,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**MOE, "num_local_experts": 4, "intermediate_size": 16, "sliding_window": WINDOW},
     "cohere": {**WIDE, "logit_scale": 0.25, "use_qk_norm": True},
     "cohere2": {**DENSE, **WINDOWED, "logit_scale": 0.25},
-    "granite_swa": {**WIDE, **MULTIPLIED, **WINDOWED, "attention_multiplier": 0.2},
     "jais2": DENSE,
     "mellum": {**MOE, **WINDOWED, "num_experts": 8, "moe_intermediate_size": 16},
     "granite": {**WIDE, **MULTIPLIED, "attention_multiplier": 0.2},

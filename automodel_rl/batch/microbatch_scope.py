@@ -16,13 +16,17 @@ class MicrobatchScope:
     activations again. A queue of microbatches would get out of step there. If a layer fails, its microbatch stays until
     `clear`.
 
+    Args:
+        tells_first: whether `is_first` is told, which the graph of a compiled layer cannot hold.
+
     Attributes:
         microbatch: this rank's tokens of the microbatch.
         is_first: 1 where a layer computes a microbatch for the first time in a step, 0 where it computes it again for
             the backward, fp32 []. It is a tensor, so that compiled layers need no graph for each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tells_first: bool = False) -> None:
+        self.tells_first = tells_first
         self.microbatch: LocalMicrobatch | None = None
         self.is_first = torch.ones(())
         self._computed: set[tuple[int, int]] = set()
@@ -47,6 +51,8 @@ class MicrobatchScope:
     def enter(self, number: int, microbatch: LocalMicrobatch) -> None:
         """Notes that a layer computes a microbatch."""
         self.microbatch = microbatch
+        if not self.tells_first:  # and a graph may hold it
+            return
         key = (number, microbatch.index)
         device = microbatch.is_real.device
         if not self._flags or self._flags[True].device != device:

@@ -151,11 +151,11 @@ class Bridge:
         return bool(vote)
 
     def to_language(self, chunks: Mapping[int, Tensor], sizes: Sizes, like: Tensor) -> Crossing:
-        """Starts to send a microbatch's embeddings to the language lanes of this rank.
+        """Starts to send a microbatch's embeddings to language lanes of this rank.
 
         Args:
             chunks: embeddings [m, E] that this rank's encoder lane has made, by language lane; read on its leader only.
-            sizes: for each language lane, how many embeddings come from each encoder lane that serves it. None is no
+            sizes: for each of these lanes, how many embeddings come from each encoder lane that serves it. 0 is no
                 message.
             like: a tensor with the dtype, device and width of the embeddings.
 
@@ -164,7 +164,8 @@ class Bridge:
             away from it.
         """
         rank, found = dist.get_rank(), Crossing()
-        for number, lane in self.lanes.items():
+        for number in sizes:
+            lane = self.lanes[number]
             for share, leader in enumerate(lane.encoder_leaders):
                 if rank not in (*lane.language_ranks, leader):
                     continue
@@ -190,7 +191,8 @@ class Bridge:
             from this rank.
         """
         rank, found, mine = dist.get_rank(), Crossing(), {}
-        for number, lane in self.lanes.items():
+        for number in sizes:
+            lane = self.lanes[number]
             for share, leader in enumerate(lane.encoder_leaders):
                 size, group = sizes[number][share], lane.device_groups[share]
                 if not size:

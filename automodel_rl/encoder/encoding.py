@@ -16,6 +16,9 @@ from automodel_rl.parallel.sharding import begin_backward
 READING_THREADS = 8
 """Number of threads that read pictures or clips on each rank with the encoder."""
 
+READ_AHEAD = 2 * READING_THREADS
+"""Pictures or clips that are read, or have been, before the encoder takes them."""
+
 
 class Encoding:
     """Runs an encoder forward and backward, a few images or clips at a time.

@@ -27,7 +27,7 @@ from torch import Tensor
 from automodel_rl.batch import Microbatch
 from automodel_rl.batch.media import EncoderName, Media
 from automodel_rl.encoder.bridge import Bridge, Transfer
-from automodel_rl.encoder.encoding import READING_THREADS, Encoding
+from automodel_rl.encoder.encoding import READ_AHEAD, READING_THREADS, Encoding
 from automodel_rl.encoder.media_shares import MediaShares
 from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.parallel.sharding import release_gathered
@@ -88,15 +88,12 @@ class MediaEncoder:
         self.abandon_step()  # of a forward without backward
         self.shares.exchange(microbatches)
         count, self._keeps = self.shares.num_microbatches, train and self.trains
-        is_all = self.together or not self._keeps
+        is_all = self.together or not self._keeps or not count  # a rank without lanes knows of no microbatch
         self._ahead = count if is_all else min(count, encoded_ahead(self.bridge.language.parallel, count))
         if self._encoder is not None:
             self._encoder.start(self._keeps, self._ahead)
         for number in range(self._ahead):
-            if self._encoder is not None:
-                self._encoder.encode(number)
-                if not self.together:
-                    self._carry(number)
+            self._encode(number)
         if self.together:  # only now, since this rank may wait for others in a message
             for number in range(count):
                 self._carry(number)
@@ -115,10 +112,12 @@ class MediaEncoder:
             back = {number: self._carry_back(number) for number in range(self._num_returned, count)}
         if self._encoder is not None:
             for number in range(count):
-                self._encoder.backward(number, back.pop(number) if self.together else self._carry_back(number))
+                if self.together:
+                    self._encoder.backward(number, back.pop(number))
+                for lane in self.bridge.served_lanes if not self.together else ():
+                    self._encoder.backward(number, self._carry_back(number, lane))
                 if number + self._ahead < count:
-                    self._encoder.encode(number + self._ahead)
-                    self._carry(number + self._ahead)
+                    self._encode(number + self._ahead)
         self._wait()
         self.abandon_step()
 
@@ -129,16 +128,25 @@ class MediaEncoder:
         if self._encoder is not None:
             self._encoder.end()
 
-    def _carry(self, number: int) -> None:
-        """Sends and receives a microbatch's embeddings."""
+    def _encode(self, number: int) -> None:
+        """Encodes a microbatch's media, language lane by language lane; on ranks of its own it sends each at once."""
+        if self._encoder is None:
+            return
+        for lane in self.bridge.served_lanes:
+            self._encoder.encode(number, lane)
+            if not self.together:
+                self._carry(number, lane)
+
+    def _carry(self, number: int, lane: int | None = None) -> None:
+        """Sends and receives a microbatch's embeddings, of one language lane or of all lanes of this rank."""
         chunks = {} if self._encoder is None else self._encoder.chunks_of(number)
-        crossing = self.bridge.to_language(chunks, self.shares.sizes(number), self.like)
+        crossing = self.bridge.to_language(chunks, self.shares.sizes(number, lane), self.like)
         self._arriving[number] = crossing.arriving
         self._leaving += crossing.leaving
 
-    def _carry_back(self, number: int) -> dict[int, Tensor]:
-        """Sends and receives the gradients of a microbatch's embeddings: those of this rank's encoder lane, by language
-        lane."""
+    def _carry_back(self, number: int, of: int | None = None) -> dict[int, Tensor]:
+        """Sends and receives the gradients of a microbatch's embeddings, of one language lane or of all lanes of this
+        rank. Returns those of this rank's encoder lane, by language lane."""
         gradients: list[Tensor] = []
         lane = self.bridge.own_lane
         if lane is not None:
@@ -148,7 +156,7 @@ class MediaEncoder:
                 gradient = self.like.new_zeros(tokens, self.like.shape[1])
             self.bridge.sum_over_language_lane(gradient)
             gradients = self.shares.divided(lane, number, gradient)
-        mine, crossing = self.bridge.to_encoder(gradients, self.shares.sizes(number), self.like)
+        mine, crossing = self.bridge.to_encoder(gradients, self.shares.sizes(number, of), self.like)
         self._leaving += crossing.leaving
         self._num_returned = number + 1
         return mine
@@ -201,7 +209,8 @@ class _Encoder:
         self._blank: Tensor | None = None
         self._chunks: dict[tuple[int, int], Tensor] = {}  # by microbatch and language lane
         self._loads: dict[tuple[int, int], list[Future[Tensor]]] = {}
-        self._left: list[tuple[int, int]] = []
+        self._left: list[tuple[int, int]] = []  # places with media, in order
+        self._num_read = 0
         self._keeps = False
 
     def start(self, keeps: bool, ahead: int) -> None:
@@ -216,20 +225,16 @@ class _Encoder:
             with torch.set_grad_enabled(keeps):
                 self._blank = self.encoding.forward_blank()
 
-    def encode(self, number: int) -> None:
-        """Encodes the media of a microbatch."""
-        for lane in self.bridge.served_lanes:
-            media = self._media(number, lane)
-            if not media:
-                continue
-            self._read(number, lane)
-            loads = self._loads.pop((number, lane))
-            for later in (number, number + 1):  # read while the device encodes
-                for other in self.bridge.served_lanes:
-                    if (later, other) > (number, lane) and later < self.shares.num_microbatches:
-                        self._read(later, other)
-            with torch.set_grad_enabled(self._keeps):
-                self._chunks[number, lane] = self.encoding.forward(media, loads)
+    def encode(self, number: int, lane: int) -> None:
+        """Encodes the media of a microbatch of a language lane, while files of later ones are read."""
+        media = self._media(number, lane)
+        if not media:
+            return
+        self._read_ahead()
+        loads = self._loads.pop((number, lane))
+        self._read_ahead()
+        with torch.set_grad_enabled(self._keeps):
+            self._chunks[number, lane] = self.encoding.forward(media, loads)
 
     def chunks_of(self, number: int) -> dict[int, Tensor]:
         """The embeddings of a microbatch, by language lane."""
@@ -244,11 +249,13 @@ class _Encoder:
             del self._chunks[number, lane]
             self.encoding.backward(gradient, is_last=(number, lane) == self._left[-1])
 
-    def _read(self, number: int, lane: int) -> None:
-        """Starts to read a microbatch's images or clips, if that has not begun."""
+    def _read_ahead(self) -> None:
+        """Starts to read images or clips in order, until `READ_AHEAD` of them or all wait for their forward."""
         assert self._pool is not None
-        if (number, lane) not in self._loads:
-            self._loads[number, lane] = [self._pool.submit(item.load) for item in self._media(number, lane)]
+        while self._num_read < len(self._left) and sum(map(len, self._loads.values())) < READ_AHEAD:
+            place = self._left[self._num_read]
+            self._loads[place] = [self._pool.submit(item.load) for item in self._media(*place)]
+            self._num_read += 1
 
     def _media(self, number: int, lane: int) -> list[Media]:
         assert self.bridge.own_share is not None

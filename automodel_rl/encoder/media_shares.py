@@ -75,11 +75,12 @@ class MediaShares:
         """Number of embeddings of these media. The arguments are those of `numbers`."""
         return sum(item.num_embeddings for item in self.of_share(lane, share, microbatch))
 
-    def sizes(self, microbatch: int) -> dict[int, list[int]]:
-        """Number of embeddings of a microbatch from each encoder lane, by language lane."""
+    def sizes(self, microbatch: int, of: int | None = None) -> dict[int, list[int]]:
+        """Number of embeddings of a microbatch from each encoder lane, by language lane: of one lane or of all."""
         return {
             number: [self.size(number, share, microbatch) for share in range(len(lane.encoder_leaders))]
             for number, lane in self.bridge.lanes.items()
+            if of is None or number == of
         }
 
     def joined(self, lane: int, microbatch: int, of_shares: Sequence[Tensor], like: Tensor) -> Tensor:

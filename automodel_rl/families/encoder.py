@@ -47,7 +47,7 @@ class EncoderFamily(ABC):
 
     Attributes:
         component: the component that it is, "vision" or "audio".
-        kinds: the `model_type`s of its config.
+        model_types: the `model_type`s that its config may have.
         title: its name in messages.
         modules: all modules of the encoder with its projectors.
         projectors: the modules that make embeddings of the language model; what comes before them is the encoder
@@ -70,7 +70,7 @@ class EncoderFamily(ABC):
     takes_one: ClassVar[bool] = False
     has_pixel_limits: ClassVar[bool] = False
 
-    kinds: tuple[str, ...]
+    model_types: tuple[str, ...]
     title: str
     modules: tuple[str, ...]
     projectors: tuple[str, ...]

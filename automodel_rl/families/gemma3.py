@@ -29,7 +29,7 @@ GEMMA3 = Multimodal(
     encoders={
         "vision": (
             GemmaImages(
-                kinds=("siglip_vision_model",),
+                model_types=("siglip_vision_model",),
                 title="SigLIP's encoder",
                 modules=("vision_tower", PROJECTOR),
                 projectors=(PROJECTOR,),

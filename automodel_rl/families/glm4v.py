@@ -11,6 +11,10 @@ from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
 class GlmReader(PatchReader):
     """Reads pictures as patches. A picture counts as a video of one patch in time for the limits of pixels."""
 
+    @property
+    def limit_factor(self) -> int:
+        return self.processor.temporal_patch_size
+
     def resized(self, height: int, width: int, factor: int) -> tuple[int, int]:
         from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize  # as in media/images.py
 
@@ -22,7 +26,7 @@ GLM4V = Multimodal(
     encoders={
         "vision": (
             PatchImages(
-                kinds=("glm4v_vision",),
+                model_types=("glm4v_vision",),
                 title="GLM-4.1V's encoder",
                 modules=("visual",),
                 projectors=("visual.downsample", "visual.merger"),

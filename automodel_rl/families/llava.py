@@ -9,16 +9,16 @@ from automodel_rl.families.row_images import RowImages
 
 _PARTS = ("vision_tower", PROJECTOR)
 
-PIXTRAL = RowImages(kinds=("pixtral",), title="Pixtral's encoder", modules=_PARTS, projectors=(PROJECTOR,))
+PIXTRAL = RowImages(model_types=("pixtral",), title="Pixtral's encoder", modules=_PARTS, projectors=(PROJECTOR,))
 CLIP = OneSizeImages(
-    kinds=("clip_vision_model",),
+    model_types=("clip_vision_model",),
     title="CLIP's encoder",
     modules=_PARTS,
     projectors=(PROJECTOR,),
     tp_plan=CLIP_PLAN,
     has_class_token=True,
 )
-SIGLIP = replace(CLIP, kinds=("siglip_vision_model",), title="SigLIP's encoder", has_class_token=False)
+SIGLIP = replace(CLIP, model_types=("siglip_vision_model",), title="SigLIP's encoder", has_class_token=False)
 
 PARTS_APART = FileNames(
     starts=(

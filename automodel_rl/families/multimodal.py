@@ -19,7 +19,7 @@ class Multimodal:
     """A multimodal family, by the `model_type` of the whole model.
 
     Attributes:
-        encoders: by component, the families of encoders that it may have. Their `kinds` tell them apart.
+        encoders: by component, the families of encoders that it may have. Their `model_types` tell them apart.
         file_names: how files name its tensors: the usual names, then those that some files have.
         languages: families of text models that its language model may be.
         own_languages: language models that are no models of their own, with their facts.
@@ -65,9 +65,9 @@ class Multimodal:
         """Whether its image processor has limits for the pixels of an image."""
         return any(encoder.has_pixel_limits for encoders in self.encoders.values() for encoder in encoders)
 
-    def kinds(self, component: EncoderName) -> tuple[str, ...]:
+    def model_types(self, component: EncoderName) -> tuple[str, ...]:
         """The `model_type`s that an encoder's config may have."""
-        return tuple(kind for encoder in self.encoders[component] for kind in encoder.kinds)
+        return tuple(kind for encoder in self.encoders[component] for kind in encoder.model_types)
 
     def encoder(self, config: PretrainedConfig, component: EncoderName) -> EncoderFamily:
         """The family of a model's encoder, which the table supports.
@@ -77,7 +77,7 @@ class Multimodal:
             component: the encoder's component, "vision" or "audio".
         """
         kind = encoder_config(config, component).model_type
-        return next(encoder for encoder in self.encoders[component] if kind in encoder.kinds)
+        return next(encoder for encoder in self.encoders[component] if kind in encoder.model_types)
 
     def rotary_grid(self, config: PretrainedConfig) -> RotaryGrid | None:
         """How rotary positions follow the grids of images; None if they do not.

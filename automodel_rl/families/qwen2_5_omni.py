@@ -52,7 +52,7 @@ QWEN2_5_OMNI = Multimodal(
     encoders={
         "vision": (
             PatchImages(
-                kinds=("qwen2_5_omni_vision_encoder",),
+                model_types=("qwen2_5_omni_vision_encoder",),
                 title="Qwen2.5-Omni's encoder",
                 modules=("visual",),
                 projectors=("visual.merger",),
@@ -61,7 +61,7 @@ QWEN2_5_OMNI = Multimodal(
         ),
         "audio": (
             AudioChunks(
-                kinds=("qwen2_5_omni_audio_encoder",),
+                model_types=("qwen2_5_omni_audio_encoder",),
                 title="Qwen2.5-Omni's encoder",
                 modules=("audio_tower",),
                 projectors=("audio_tower.proj",),

@@ -11,7 +11,7 @@ QWEN2_5_VL = Multimodal(
     encoders={
         "vision": (
             PatchImages(
-                kinds=("qwen2_5_vl_vision",),
+                model_types=("qwen2_5_vl_vision",),
                 title="Qwen2.5-VL's encoder",
                 modules=("visual",),
                 projectors=("visual.merger",),

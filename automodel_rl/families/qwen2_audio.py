@@ -56,7 +56,7 @@ QWEN2_AUDIO = Multimodal(
     encoders={
         "audio": (
             AudioWindows(
-                kinds=("qwen2_audio_encoder",),
+                model_types=("qwen2_audio_encoder",),
                 title="Qwen2-Audio's encoder",
                 modules=("audio_tower", "multi_modal_projector"),
                 projectors=("multi_modal_projector",),

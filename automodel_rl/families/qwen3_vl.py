@@ -12,7 +12,7 @@ from automodel_rl.media.videos import TimedVideoReader
 from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
 
 _ENCODER = PatchImages(
-    kinds=("qwen3_vl_vision",),
+    model_types=("qwen3_vl_vision",),
     title="Qwen3-VL's encoder",
     modules=("visual",),
     projectors=("visual.merger", "visual.deepstack_merger_list"),
@@ -31,7 +31,7 @@ QWEN3_VL = Multimodal(
 
 QWEN3_VL_MOE = replace(
     QWEN3_VL,
-    encoders={"vision": (replace(_ENCODER, kinds=("qwen3_vl_moe_vision",)),)},
+    encoders={"vision": (replace(_ENCODER, model_types=("qwen3_vl_moe_vision",)),)},
     file_names=(replace(_FILE_NAMES, turns_experts=True),),
     own_languages={
         "qwen3_vl_moe_text": replace(

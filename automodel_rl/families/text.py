@@ -104,9 +104,6 @@ TEXT_FAMILIES = {
     "glm": Family(tp_plan=FUSED_MLP),
     "glm4": Family(tp_plan=FUSED_MLP),
     "granite": Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling"),
-    "granite_swa": Family(
-        embedding_factor="embedding_multiplier", logit_divisor="logits_scaling", has_sinks=True, tp_plan=_SINKS
-    ),
     "helium": Family(computes_in_fp32=True),
     "hunyuan_v1_dense": Family(tp_plan=_HUNYUAN),
     "hyperclovax": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),

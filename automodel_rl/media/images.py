@@ -53,14 +53,22 @@ class ImageReader(ABC):
                 "preprocessor_config.json"
             )
         if any(limits):
-            own = (self.processor.size["shortest_edge"], self.processor.size["longest_edge"])
+            own = tuple(self.processor.size[edge] // self.limit_factor for edge in ("shortest_edge", "longest_edge"))
             least, most = (given or default for given, default in zip(limits, own, strict=True))
             if least > most:
                 raise InputError(
                     f"data: images of {least} to {most} pixels, of which the image processor says {own[0]} to "
                     f"{own[1]}: give both min_pixels and max_pixels"
                 )
-            self.processor.size = {"shortest_edge": least, "longest_edge": most}
+            self.processor.size = {
+                "shortest_edge": least * self.limit_factor,
+                "longest_edge": most * self.limit_factor,
+            }
+
+    @property
+    def limit_factor(self) -> int:
+        """What a pixel of an image counts in the limits of the image processor."""
+        return 1
 
     def __call__(self, source: ImageSource, where: str) -> Image:
         """An image whose pixels are not read yet.

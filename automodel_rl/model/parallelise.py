@@ -16,7 +16,7 @@ from automodel_rl.families.known import FAMILIES
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
 from automodel_rl.mixture.router_replay import RouterReplay
-from automodel_rl.mixture.routers import RouterWatch, install_router_forwards
+from automodel_rl.mixture.routers import RouterWatch, install_router_forwards, routers_of
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.float8 import install_float8
@@ -88,7 +88,7 @@ class PartInProgress:
         self.accurate = _fp32_modules(part, self.family)
         self.tp = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
         self.partial: list[tuple[nn.Module, str]] = []
-        self.scope = MicrobatchScope()
+        self.scope = MicrobatchScope(tells_first=bool(routers_of(self.layers, self.family)))
         sharing = [group for group in (layout.cp_group, layout.tp_group) if group is not None]
         self.watch = RouterWatch(self.layers, self.family, self.scope, model.moe, sharing)
         routers = self.watch.routers
@@ -148,19 +148,18 @@ def watch_routers(work: PartInProgress) -> None:
 def compile_and_recompute(work: PartInProgress) -> None:
     """Compiles layers, makes them compute again in the backward, and notes their microbatch for adapters and routers.
 
-    A graph of a dense layer holds its recomputation, which sees what is to be kept. Around the layers of a mixture the
-    recomputation comes last: it must note the microbatch, too.
+    A recomputation notes the microbatch, too, so it is always around that. A graph of a dense layer holds both: then
+    its recomputation sees what is to be kept. Around the layers of a mixture they come after the graph, which cannot
+    tell whether a microbatch is computed for the first time.
     """
     layers, is_mixture = work.layers.values(), bool(work.watch.routers)
-    in_graph = work.compiled and not is_mixture
-    if in_graph:
-        checkpoint_layers(layers, work.memory.recomputed)
-    if work.compiled:
+    if work.compiled and is_mixture:
         compile_layers(layers)
     if is_mixture or work.model.lora is not None:
         work.scope.follow(work.layers)
-    if not in_graph:
-        checkpoint_layers(layers, work.memory.recomputed)
+    checkpoint_layers(layers, work.memory.recomputed)
+    if work.compiled and not is_mixture:
+        compile_layers(layers)
 
 
 def shard(work: PartInProgress) -> None:

@@ -22,7 +22,7 @@ def _multimodal(asked: Combination) -> str | None:
             f"{', '.join(family.known_languages)}"
         )
     for component, encoder in asked.description.encoders.items():
-        known = family.kinds(component)
+        known = family.model_types(component)
         if encoder.kind not in known:
             return f"model.path: {name} with a {encoder.kind!r} encoder is not supported: use {', '.join(known)}"
     if problem := _names(asked, name):
@@ -59,7 +59,7 @@ def _names(asked: Combination, name: str) -> str | None:
 def _layout(asked: Combination, family: Multimodal, which: EncoderName, tp: int) -> str | None:
     """Refuses a layout that an encoder cannot have."""
     encoder = asked.description.encoders[which]
-    known = next(known for known in family.encoders[which] if encoder.kind in known.kinds)
+    known = next(known for known in family.encoders[which] if encoder.kind in known.model_types)
     if tp > 1 and not known.tp_plan:
         return f"components.{which}.tp={tp}: {known.title} is not split over tp: use dp_shard"
     if encoder.num_heads % tp:

@@ -45,12 +45,13 @@ def different_kinds(caught_by: Verified, fault: str | None, folder: Path) -> lis
     """What `verify` says is different, with a fault or without one; on a rank."""
     from automodel_rl.config import ParallelConfig
     from automodel_rl.config.components import ComponentsConfig
-    from automodel_rl.families.known import FAMILIES
+    from automodel_rl.families.known import is_exact
+    from automodel_rl.hf.read import read_config
     from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
     from automodel_rl.tools.verify.comparison import Case, compare
 
     parallel = ParallelConfig(**caught_by.sizes)
-    in_fp32 = not FAMILIES[caught_by.family].is_exact(parallel.tp)
+    in_fp32 = not is_exact(read_config(folder), parallel.tp)
     components = None if caught_by.components is None else ComponentsConfig.model_validate(caught_by.components)
     case = Case(parallel, components=components, **caught_by.case)
     with planted(fault):

@@ -25,6 +25,12 @@ from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_multimodal_model
 
 APART = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": 1}})
+INTERLEAVED = ComponentsConfig.model_validate(
+    {
+        "vision": {"ranks": 0},
+        "language": {"ranks": "1-2", "pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2},
+    }
+)
 PIPELINE = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": "1-2", "pp": 2}})
 MICROBATCHES = 10
 ENCODER, LANGUAGE = 0.05, 0.08
@@ -154,6 +160,19 @@ def test_no_more_images_are_kept_than_the_pipeline_needs(
     ahead = encoded_ahead(components.language.parallel, MICROBATCHES)
     assert ahead == components.language.pp + 1
     assert of_ranks[0] == ["E"] * ahead + ["B", "E"] * (MICROBATCHES - ahead) + ["B"] * ahead
+
+
+def test_ranks_of_later_stages_wait_for_no_encoder(ranks: RankPool, tmp_path: Path) -> None:
+    """They know of no microbatch with images, under schedules whose plan depends on the number of them."""
+    save_tiny_multimodal_model(tmp_path)
+    found = ranks(INTERLEAVED.world_size).run(losses_of_two_steps, tmp_path, INTERLEAVED)
+    expected = ranks(PIPELINE.world_size).run(losses_of_two_steps, tmp_path, PIPELINE)
+    assert found[0] == pytest.approx(expected[0], rel=1e-9)
+
+
+def losses_of_two_steps(folder: Path, components: ComponentsConfig) -> list[float]:
+    engine = make_engine(folder, components)
+    return [engine.train_step(microbatches_of(engine), sft_loss).loss for _ in range(2)]
 
 
 def late_image(folder: Path, components: ComponentsConfig) -> tuple[float, float]:

@@ -45,9 +45,9 @@ def masked(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Att
 
 
 @contextmanager
-def traced_only() -> Iterator[None]:
-    """Traces layers, attention included."""
-    traceable = dataclasses.replace(ATTENTION["sdpa"], is_traceable=True)
+def traced_only(with_attention: bool = True) -> Iterator[None]:
+    """Traces layers, attention included or between two graphs."""
+    traceable = dataclasses.replace(ATTENTION["sdpa"], is_traceable=with_attention)
     tracer = functools.partial(torch.compile, backend="aot_eager", dynamic=True)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(BACKENDS, sdpa=masked))

@@ -149,14 +149,16 @@ def test_runs_that_meet_get_what_they_get_alone(
         assert len({round(norm, 9) for norm in norms}) > 2, "each call has numbers of its own"
 
 
-def compiled(folder: Path) -> tuple[Any, Any]:
-    with traced_only():
+def compiled(folder: Path, in_one_graph: bool) -> tuple[Any, Any]:
+    with traced_only(in_one_graph):
         return both_ways(folder, {}, {"compile": True, "activation_checkpointing": "full"}, LOSSES)
 
 
-def test_compiled_layers_take_each_microbatchs_gate(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_one_graph", [True, False])
+def test_compiled_layers_take_each_microbatchs_gate(ranks: RankPool, tmp_path: Path, in_one_graph: bool) -> None:
+    """Also where attention breaks the graph, so that the recomputation is no part of it."""
     save_tiny_model(tmp_path, num_layers=4)
-    ((alone, together),) = ranks(1).run(compiled, tmp_path)
+    ((alone, together),) = ranks(1).run(compiled, tmp_path, in_one_graph)
     torch.testing.assert_close(together, alone, **NUMBERS)
 
 

@@ -78,6 +78,13 @@ def test_limits_of_pixels_decide_how_many_tokens_an_image_has(tmp_path: Path) ->
         images_of(folder, ReadingOptions((641, None)))
 
 
+def test_limits_of_glm_are_pixels_of_an_image_too(tmp_path: Path) -> None:
+    """Its image processor counts a picture twice, as a video of two frames."""
+    folder = make_vision_workspace(tmp_path, "glm4v", num_chats=1) / "model"
+    for limits, tokens in (((None, None), 9), ((None, 256), 4), ((1024, 2048), 16)):
+        assert images_of(folder, ReadingOptions(limits))(jpeg(24, 24), "here").num_tokens == tokens
+
+
 def test_an_image_travels_light(readers: dict[str, ImageReader]) -> None:
     for reader in readers.values():
         picture = jpeg(400, 300)

@@ -65,7 +65,7 @@ def around(forward: Any) -> list[str]:
 
 
 def laid_out(*, compiled: bool, mixture: bool, lora: bool, recomputed: str) -> tuple[Layer, MicrobatchScope]:
-    scope = MicrobatchScope()
+    scope = MicrobatchScope(tells_first=mixture)
     layer = Layer(scope)
     work: Any = SimpleNamespace(
         layers={0: layer},
@@ -84,7 +84,7 @@ def laid_out(*, compiled: bool, mixture: bool, lora: bool, recomputed: str) -> t
     ("settings", "expected"),
     [
         ({"compiled": True, "mixture": False, "lora": False}, ["Compiled", "checkpoint"]),
-        ({"compiled": True, "mixture": False, "lora": True}, ["_Followed", "Compiled", "checkpoint"]),
+        ({"compiled": True, "mixture": False, "lora": True}, ["Compiled", "checkpoint", "_Followed"]),
         ({"compiled": True, "mixture": True, "lora": True}, ["checkpoint", "_Followed", "Compiled"]),
         ({"compiled": False, "mixture": True, "lora": False}, ["checkpoint", "_Followed"]),
         ({"compiled": False, "mixture": False, "lora": True}, ["checkpoint", "_Followed"]),

@@ -240,7 +240,6 @@ EXAMPLES = (
         {**MIXTURE, "parallel.tp": 2},
     ),
     Breach("parallel.ep=4 must divide the model's 6 experts", {"parallel.ep": 4}, {**MIXTURE, "parallel.cp": 4}),
-    # lora_rules LORA
     Breach("model.lora with parallel.tp=2: adapters are not split", {"parallel.tp": 2}, {"model.lora": {}}),
     Breach(
         "model.lora with model.implementation=nemo_automodel: adapters are added to transformers' classes only",
@@ -267,7 +266,6 @@ EXAMPLES = (
         {"model.lora": {"dropout": 0.1}},
         {"algorithm": "dpo"},
     ),
-    # lora_rules ADAPTERS_ALONE
     Breach(
         "weight_sync.adapters=alone needs model.lora: set it",
         {"weight_sync.adapters": "alone"},
