@@ -300,6 +300,10 @@ def _watch(arguments: list[str]) -> int:
     return EXIT_OK
 
 
+ANY_BATCH = ("--batch.sequences", "65536", "--batch.microbatch_tokens", "65536")
+"""A batch that is enough for any layout of `verify --config`, which makes sequences of its own for any model."""
+
+
 def _verify(arguments: list[str]) -> int:
     as_json, rest = _take_flag("--json", arguments)
     like, rest = _take_option("--family-like", rest)
@@ -310,7 +314,7 @@ def _verify(arguments: list[str]) -> int:
         path, overrides = _config_file("verify", rest)
         config = load_config(path, overrides)
     else:
-        config = config_of_model(folder, rest)
+        config = config_of_model(folder, [*ANY_BATCH, *rest])
     num_ranks = ranks_to_verify(config)
     if not is_rank() and num_ranks > 1:
         return run_local_ranks([sys.executable, "-m", "automodel_rl", "verify", *arguments], num_ranks)

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from tests.bf16_step import errors_in_bf16, wrong
+from tests.needs import need_gpus
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -28,5 +30,6 @@ pytestmark = pytest.mark.gpu
 def test_fused_and_compiled_steps_are_as_exact_as_plain_ones(
     ranks: RankPool, tmp_path: Path, fault: str | None, family: str, sizes: dict
 ) -> None:
+    need_gpus(ParallelConfig(**sizes).world_size)
     (found, *_) = errors_in_bf16(ranks, tmp_path, fault, (family, 64), sizes, MemoryConfig())
     assert bool(wrong(found)) == (fault is not None), found
