@@ -2,7 +2,7 @@
 # make demo    warm up a small chat model and train it with rewards, on this machine
 # make test    lint, types, import contracts, tests
 # make quick   lint, unit tests, and a few layouts against one process, for the inner loop (about a minute on 2 cores)
-# make longer  the tests that others of each commit stand for, and those that take a minute or more (about 25 minutes)
+# make longer  the tests that others of each commit stand for, and those that take a minute or more (about 30 minutes)
 # make check   lint, types, import contracts, pages
 # make pages   README's generated parts and API.md
 # make chaos   kill runs at 50 random moments and go on with them (about 20 minutes on 2 cores)

@@ -43,11 +43,11 @@ LONGER: dict[str, Sequence[str]] = {
     ),
     # Multimodal models.
     "distributed/model/test_vision.py::test_any_layout_of_either_module_equals_one_process": (
-        *("cp, tp and sequence parallel", "replicas"),
+        *("cp, tp and sequence parallel", "V placement"),
     ),
     "distributed/model/test_vision.py::test_images_that_are_seen_both_ways_equal_one_process": ("pp=2",),
     "distributed/model/test_vision.py::test_features_that_enter_several_layers_equal_one_process": (
-        *("pp, tp and sequence", "ep and routes"),
+        "pp, tp and sequence",
     ),
     "distributed/model/test_vision.py::test_another_encoder_equals_one_process": ALL,
     "distributed/model/test_vision.py::test_modules_on_meshes_of_their_own_equal_one_process": (
@@ -69,7 +69,7 @@ LONGER: dict[str, Sequence[str]] = {
         "qwen3_moe-{}-full",
     ),
     "distributed/serve/test_together.py::test_compiled_layers_take_each_microbatchs_gate": ("False",),
-    "distributed/serve/test_together.py::test_runs_that_meet_get_what_they_get_alone": ("sizes4", "sizes1"),
+    "distributed/serve/test_together.py::test_runs_that_meet_get_what_they_get_alone": ("sizes4",),
     # verify: `make faults` plants these and many more.
     "distributed/tools/test_verify.py::test_planted_bugs_show_where_they_strike": (
         *("local token counts", "qwen3-sizes0", "routes shifted"),
@@ -86,6 +86,12 @@ LONGER: dict[str, Sequence[str]] = {
     "distributed/ray/test_job.py::"
     "test_sft_that_loses_a_node_has_the_numbers_of_an_undisturbed_run_of_our_own_launcher": ALL,
     "distributed/ray/test_job.py::test_a_policy_trains_from_a_program_without_a_rank": ALL,
+    "distributed/trainers/test_grpo_generators.py::"
+    "test_a_run_with_generators_ahead_goes_on_with_the_prompts_it_had_not_trained_on": ALL,
+    "distributed/trainers/test_grpo_generators.py::test_a_generator_that_dies_in_validation_loses_no_step": ALL,
+    "distributed/trainers/test_router_replay.py::"
+    "test_routes_of_batches_that_generators_in_processes_wrote_ahead_are_followed": ALL,
+    "distributed/trainers/test_resume.py::test_a_run_may_go_on_from_any_checkpoint_in_a_folder_of_its_own": ALL,
     "distributed/trainers/test_real_vllm.py::test_conversations_go_on_with_answers_of_an_environment": ALL,
     "distributed/trainers/test_grpo_generators.py::"
     "test_a_generator_that_stays_dead_ends_the_run_with_nothing_lost": ALL,
@@ -112,7 +118,7 @@ LONGER: dict[str, Sequence[str]] = {
     "distributed/trainers/test_grpo.py::test_rollouts_tell_advantages_and_both_log_probabilities": ("[2]",),
     "distributed/trainers/test_grpo.py::test_old_logprobs_are_left_out_where_they_are_those_of_the_step": ALL,
     "distributed/trainers/test_grpo.py::test_sequences_are_trained_with_the_advantages_of_their_rewards": (
-        *("Dr. GRPO, kl in the reward", "temperature"),
+        "temperature",
     ),
     "distributed/trainers/test_sft.py::test_a_job_of_another_size_is_refused": ALL,
     "distributed/trainers/test_sft.py::test_a_run_goes_on_on_another_layout": ALL,
@@ -126,15 +132,19 @@ LONGER: dict[str, Sequence[str]] = {
     "distributed/serve/test_vllm.py::test_vllm_samples_as_each_request_asks_and_is_started_again": ALL,
     "distributed/serve/test_all_weights.py::test_a_run_of_all_weights_trains_is_sampled_from_and_goes_on": ALL,
     # The rest.
+    "distributed/weight_sync/test_failures.py::test_an_generator_that_is_lost_in_a_sync_is_noticed_and_replaced": (
+        "collective-dies",
+    ),
+    "distributed/optimizers/test_muon.py::test_an_encoder_on_a_mesh_of_its_own_equals_one_process": ALL,
     "distributed/engine/test_rollout_offload.py::test_offloading_changes_no_number": ("deepseek_v3",),
     "distributed/engine/test_reference_weights.py::test_the_reference_stays_and_the_policy_comes_back": (
         "deepseek_v3-{'dp_shard'",
     ),
     "distributed/launch/test_failures.py::test_the_job_ends_soon_and_one_block_names_rank_host_phase_and_cause": (
-        *("launcher0", "launcher1", "launcher2", "launcher4"),
+        *("launcher0", "launcher1", "launcher2"),
     ),
     "distributed/checkpoint/test_failures.py::test_one_rank_that_cannot_write_is_known_to_the_program": ("(1,)",),
-    "distributed/checkpoint/test_state.py::test_a_checkpoint_goes_on_on_another_layout": (*("written2", "written6"),),
+    "distributed/checkpoint/test_state.py::test_a_checkpoint_goes_on_on_another_layout": (*("written2",),),
     "distributed/step/test_failed_steps.py::test_a_loss_that_raises_and_is_caught_leaves_no_trace": ("float64-(0,)",),
     "distributed/weight_sync/test_sync.py::test_every_layout": ("pp2 x ep2", "ep2 of 4", "replicas-True"),
     "distributed/tools/test_export.py::test_both_formats_are_written": ALL,
