@@ -1,9 +1,10 @@
 """The interface of a family of encoders: all that the rest of the package asks of one.
 
-A family of encoders that takes its media in a form that is here already is an object of that form's class (images.py,
-audio.py). Another form is a class of its own.
+A family of encoders that takes its media in a form that is here already is an object of that form's class
+(one_size_images.py, row_images.py, patch_images.py, audio.py). Another form is a class of its own.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -130,9 +131,11 @@ class EncoderFamily(ABC):
             item: the item.
         """
 
-    @abstractmethod
     def num_positions(self, config: PretrainedConfig, item: Media) -> int:
-        """Number of positions that an item takes in the encoder's layers. The arguments are those of `shape`."""
+        """Number of positions that an item takes in the encoder's layers: the patches of its grid. The arguments are
+        those of `shape`."""
+        del config
+        return math.prod(item.size)
 
     @abstractmethod
     def layer_output(self, layer: Any, hidden: Tensor, config: PretrainedConfig) -> Any:

@@ -45,6 +45,16 @@ class FileNames:
         return bool(self.tell_tale) and any(re.search(self.tell_tale, name) for name in names)
 
 
+def parts_apart(tower: str) -> FileNames:
+    """Names of a multimodal model whose parts stand side by side in files: an encoder, a projector, a language model.
+
+    Args:
+        tower: the name of the encoder's module.
+    """
+    apart = tuple((f"model.{part}.", f"{part}.") for part in (tower, "multi_modal_projector"))
+    return FileNames(starts=(*apart, ("", "language_model.")))
+
+
 SINGLE_EXPERTS = FileNames(ExpertNames())
 """Experts one by one: the usual names of a mixture."""
 

@@ -4,8 +4,7 @@ from automodel_rl.families.family import Family
 from automodel_rl.families.file_names import FileNames
 from automodel_rl.families.multimodal import Multimodal
 from automodel_rl.families.patch_images import FUSED_ATTENTION, PatchImages, PatchReader
-from automodel_rl.families.text import FUSED_MLP
-from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
+from automodel_rl.families.text import FUSED_MLP, MLP
 
 
 class GlmReader(PatchReader):
@@ -30,10 +29,7 @@ GLM4V = Multimodal(
                 title="GLM-4.1V's encoder",
                 modules=("visual",),
                 projectors=("visual.downsample", "visual.merger"),
-                tp_plan=(
-                    *FUSED_ATTENTION,
-                    *(("mlp.gate_proj", COLUMNS), ("mlp.up_proj", COLUMNS), ("mlp.down_proj", ROWS)),
-                ),
+                tp_plan=(*FUSED_ATTENTION, *MLP),
                 computes_in_fp32=True,  # the interpolation of its table of places
                 reader=GlmReader,
             ),

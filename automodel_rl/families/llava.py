@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from automodel_rl.families.file_names import FileNames
+from automodel_rl.families.file_names import parts_apart
 from automodel_rl.families.multimodal import TEXT_MODELS, Multimodal
 from automodel_rl.families.one_size_images import CLIP_PLAN, PROJECTOR, OneSizeImages
 from automodel_rl.families.row_images import RowImages
@@ -20,14 +20,7 @@ CLIP = OneSizeImages(
 )
 SIGLIP = replace(CLIP, model_types=("siglip_vision_model",), title="SigLIP's encoder", has_class_token=False)
 
-PARTS_APART = FileNames(
-    starts=(
-        ("model.vision_tower.", "vision_tower."),
-        ("model.multi_modal_projector.", "multi_modal_projector."),
-        ("", "language_model."),
-    )
-)
-"""Names of a model whose parts stand side by side in files."""
+PARTS_APART = parts_apart("vision_tower")
 
 OF_TRANSFORMERS_4 = replace(
     PARTS_APART,

@@ -59,9 +59,6 @@ class OneSizeImages(EncoderFamily):
         vision = config.vision_config
         return vision.num_channels, vision.image_size, vision.image_size
 
-    def num_positions(self, config: PretrainedConfig, item: Media) -> int:
-        return math.prod(item.size)
-
     def layer_output(self, layer: Any, hidden: Tensor, config: PretrainedConfig) -> Any:
         return layer(hidden[None], attention_mask=None)
 

@@ -91,9 +91,6 @@ class PatchImages(EncoderFamily):
     def shape(self, config: PretrainedConfig, item: Media) -> tuple[int, ...]:
         return _patches_shape(config, item.size)
 
-    def num_positions(self, config: PretrainedConfig, item: Media) -> int:
-        return math.prod(item.size)
-
     def layer_output(self, layer: Any, hidden: Tensor, config: PretrainedConfig) -> Any:
         turns = hidden.new_empty(len(hidden), hidden.shape[1] // config.vision_config.num_heads)
         bounds = hidden.new_empty(2, dtype=torch.int32)

@@ -4,8 +4,8 @@ from automodel_rl.families.family import Family
 from automodel_rl.families.file_names import FileNames
 from automodel_rl.families.multimodal import Multimodal
 from automodel_rl.families.patch_images import FUSED_ATTENTION, PatchImages
+from automodel_rl.families.text import MLP
 from automodel_rl.media.videos import VideoReader
-from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
 
 QWEN2_5_VL = Multimodal(
     encoders={
@@ -15,10 +15,7 @@ QWEN2_5_VL = Multimodal(
                 title="Qwen2.5-VL's encoder",
                 modules=("visual",),
                 projectors=("visual.merger",),
-                tp_plan=(
-                    *FUSED_ATTENTION,
-                    *(("mlp.gate_proj", COLUMNS), ("mlp.up_proj", COLUMNS), ("mlp.down_proj", ROWS)),
-                ),
+                tp_plan=(*FUSED_ATTENTION, *MLP),
                 videos=VideoReader,
             ),
         )

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from automodel_rl.batch.media import Media
 from automodel_rl.families.audio import AudioEncoder, frames_of, positions_of
-from automodel_rl.families.file_names import FileNames
+from automodel_rl.families.file_names import FileNames, parts_apart
 from automodel_rl.families.multimodal import TEXT_MODELS, Multimodal
 from automodel_rl.media.audio import AudioReader
 
@@ -44,13 +44,7 @@ class AudioWindows(AudioEncoder):
         return layer(hidden[None], None)
 
 
-_USUAL = FileNames(
-    starts=(
-        ("model.audio_tower.", "audio_tower."),
-        ("model.multi_modal_projector.", "multi_modal_projector."),
-        ("", "language_model."),
-    )
-)
+_USUAL = parts_apart("audio_tower")
 
 QWEN2_AUDIO = Multimodal(
     encoders={

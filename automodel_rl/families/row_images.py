@@ -42,9 +42,6 @@ class RowImages(EncoderFamily):
         vision = config.vision_config
         return vision.num_channels, *(patches * vision.patch_size for patches in item.size[1:])
 
-    def num_positions(self, config: PretrainedConfig, item: Media) -> int:
-        return math.prod(item.size)
-
     def layer_output(self, layer: Any, hidden: Tensor, config: PretrainedConfig) -> Any:
         turns = hidden.new_empty(len(hidden), hidden.shape[1] // config.vision_config.num_attention_heads)
         return layer(hidden[None], attention_mask=None, position_embeddings=(turns, turns))

@@ -69,9 +69,10 @@ def measure_packing(config: RunConfig, opened: OpenedModel) -> PlannedPacking:
     single = tuple(len(sequence) for example in examples for sequence in example.sequences)
     bins = assign_bins(lengths, capacity)
     share = len(draws) * kind.together / count
+    encoders = encoder_families(opened.whole)
     positions: dict[str, int] = dict.fromkeys(opened.description.encoders, 0)
     for item in (item for example in examples for sequence in example.sequences for item in sequence.media):
-        positions[item.encoder] += encoder_families(opened.whole)[item.encoder].num_positions(opened.whole, item)
+        positions[item.encoder] += encoders[item.encoder].num_positions(opened.whole, item)
     scaled = {name: math.ceil(number / share) for name, number in positions.items()}
     return PlannedPacking(math.ceil(len(bins) / share), sum(lengths) / (len(bins) * capacity), scaled, single)
 
