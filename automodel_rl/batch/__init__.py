@@ -1,6 +1,6 @@
 """Token sequences packed into microbatches: only tensors and lists, no process groups."""
 
-from automodel_rl.batch.batch import Batch, RoutesAt
+from automodel_rl.batch.batch import EPISODE_TOKENS, Batch, RoutesAt
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
 from automodel_rl.batch.local_microbatch import LEAST_TOKENS, AttentionCall, LocalMicrobatch, local_microbatch
 from automodel_rl.batch.media import (
@@ -32,6 +32,7 @@ from automodel_rl.batch.packing import Packing, StepSize
 from automodel_rl.batch.routes import RouterShape, Routes, join_routes, read_routes
 
 __all__ = [
+    "EPISODE_TOKENS",
     "IGNORED_TARGET",
     "LEAST_TOKENS",
     "AttentionCall",

@@ -1,12 +1,16 @@
 """A global batch: rows of tokens with further values, in the order of the program that made them."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from automodel_rl.batch.microbatch import TokenSequence, to_predictor
+
+EPISODE_TOKENS = "episode_tokens"
+"""The name of the value that tells how many tokens count in the loss of a token's whole episode."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +38,11 @@ class Batch:
         routes: where the routes of each row are that a mixture has to follow, piece by piece from its first token to
             its last; empty if there are none.
         parts: the rows of each part, for a batch that several optimizer steps train on; by default there is one part.
+        episodes: the episode of each row, for an episode of several rows, which stay in one part. What losses divide by
+            the number of sequences counts an episode once. None if each row is one by itself.
+
+    Attributes:
+        episodes: the episode of each row.
 
     Example:
         >>> import torch
@@ -52,8 +61,10 @@ class Batch:
         together: int = 1,
         routes: Sequence[Sequence[RoutesAt]] = (),
         parts: Sequence[Sequence[int]] | None = None,
+        episodes: Sequence[int] | None = None,
     ):
         self.sequences, self.together, self.routes = [*sequences], together, tuple(routes)
+        self.episodes = [*range(len(self.sequences))] if episodes is None else [*episodes]
         self.parts = [[*range(len(self.sequences))]] if parts is None else [[*part] for part in parts]
 
     def __len__(self) -> int:
@@ -64,6 +75,20 @@ class Batch:
     def lengths(self) -> list[int]:
         """Tokens of every row."""
         return [*map(len, self.sequences)]
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes: that of rows, unless some have several."""
+        return len({*self.episodes})
+
+    @property
+    def episode_tokens(self) -> Tensor:
+        """Tokens that count in the loss of each row's whole episode, float64 [N]."""
+        of_rows = [int(sequence.loss_mask[1:].sum()) for sequence in self.sequences]
+        of_episodes: dict[int, int] = {}
+        for episode, count in zip(self.episodes, of_rows, strict=True):
+            of_episodes[episode] = of_episodes.get(episode, 0) + count
+        return torch.tensor([of_episodes[episode] for episode in self.episodes], dtype=torch.float64)
 
     def __contains__(self, name: str) -> bool:
         """Whether rows have values of this name."""
@@ -100,7 +125,12 @@ class Batch:
             numbers: the rows, in the order that they get.
         """
         routes = [self.routes[number] for number in numbers] if self.routes else ()
-        return Batch([self.sequences[number] for number in numbers], together=self.together, routes=routes)
+        return Batch(
+            [self.sequences[number] for number in numbers],
+            together=self.together,
+            routes=routes,
+            episodes=[self.episodes[number] for number in numbers],
+        )
 
     def dealt(self, parts: Sequence[Sequence[int]]) -> "Batch":
         """The batch with its rows divided into other parts.
@@ -108,18 +138,20 @@ class Batch:
         Args:
             parts: the rows of each part.
         """
-        return Batch(self.sequences, together=self.together, routes=self.routes, parts=parts)
+        return Batch(self.sequences, together=self.together, routes=self.routes, parts=parts, episodes=self.episodes)
 
     def split(self, count: int | None = None) -> list["Batch"]:
         """Batches that an optimizer step each trains on.
 
         Args:
             count: number of batches, to which rows, or rows that stay together, are dealt in turn; None for those that
-                the batch was made of.
+                the batch was made of. The rows of an episode stay together.
         """
         parts = self.parts
         if count is not None:
-            units = [[*range(start, start + self.together)] for start in range(0, len(self), self.together)]
+            of_pairs = [row // self.together for row in range(len(self))]
+            stay_together = of_pairs if self.num_episodes == len(self) else self.episodes
+            units = [[*rows] for _, rows in itertools.groupby(range(len(self)), key=lambda row: stay_together[row])]
             count = min(count, max(1, len(units)))
             parts = [[row for unit in units[number::count] for row in unit] for number in range(count)]
         return [self.rows(part) for part in parts]

@@ -42,7 +42,7 @@ class EpisodeConfig(Section):
 
     tool_seconds: Annotated[float, Field(gt=0)] = 30.0
     """Most seconds of a call. A tool that takes longer is answered as failed. An environment that takes longer is
-    ended, and its group is left out."""
+    ended, and its conversation leaves its group."""
 
     episode_seconds: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which no further turn of a conversation begins; null for no limit."""

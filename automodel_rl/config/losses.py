@@ -113,8 +113,8 @@ class PolicyLossConfig(Section):
 
     ratio: Literal["token", "sequence"] = "token"
     """token: every token has its own q. sequence: all tokens of a completion have the same q, the geometric mean of
-    theirs, and each has a gradient of its own, which a correction weighs alone (GSPO-token; Zheng et al.,
-    arXiv:2507.18071, eq. 14). Without a correction the gradient is that of GSPO, eq. 5."""
+    theirs (of an agent's episode: those of a row), and each has a gradient of its own, which a correction weighs alone
+    (GSPO-token; Zheng et al., arXiv:2507.18071, eq. 14). Without a correction the gradient is that of GSPO, eq. 5."""
 
     clip_low: Annotated[float, Field(ge=0)] = 0.2
     """The lower bound of clip(q) is 1 - clip_low."""
@@ -130,7 +130,7 @@ class PolicyLossConfig(Section):
     """How losses of tokens are averaged. token: the mean over all tokens (DAPO). sequence: the mean over each
     completion's tokens, then the mean over completions (GRPO). constant: the sum over each completion's tokens, divided
     by the length of the longest completion allowed, then the mean over completions (Dr. GRPO; Liu et al.,
-    arXiv:2503.20783)."""
+    arXiv:2503.20783). An agent's episode counts as one completion, whatever its number of rows."""
 
     on_policy: Literal["auto"] | bool = "auto"
     """Take the current log-probabilities for old_logprobs, which saves a forward. This is exact if each batch of

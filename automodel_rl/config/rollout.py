@@ -273,7 +273,7 @@ class RouterReplayConfig(Section):
 
     on_missing: Literal["live", "error"] = "error"
     """What happens if the generator does not report a token's experts. live: the router chooses. error: the completion
-    counts as failed, and its group is left out."""
+    counts as failed, and leaves its group."""
 
     compare: bool = False
     """Diagnosis: run one more pass without replay in each step, for the metric train/logprob_error_live, to compare

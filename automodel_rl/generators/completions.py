@@ -7,7 +7,7 @@ from automodel_rl.generators.protocol import Completion
 def completion_of(written: Written) -> Completion:
     """The reported completion. It becomes an error if its values make no sense, or if its end is neither "stop" nor
     "length", as after an abort in vLLM. A token whose log-probability is nan, infinite or above 0 makes no error: it is
-    not trained (`Completion.trained`)."""
+    not trained (`Branch.trained`)."""
     wrong = _what_is_wrong(written.token_ids, written.logprobs)
     if wrong is not None:
         return Completion([], [], "error", f"the generator's answer makes no sense: {wrong}")

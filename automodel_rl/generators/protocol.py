@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 
-from automodel_rl.batch import RoutesAt
+from automodel_rl.batch import Media, RoutesAt, TokenSequence
 from automodel_rl.generator_messages import Request
 
 
@@ -31,6 +32,52 @@ class KeptRoutes:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A prompt and what followed it, as a row to train on. An episode has several where its history forked.
+
+    Attributes:
+        prompt: the prompt's tokens.
+        token_ids: the tokens after it.
+        logprobs: their log-probabilities; 0 where they were not sampled.
+        sampled: whether each of them was sampled by the generator, and counts in this row. A turn that several branches
+            share counts in the first of them.
+        routes: experts of all tokens, as in `Completion`.
+    """
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    sampled: list[bool]
+    routes: list[KeptRoutes] | None = None
+
+    @property
+    def trained(self) -> list[bool]:
+        """Whether each token after the prompt can be trained on: sampled, and with a log-probability that is one."""
+        return [sampled and is_logprob(value) for sampled, value in zip(self.sampled, self.logprobs, strict=True)]
+
+    @property
+    def num_missing(self) -> int:
+        """Number of choices of experts that no generator reported."""
+        return sum(int(piece.missing.sum()) for piece in self.routes or ())
+
+    def row(self, media: Sequence[Media] = (), *, trained: bool = True) -> TokenSequence:
+        """The branch as a row. Tokens that can be trained on count in the loss; the values have the generator's
+        log-probabilities as `rollout_logprobs`.
+
+        Args:
+            media: the prompt's images and clips.
+            trained: whether any token counts.
+        """
+        num_before = len(self.prompt)
+        return TokenSequence(
+            torch.tensor([*self.prompt, *self.token_ids]),
+            torch.tensor([False] * num_before + [trained and of_token for of_token in self.trained]),
+            {"rollout_logprobs": torch.tensor([0.0] * num_before + self.logprobs, dtype=torch.float64)},
+            media=tuple(media),
+        )
+
+
+@dataclass(frozen=True)
 class Conversation:
     """What a completion of several turns has besides its tokens.
 
@@ -42,6 +89,8 @@ class Conversation:
         reward: the sum of the environment's rewards.
         end: why it ended: "done", or the limit that ended it.
         metrics: numbers of its turns, calls and environment, each added up over its turns.
+        branches: the other rows of an agent's episode whose history forked. The completion's own tokens are those of
+            the last call, with all that came before it.
     """
 
     prompt: list[int]
@@ -50,6 +99,7 @@ class Conversation:
     reward: float = 0.0
     end: str = "done"
     metrics: dict[str, float] = field(default_factory=dict)
+    branches: list[Branch] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -86,11 +136,15 @@ class Completion:
         """Whether each token was sampled by the generator, and not written by the chat template."""
         return [True] * len(self.token_ids) if self.conversation is None else self.conversation.sampled
 
-    @property
-    def trained(self) -> list[bool]:
-        """Whether each token can be trained on: sampled, and with a log-probability that is one."""
-        of_tokens = zip(self.sampled, self.logprobs, strict=True)
-        return [sampled and is_logprob(logprob) for sampled, logprob in of_tokens]
+    def branches(self, prompt: list[int]) -> list[Branch]:
+        """The rows to train on, its own first.
+
+        Args:
+            prompt: the prompt's tokens, of a completion that is no conversation.
+        """
+        conversation = self.conversation
+        before, others = (prompt, []) if conversation is None else (conversation.prompt, conversation.branches)
+        return [Branch(before, self.token_ids, self.logprobs, self.sampled, self.routes), *others]
 
     @property
     def last_turn(self) -> list[int]:

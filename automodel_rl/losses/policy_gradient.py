@@ -20,7 +20,14 @@ from automodel_rl.losses.disagreement import (
     out_of_bounds,
 )
 from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
-from automodel_rl.losses.terms import correction_weights, kl_estimate, kl_loss, mean_by_sequence, pessimistic_ratio
+from automodel_rl.losses.terms import (
+    correction_weights,
+    kl_estimate,
+    kl_loss,
+    mean_by_sequence,
+    pessimistic_ratio,
+    sum_of_means,
+)
 
 
 def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossConfig) -> LossOutput:
@@ -181,7 +188,7 @@ def _surrogate(
 
 def _normalise(loss: Tensor, microbatch: Microbatch, config: PolicyLossConfig) -> dict[Denominator, Tensor]:
     if config.normalise == "sequence":
-        return {"sequences": mean_by_sequence(loss, microbatch).sum()}
+        return {"sequences": sum_of_means(loss, microbatch)}
     total = torch.where(microbatch.loss_mask, loss, 0.0).sum()
     if config.normalise == "token":
         return {"tokens": total}

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import Microbatch, spread_over_tokens, sum_by_sequence
+from automodel_rl.batch import EPISODE_TOKENS, Microbatch, spread_over_tokens, sum_by_sequence
 from automodel_rl.config.losses import CorrectionConfig
 
 
@@ -59,6 +59,16 @@ def mean_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
     return sum_by_sequence(counted, microbatch) / sum_by_sequence(
         microbatch.loss_mask.to(values.dtype), microbatch
     ).clamp_min(1)
+
+
+def sum_of_means(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """The means of values [T] over the counted tokens of each episode, added up: []. An episode of several rows, which
+    may lie in other microbatches, has its number of counted tokens in the value `EPISODE_TOKENS`; without that value
+    each sequence is an episode."""
+    if EPISODE_TOKENS not in microbatch.values:
+        return mean_by_sequence(values, microbatch).sum()
+    sizes = microbatch.values[EPISODE_TOKENS].to(values.dtype).clamp_min(1)
+    return torch.where(microbatch.loss_mask, values / sizes, 0.0).sum()
 
 
 def correction_weights(

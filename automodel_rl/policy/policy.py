@@ -283,7 +283,7 @@ class Policy:
         num_rows = [sum(map(len, microbatches)) for microbatches in of_ranks]
         counts: dict[Denominator, int] = {
             "tokens": sum(int(sequence.loss_mask[1:].sum()) for sequence in batch.sequences),
-            "sequences": len(batch),
+            "sequences": batch.num_episodes,
             "pairs": sum(number // 2 for number in num_rows),
             "positions": sum(batch.lengths),
         }

@@ -39,21 +39,15 @@ class Group:
     rewards: Tensor
 
     @property
-    def is_whole(self) -> bool:
-        """Whether every completion was written without an error."""
-        return all(rollout.completion.finish != "error" for rollout in self.rollouts)
-
-    @property
     def scored(self) -> "Group":
-        """The group without the completions that a failed reward left out."""
-        rollouts = [rollout for rollout in self.rollouts if not rollout.score.is_left_out]
+        """The group without the completions that failed, or that a failed reward left out."""
+        rollouts = [rollout for rollout in self.rollouts if rollout.is_rewarded]
         return dataclasses.replace(self, rollouts=rollouts, rewards=self.rewards[~self.rewards.isnan()])
 
     @property
     def unshaped(self) -> "Group":
         """The group with the task's rewards, without the penalty for overlong completions."""
-        rewards = [rollout.score.total for rollout in self.rollouts]
-        return dataclasses.replace(self, rewards=torch.tensor(rewards, dtype=torch.float64))
+        return dataclasses.replace(self, rewards=_rewards(self.rollouts))
 
     @property
     def is_comparable(self) -> bool:
@@ -68,11 +62,17 @@ class Group:
 
 def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_tokens: int) -> Tensor:
     """The total scores, scaled, minus the penalty for overlong completions: float64 [G], nan for those left out."""
-    rewards = torch.tensor([rollout.score.total for rollout in rollouts], dtype=torch.float64) * config.reward_scale
+    rewards = _rewards(rollouts) * config.reward_scale
     if not config.overlong_buffer:
         return rewards
     lengths = torch.tensor([len(rollout.completion.last_turn) for rollout in rollouts])
     return rewards - config.overlong_penalty * overlong_penalty(lengths, max_new_tokens, config.overlong_buffer)
+
+
+def _rewards(rollouts: Sequence[Rollout]) -> Tensor:
+    """The total scores, float64 [G]; nan for completions without one."""
+    totals = [rollout.score.total if rollout.is_rewarded else math.nan for rollout in rollouts]
+    return torch.tensor(totals, dtype=torch.float64)
 
 
 def all_scores(groups: Sequence[Group]) -> list[Score]:
@@ -135,18 +135,19 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
     totals = torch.cat([group.scored.rewards for group in groups])
     parts = zip(*(rollout.score.parts for rollout in rollouts), strict=True)
     scored = {name: [s for s in scores if not math.isnan(s)] for name, scores in zip(rewards, parts, strict=True)}
-    sampled = sum(sum(rollout.completion.sampled) for rollout in rollouts)
+    branches = [branch for group in groups for rollout in group.rollouts for branch in rollout.branches(group.prompt)]
+    sampled = sum(sum(branch.sampled) for branch in branches)
     ages = [policy_version - r.completion.versions[0] for r in rollouts if r.completion.versions is not None]
     return {
         **({"rollout/staleness_mean": sum(ages) / len(ages), "rollout/staleness_max": max(ages)} if ages else {}),
         "rollout/reward_mean": totals.mean().item(),
         "rollout/reward_std": totals.std().item(),
-        "rollout/completion_tokens_mean": sum(len(r.completion.token_ids) for r in rollouts) / len(rollouts),
+        "rollout/completion_tokens_mean": sum(len(branch.token_ids) for branch in branches) / len(rollouts),
         "rollout/truncated": sum(r.completion.finish == "length" for r in rollouts) / len(rollouts),
         "rollout/failed": sum(r.completion.finish == "error" for r in rollouts),
         "rollout/reward_errors": len(errors),
         "rollout/left_out": sum(r.score.is_left_out for r in rollouts),
-        "rollout/invalid_logprobs": sampled - sum(sum(r.completion.trained) for r in rollouts),
+        "rollout/invalid_logprobs": sampled - sum(sum(branch.trained) for branch in branches),
         "rollout/groups_without_signal": sum(not group.has_signal for group in groups),
         "rollout/num_groups": len(groups),
         **{f"rollout/reward_{name}": sum(scores) / len(scores) for name, scores in scored.items() if scores},
@@ -197,7 +198,9 @@ def rollout_records(
     """
     return [
         {
-            "prompt": tokenizer.decode(single_media_tokens(rollout.prompt_of(group.prompt), group.prompt.media)),
+            "prompt": tokenizer.decode(
+                single_media_tokens(rollout.branches(group.prompt)[0].prompt, group.prompt.media)
+            ),
             **_media_record(group.prompt),
             "completion": rollout.text,
             "reward": _number_or_none(reward),

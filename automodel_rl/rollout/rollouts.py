@@ -289,20 +289,13 @@ class Rollouts:
             scorings.append(scoring if scoring and is_same else self.scorer.submit(text, example))
         scores = self.scorer.take(scorings)
         return [
-            Rollout(
-                dataclasses.replace(completion, routes=None),
-                text,
-                score,
-                (number, place),
-                tuple(piece.at for piece in completion.routes or ()),
-                _num_missing(completion),
-            )
+            Rollout(completion, text, score, (number, place))
             for place, (completion, text, score) in enumerate(zip(completions, texts, scores, strict=True))
         ]
 
     def _replayable(self, completion: Completion) -> Completion:
         """The completion, or an error if its routes cannot be replayed as the config asks."""
-        missing = _num_missing(completion)
+        missing = sum(branch.num_missing for branch in completion.branches([]))
         if missing and self.config.router_replay.on_missing == "error":
             text = f"{missing} of its choices of experts are missing, and router_replay.on_missing=error"
             return Completion([], [], "error", text)
@@ -324,11 +317,6 @@ def completion_seed(seed: int, prompt: int, sample: int) -> int:
         sample: the completion's number among the prompt's.
     """
     return int(np.random.SeedSequence([seed, prompt, sample]).generate_state(1)[0])
-
-
-def _num_missing(completion: Completion) -> int:
-    """Number of choices of experts that no generator reported."""
-    return sum(int(piece.missing.sum()) for piece in completion.routes or ())
 
 
 def _check_for_vllm(prompts: Sequence[Promptlike]) -> None:

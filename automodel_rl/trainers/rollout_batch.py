@@ -1,7 +1,9 @@
 """The batch of a step's rewarded completions: tokens, masks, log-probabilities, advantages."""
 
+import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +11,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import Batch, RouterShape, TokenSequence
+from automodel_rl.batch import EPISODE_TOKENS, Batch, RouterShape, TokenSequence
 from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.generators.protocol import Branch
 from automodel_rl.losses.advantages import advantages
 from automodel_rl.losses.terms import kl_estimate
 from automodel_rl.rollout.groups import Group
@@ -20,13 +23,46 @@ Details = dict[tuple[int, int], dict[str, Any]]
 """What the records of rollouts say further, by the key of the rollout."""
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row of a step: a branch of a rollout.
+
+    Attributes:
+        group, rollout, branch: where it comes from.
+        episode: the number of its rollout among those of all groups.
+        is_first: whether it is its rollout's first row.
+    """
+
+    group: Group
+    rollout: Rollout
+    branch: Branch
+    episode: int
+    is_first: bool
+
+
+def rows_of(groups: Sequence[Group]) -> list[Row]:
+    """The rows of groups, in the order of their rollouts."""
+    rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
+    return [
+        Row(group, rollout, branch, episode, place == 0)
+        for episode, (group, rollout) in enumerate(rollouts)
+        for place, branch in enumerate(rollout.branches(group.prompt))
+    ]
+
+
 def batch_of(groups: Sequence[Group], config: GRPOConfig) -> Batch:
     """The rollouts of groups as rows, in their order, with a part for each optimizer step."""
-    rows = [(group, rollout) for group in groups for rollout in group.rollouts]
-    replayed = rows if config.router_replay.enabled else []
-    routes = [rollout.routes for _, rollout in replayed if rollout.routes]
-    parts = parts_of(groups, range(len(groups)), config)
-    return Batch([_sequence(group, rollout, config) for group, rollout in rows], routes=routes, parts=parts)
+    rows = rows_of(groups)
+    replayed = [row.branch.routes for row in rows if row.branch.routes] if config.router_replay.enabled else []
+    batch = Batch(
+        [_sequence(row, config) for row in rows],
+        routes=[[piece.at for piece in pieces] for pieces in replayed],
+        parts=parts_of(groups, range(len(groups)), config),
+        episodes=[row.episode for row in rows],
+    )
+    if batch.num_episodes < len(batch):
+        batch[EPISODE_TOKENS] = batch.episode_tokens
+    return batch
 
 
 def missing_routes(groups: Sequence[Group], batch: Batch, shape: RouterShape) -> float:
@@ -37,7 +73,7 @@ def missing_routes(groups: Sequence[Group], batch: Batch, shape: RouterShape) ->
         batch: the rows.
         shape: the shape of the model's routes.
     """
-    missing = sum(rollout.num_missing for group in groups for rollout in group.rollouts)
+    missing = sum(row.branch.num_missing for row in rows_of(groups))
     return missing / max(sum(length - 1 for length in batch.lengths) * len(shape.layers), 1)
 
 
@@ -50,8 +86,8 @@ def parts_of(groups: Sequence[Group], order: Sequence[int], config: GRPOConfig) 
         config: the run's config.
     """
     count = min(config.batch.optimizer_steps, len(groups))
-    rows = iter(range(sum(len(group.rollouts) for group in groups)))
-    of_groups = [[next(rows) for _ in group.rollouts] for group in groups]
+    counts = [sum(len(rollout.branches(group.prompt)) for rollout in group.rollouts) for group in groups]
+    of_groups = [[*range(end - count, end)] for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
     return [[row for place in order[number::count] for row in of_groups[place]] for number in range(count)]
 
 
@@ -68,7 +104,7 @@ def shuffled(count: int, seed: int, step: int, epoch: int) -> list[int]:
 
 
 def advantages_of(groups: Sequence[Group], batch: Batch, config: GRPOConfig) -> Tensor:
-    """The advantage of each row, float64 [N].
+    """The advantage of each row, float64 [N]. An episode has one reward and one advantage, whatever its number of rows.
 
     Args:
         groups: the groups whose rollouts are the rows.
@@ -81,13 +117,15 @@ def advantages_of(groups: Sequence[Group], batch: Batch, config: GRPOConfig) -> 
         pairs = zip(rewards, sums, strict=True)
         rewards = [of_group - config.loss.kl.coefficient * of_rows for of_group, of_rows in pairs]
     counts = pad_sequence([torch.ones_like(of_group, dtype=torch.bool) for of_group in rewards], batch_first=True)
-    return advantages(pad_sequence(rewards, batch_first=True), config.advantage, counts)[counts]
+    of_episodes = advantages(pad_sequence(rewards, batch_first=True), config.advantage, counts)[counts]
+    return of_episodes[batch.episodes]
 
 
 def kl_sums(batch: Batch, config: GRPOConfig) -> Tensor:
-    """The divergence from the reference, summed over each row's completion, float64 [N]."""
+    """The divergence from the reference, summed over what the model wrote in each episode, float64 [E]."""
     pairs = zip(batch["old_logprobs"], batch["ref_logprobs"], strict=True)
-    return batch.sums([kl_estimate(old.double(), ref.double(), config.loss.kl.estimator) for old, ref in pairs])
+    of_rows = batch.sums([kl_estimate(old.double(), ref.double(), config.loss.kl.estimator) for old, ref in pairs])
+    return of_rows.new_zeros(batch.num_episodes).index_add(0, torch.tensor(batch.episodes, dtype=torch.long), of_rows)
 
 
 def details_of(
@@ -106,25 +144,25 @@ def details_of(
         the generator and the model.
     """
     details: Details = {}
-    rows = ((group, rollout) for group in groups for rollout in group.rollouts)
-    for row, (group, rollout) in enumerate(rows):
-        details[rollout.key] = {"advantage": round(values[row].item(), 4)}
-        if row in logprobs:
-            ours = logprobs[row].tolist()[len(rollout.prompt_of(group.prompt)) :]
-            details[rollout.key]["pieces"] = _pieces(rollout, ours, tokenizer)
+    for number, row in enumerate(rows_of(groups)):
+        if not row.is_first:
+            continue
+        details[row.rollout.key] = {"advantage": round(values[number].item(), 4)}
+        if number in logprobs:
+            ours = logprobs[number].tolist()[len(row.branch.prompt) :]
+            details[row.rollout.key]["pieces"] = _pieces(row.branch, ours, tokenizer)
     return details
 
 
-def _sequence(group: Group, rollout: Rollout, config: GRPOConfig) -> TokenSequence:
-    """The rollout as a row; of a completion that was cut nothing is trained, if the config says so."""
-    is_masked = config.filter.mask_overlong and rollout.completion.finish == "length"
-    return rollout.sequence(group.prompt, trained=not is_masked)
+def _sequence(row: Row, config: GRPOConfig) -> TokenSequence:
+    """The tokens of a row; of a completion that was cut nothing is trained, if the config says so."""
+    is_masked = config.filter.mask_overlong and row.rollout.completion.finish == "length"
+    return row.branch.row(row.group.prompt.media, trained=not is_masked)
 
 
-def _pieces(rollout: Rollout, ours: list[float], tokenizer: PreTrainedTokenizerBase) -> list[list[Any]]:
+def _pieces(branch: Branch, ours: list[float], tokenizer: PreTrainedTokenizerBase) -> list[list[Any]]:
     """Text and log-probabilities of each token; none of tokens that were not trained."""
-    completion = rollout.completion
-    of_tokens = zip(completion.token_ids, completion.trained, completion.logprobs, ours, strict=True)
+    of_tokens = zip(branch.token_ids, branch.trained, branch.logprobs, ours, strict=True)
     return [
         [tokenizer.decode([token]), *((round(their, 4), round(our, 4)) if trained else (None, None))]
         for token, trained, their, our in of_tokens

@@ -122,16 +122,18 @@ class StepRollouts:
                 for prompt, group in zip(prompts, rollouts, strict=True)
             ]
             generated += new
-            comparable = [group.scored for group in new if group.is_whole and group.is_comparable]
+            comparable = [group.scored for group in new if group.is_comparable]
             chosen += [group for group in comparable if group.has_signal or not filter.dynamic]
             if len(chosen) == rollout.prompts or not filter.dynamic or refills == filter.max_refills:
                 break
             taken = self.queue.more(rollout.prompts - len(chosen))
         if not chosen:  # without a penalty for length these do no harm, and the step still takes place
-            chosen = [group.scored.unshaped for group in generated if group.is_whole and group.is_comparable]
+            chosen = [group.scored.unshaped for group in generated if group.is_comparable]
         if not chosen:
             error = first_error(rollout for group in generated for rollout in group.rollouts)
-            raise RolloutError(f"every group has completions that failed or got no reward, the first with: {error}")
+            raise RolloutError(
+                f"no group has two completions with rewards: others failed or got none, the first with: {error}"
+            )
         self._generated = generated
         return chosen
 
@@ -165,8 +167,8 @@ class StepRollouts:
             self.run.say(f"warning: no group of step {step.number} has rewards that differ; it taught nothing{but}")
         if step.metrics["rollout/failed"]:
             self.run.say(
-                f"warning: {step.metrics['rollout/failed']} completions of step {step.number} failed and their "
-                "groups were left out; rollouts/ has the errors"
+                f"warning: {step.metrics['rollout/failed']} completions of step {step.number} failed and left "
+                "their groups; rollouts/ has the errors"
             )
         if count := step.metrics["rollout/invalid_logprobs"]:
             self._say_once(

@@ -224,7 +224,7 @@ def test_routes_that_cannot_be_followed_end_the_run_on_every_rank(
     settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2})
     ends = ranks(2).run(run_damaged, settings, damage)
     assert ends[0] == ends[1]
-    assert ends[0].startswith("every group has completions that failed or got no reward, the first with: ")
+    assert ends[0].startswith("no group has two completions with rewards: others failed or got none, the first with: ")
     assert re.search(message, ends[0])
 
 

@@ -37,6 +37,15 @@ def test_a_penalty_for_length_alone_is_no_signal() -> None:
     assert rollout_metrics([group], ["judge"], 0)["rollout/groups_without_signal"] == 1
 
 
+def test_a_completion_that_failed_leaves_its_group() -> None:
+    failed = Rollout(Completion([], [], "error", "the agent raised"), "", Score(0.0, (0.0,), ("",)))
+    group = group_of([rollout(1.0), failed, rollout(0.5)])
+    assert group.scored.rewards.tolist() == [1.0, 0.5]
+    assert group.scored.unshaped.rewards.tolist() == [1.0, 0.5]
+    assert not group_of([rollout(1.0), failed]).is_comparable
+    assert rollout_metrics([group], ["judge"], 0)["rollout/reward_mean"] == 0.75
+
+
 def test_a_completion_without_a_reward_leaves_its_group() -> None:
     group = group_of([rollout(1.0), rollout(math.nan), rollout(0.0)])
     assert group.scored.rewards.tolist() == [1.0, 0.0]
@@ -54,11 +63,11 @@ def test_a_completion_without_a_reward_leaves_its_group() -> None:
 @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf, 0.5])
 def test_tokens_whose_log_probability_is_none_are_counted_and_not_trained(bad: float) -> None:
     completion = rollout(1.0, logprobs=[-1.0, bad, 1e-6])
-    assert completion.completion.trained == [True, False, True]
+    assert completion.branches(PROMPT)[0].trained == [True, False, True]
     assert rollout_metrics([group_of([completion, rollout(0.0)])], ["judge"], 0)["rollout/invalid_logprobs"] == 1
 
 
 def test_a_report_with_a_token_of_no_log_probability_is_a_completion_all_the_same() -> None:
     found = completion_of(Written([5, 6], [math.nan, -1.0], "stop"))
-    assert (found.finish, found.trained) == ("stop", [False, True])
+    assert (found.finish, found.branches([1])[0].trained) == ("stop", [False, True])
     assert completion_of(Written([5], ["-1"], "stop")).finish == "error"  # type: ignore[list-item]

@@ -201,14 +201,15 @@ def test_experts_that_are_not_told_are_counted_or_refused(on_missing: str) -> No
     rollouts = rollouts_of(crew, replay=True, on_missing=on_missing)
     ((rollout,),) = rollouts.take(rollouts.submit(prompts(1), 1, Sampling(2), keeps_routes=True))
     if on_missing == "live":
-        assert rollout.num_missing == 3
-        assert [(at.rank, at.start, at.stop) for at in rollout.routes] == [(0, 0, 3)]
+        (branch,) = rollout.branches(prompts(1)[0])
+        assert branch.num_missing == 3
+        assert [(kept.at.rank, kept.at.start, kept.at.stop) for kept in branch.routes or ()] == [(0, 0, 3)]
         assert rollouts.numbers_taken() == {1}
         assert rollouts.numbers_taken() == set()
     else:
         assert "3 of its choices of experts are missing" in rollout.completion.error
     ((plain,),) = rollouts.collect(prompts(1), 1, Sampling(2))
-    assert plain.routes == ()
+    assert plain.completion.routes is None
     rollouts.close()
     crew.close()
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from automodel_rl.batch import Batch, pack
+from automodel_rl.batch.microbatch import to_predictor
 from automodel_rl.config.algorithms import GRPOConfig
-from automodel_rl.generators.protocol import Completion, Conversation
+from automodel_rl.generators.protocol import Branch, Completion, Conversation
 from automodel_rl.losses import TokenOutputs
 from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
@@ -20,6 +21,7 @@ from automodel_rl.trainers.grpo import own_loss
 from tests.unit.rollout.test_groups import group_of, rollout
 
 PROMPT = 3
+SCORE = Score(0.0, (0.0,), ("",))
 GROUP_SIZE, NUM_GROUPS = 2, 5
 
 
@@ -46,7 +48,7 @@ def rollout_of(generator: np.random.Generator, finish: Any = "stop") -> Rollout:
     tokens = generator.integers(0, 9, len(sampled)).tolist()
     logprobs = [-float(x) * is_sampled for x, is_sampled in zip(generator.random(len(tokens)), sampled, strict=True)]
     completion = Completion(tokens, logprobs, finish, conversation=conversation)
-    return Rollout(completion, "", Score(0.0, (0.0,), ("",)))
+    return Rollout(completion, "", SCORE)
 
 
 def groups_of(seed: int) -> list[Group]:
@@ -151,7 +153,7 @@ def test_a_further_pass_trains_every_row_once_with_its_values() -> None:
 def test_sampled_tokens_count_unless_their_completion_was_cut(masks: bool, finish: str, counts: bool) -> None:
     rollout = rollout_of(np.random.default_rng(3), finish)
     (group,) = [Group(SimpleNamespace(token_ids=[], media=()), [rollout], torch.zeros(1))]  # type: ignore[arg-type]
-    sequence = rollout_batch._sequence(group, rollout, config_of(filter={"mask_overlong": masks}))
+    sequence = rollout_batch.batch_of([group], config_of(filter={"mask_overlong": masks})).sequences[0]
     sampled = rollout.completion.sampled
     assert sequence.loss_mask.tolist() == [False] * PROMPT + (sampled if counts else [False] * len(sampled))
     assert sequence.input_ids[PROMPT:].tolist() == rollout.completion.token_ids
@@ -181,3 +183,87 @@ def test_a_constant_is_the_most_that_the_model_may_write(
     output = TokenOutputs(microbatch.values["old_logprobs"].clone())
     total = own_loss(config)(output, microbatch).sums["sequences"].item()
     assert total == pytest.approx(-int(microbatch.loss_mask.sum()) / longest)
+
+
+BRANCHES = [
+    [([True] * 3, [])],
+    [([True] * 2 + [False] * 2 + [True] * 2, [[False, False, False, True], [False, True]])],
+    [([True], []), ([True, True, False, True], [[False, True, True]])],
+]
+"""For each group the episodes: what was sampled in the last call's row, and in each further one."""
+
+
+def forked_groups(seed: int) -> list[Group]:
+    """Groups whose episodes have one row or several."""
+    generator = np.random.default_rng(seed)
+
+    def branch(sampled: list[bool]) -> Branch:
+        tokens = generator.integers(0, 9, len(sampled)).tolist()
+        logprobs = [-float(x) * one for x, one in zip(generator.random(len(sampled)), sampled, strict=True)]
+        return Branch(generator.integers(0, 9, PROMPT).tolist(), tokens, logprobs, sampled)
+
+    def episode(own: list[bool], others: list[list[bool]]) -> Rollout:
+        last = branch(own)
+        conversation = Conversation(last.prompt, own, branches=[branch(other) for other in others])
+        return Rollout(Completion(last.token_ids, last.logprobs, "stop", conversation=conversation), "", SCORE)
+
+    prompt: Any = SimpleNamespace(token_ids=[], media=())
+    groups = []
+    for of_group in BRANCHES:
+        rollouts = [episode(*one) for one in of_group] + [rollout_of(generator)]
+        groups.append(Group(prompt, rollouts, torch.from_numpy(generator.random(len(rollouts)))))
+    return groups
+
+
+def test_rows_of_an_episode_stay_together_and_share_one_advantage() -> None:
+    groups, config = forked_groups(1), config_of(batch={"optimizer_steps": 2}, advantage={"kind": "dr_grpo"})
+    batch = rollout_batch.batch_of(groups, config)
+    assert batch.episodes == [0, 1, 2, 2, 2, 3, 4, 5, 5, 6]
+    assert batch.parts == [[0, 1, 6, 7, 8, 9], [2, 3, 4, 5]]
+    assert [part.episodes for part in batch.split()] == [[0, 1, 4, 5, 5, 6], [2, 2, 2, 3]]
+    assert [part.episodes for part in batch.split(3)] == [[0, 3, 6], [1, 4], [2, 2, 2, 5, 5]]
+    of_episodes = torch.cat([group.rewards - group.rewards.mean() for group in groups])
+    found = rollout_batch.advantages_of(groups, batch, config)
+    assert found.tolist() == pytest.approx([of_episodes[episode].item() for episode in batch.episodes])
+
+
+def test_a_divergence_in_the_reward_is_summed_over_all_rows_of_an_episode() -> None:
+    groups = forked_groups(2)
+    config = config_of(
+        loss={"kl": {"coefficient": 0.5, "where": "reward", "estimator": "k1"}, "on_policy": False},
+        advantage={"kind": "dr_grpo"},
+    )
+    batch = batch_with_values(groups, config)
+    sums = [0.0] * 7
+    for episode, row in zip(batch.episodes, batch.sequences, strict=True):
+        sums[episode] += (row.values["old_logprobs"] - row.values["ref_logprobs"])[row.loss_mask].sum().item()
+    rewards = torch.cat([group.rewards for group in groups]) - 0.5 * torch.tensor(sums, dtype=torch.float64)
+    centred = torch.cat([of - of.mean() for of in rewards.split([len(group.rollouts) for group in groups])])
+    found = rollout_batch.advantages_of(groups, batch, config)
+    assert found.tolist() == pytest.approx([centred[episode].item() for episode in batch.episodes])
+
+
+@pytest.mark.parametrize("normalise", ["token", "sequence", "constant"])
+def test_an_episode_counts_once_however_many_rows_it_has(normalise: str) -> None:
+    groups = forked_groups(3)
+    config = config_of(loss={"normalise": normalise, "on_policy": False, "max_completion_tokens": 7})
+    batch = batch_with_values(groups, config)
+    batch["advantages"] = rollout_batch.advantages_of(groups, batch, config)
+    ratios = [torch.linspace(0.9, 1.1, length, dtype=torch.float64) for length in batch.lengths]
+    of_episodes: dict[int, list[float]] = {}
+    for episode, row, ratio in zip(batch.episodes, batch.sequences, ratios, strict=True):
+        losses = -row.values["advantages"].double() * ratio
+        of_episodes.setdefault(episode, []).extend(losses[row.loss_mask].tolist())
+    expected = {
+        "token": sum(map(sum, of_episodes.values())) / sum(map(len, of_episodes.values())),
+        "sequence": sum(sum(losses) / len(losses) for losses in of_episodes.values()) / len(of_episodes),
+        "constant": sum(map(sum, of_episodes.values())) / 7 / len(of_episodes),
+    }[normalise]
+    found, loss = 0.0, own_loss(config)
+    for row, ratio in zip(batch.sequences, ratios, strict=True):  # a microbatch for each row, as on other ranks
+        (microbatch,) = pack([row], 30)
+        logprobs = to_predictor(row.values["old_logprobs"] + ratio.log())
+        ((_, total),) = loss(TokenOutputs(logprobs), microbatch).sums.items()
+        found += total.item()
+    num_tokens = sum(int(row.loss_mask.sum()) for row in batch.sequences)
+    assert found / (num_tokens if normalise == "token" else batch.num_episodes) == pytest.approx(expected, abs=1e-12)
