@@ -134,7 +134,7 @@ NEED_ANSWER = ("exact_match", "last_number", "math")
 """Built-in rewards that compare a completion with the record's answer."""
 
 ENVIRONMENT = "environment"
-"""The built-in reward that an environment gives."""
+"""The built-in reward that an environment or an agent gives."""
 
 SCORES = {**dict.fromkeys((*NEED_ANSWER, "format"), (0.0, 1.0)), "length": (-math.inf, 0.0)}
 """Lowest and highest score of built-in rewards."""
@@ -143,8 +143,8 @@ SCORES = {**dict.fromkeys((*NEED_ANSWER, "format"), (0.0, 1.0)), "length": (-mat
 class RewardConfig(Section):
     function: str
     """A built-in reward: exact_match, last_number, math, format, length, or environment, which is the sum of an
-    environment's rewards. In conversations of several turns the others get the last turn, and the whole conversation as
-    example["messages"]. Or the import path `package.module:function`
+    environment's rewards, or the reward that an agent returns. In conversations of several turns the others get the
+    last turn, and the whole conversation as example["messages"]. Or the import path `package.module:function`
     of your own, called as function(completion: str, example: dict) -> float. An async function has many calls at once.
     A function whose first parameter is called completions gets lists, and returns a list. In place of a number it may
     return a number and a dict of metrics."""

@@ -91,6 +91,9 @@ class Conversation:
         metrics: numbers of its turns, calls and environment, each added up over its turns.
         branches: the other rows of an agent's episode whose history forked. The completion's own tokens are those of
             the last call, with all that came before it.
+        tree: the turns of an agent's episode, as records of a run show them.
+        forks: how often its history forked, by the reason in words.
+        is_of_agent: whether an agent led it.
     """
 
     prompt: list[int]
@@ -100,6 +103,9 @@ class Conversation:
     end: str = "done"
     metrics: dict[str, float] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
+    tree: list[dict[str, Any]] = field(default_factory=list)
+    forks: dict[str, int] = field(default_factory=dict)
+    is_of_agent: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from automodel_rl.batch import Video
 from automodel_rl.config import RewardConfig, RolloutRunConfig
+from automodel_rl.config.rollout import ENVIRONMENT
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.media_inputs import prompt_media
 from automodel_rl.generators.protocol import Completion
+from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
-from automodel_rl.rollout.episodes.episode import Episode
 from automodel_rl.rollout.protocol import Promptlike, Rollout
 from automodel_rl.rollout.rewards.counts import ErrorWatch
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
@@ -47,7 +49,7 @@ class _Pending:
     wait: Callable[[], list[Completion]] | None = None
     done: dict[int, Completion] = field(default_factory=dict)
     scorings: dict[int, Scoring] = field(default_factory=dict)
-    episodes: dict[int, Episode] = field(default_factory=dict)
+    episodes: dict[int, Any] = field(default_factory=dict)
 
     @property
     def missing(self) -> list[int]:
@@ -102,10 +104,14 @@ class Rollouts:
         self.warning = ""
         self._numbers, self._pending = 0, dict[int, _Pending]()
         self._taken: set[int] = set()
-        self.conversations: Conversations | None = None
-        if config.rollout.has_turns:
+        self.conversations: Conversations | Agents | None = None
+        if config.rollout.agent is not None:
+            needs_reward = ENVIRONMENT in [reward.function for reward in rewards]
+            self.conversations = Agents(config, template, logs, lambda: fleet.policy_version, needs_reward=needs_reward)
+        elif config.rollout.has_turns:
             self.conversations = Conversations(config, template, logs)
             self.schemas, self.warning = tuple(self.conversations.schemas), self.conversations.warning
+        if self.conversations is not None:
             stops = tuple(sorted({*config.rollout.stop_token_ids, *self.conversations.stop_ids}))
             rollout = config.rollout.model_copy(update={"stop_token_ids": stops})
             self.config = config.model_copy(update={"rollout": rollout})
@@ -180,6 +186,11 @@ class Rollouts:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
         return self.take(self.submit(prompts, group_size, sampling))
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What users should know of agents, each in a line, by what it is about."""
+        return self.conversations.notes if isinstance(self.conversations, Agents) else {}
 
     def numbers_taken(self) -> set[int]:
         """The numbers of the rollouts with routes that were taken since the last call."""
@@ -264,7 +275,7 @@ class Rollouts:
             if age <= most:
                 continue
             if completion.conversation is not None:  # a long one costs itself: the generator is not to blame
-                conversation = dataclasses.replace(completion.conversation, sampled=[])
+                conversation = dataclasses.replace(completion.conversation, sampled=[], branches=[])
                 error = f"its first turn is {age} policy versions old, of rollout.max_staleness={most}"
                 pending.done[place] = Completion([], [], "error", error, conversation=conversation)
                 continue

@@ -1,6 +1,9 @@
 """Seeds made of several numbers."""
 
 import hashlib
+from collections.abc import Sequence
+
+import numpy as np
 
 
 def mixed_seed(*parts: int | str) -> int:
@@ -14,3 +17,16 @@ def mixed_seed(*parts: int | str) -> int:
         (False, True)
     """
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def turn_seed(seed: int, prompt: Sequence[int], num_before: int = 0) -> int:
+    """The seed of a turn. It depends on what the turn follows, not on its number: parallel calls come in any order, and
+    a turn that is asked for again is the same.
+
+    Args:
+        seed: that of the episode.
+        prompt: the tokens before the turn.
+        num_before: how many turns of the episode follow the same tokens already.
+    """
+    digest = hashlib.sha256(np.asarray(prompt, dtype=np.int64).tobytes()).digest()[:8]
+    return mixed_seed(seed, int.from_bytes(digest, "big"), num_before) % 2**32

@@ -130,7 +130,7 @@ def _generator(kind: str) -> Callable[[Combination], str]:
 
 def _conversations(asked: Combination) -> str:
     run = asked.generation
-    return _when(run is not None and run.rollout.has_turns, "rollout.tools or rollout.environment")
+    return _when(run is not None and run.rollout.has_turns, "rollout.tools, rollout.environment or rollout.agent")
 
 
 def _adapters_alone(asked: Combination) -> str:
@@ -182,7 +182,7 @@ QUANTIZED = Feature(
 )
 VLLM = Feature("vLLM", _generator("vllm"))
 SERVERS = Feature("vLLM servers", _generator("servers"))
-CONVERSATIONS = Feature("tools and environments", _conversations)
+CONVERSATIONS = Feature("tools, environments and agents", _conversations)
 ADAPTERS_ALONE = Feature("adapters alone in weight syncs", _adapters_alone)
 COMPARED_LOGPROBS = Feature("dpo, grpo", _compared_logprobs)
 AUTO_MICROBATCHES = Feature("batch.microbatch_tokens=auto", _auto_microbatches)

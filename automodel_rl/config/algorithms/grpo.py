@@ -90,10 +90,17 @@ class GRPOConfig(RolloutRunConfig):
 
     @model_validator(mode="after")
     def _environment_rewards(self) -> "GRPOConfig":
-        if self.rollout.environment is None and ENVIRONMENT in [reward.function for reward in self.rewards]:
+        rollout = self.rollout
+        is_asked = ENVIRONMENT in [reward.function for reward in self.rewards]
+        if is_asked and rollout.environment is None and rollout.agent is None:
             raise ValueError(
-                "rewards.function=environment: there is no rollout.environment that gives rewards: name one, or use "
-                "another reward"
+                "rewards.function=environment: there is no rollout.environment or rollout.agent that gives rewards: "
+                "name one, or use another reward"
+            )
+        if not is_asked and rollout.agent_failed != "leave_out":
+            raise ValueError(
+                f"rollout.agent_failed={rollout.agent_failed:g} is a reward that an agent gives, and rewards have none of "
+                "it: add environment to rewards, or leave agent_failed out"
             )
         return self
 

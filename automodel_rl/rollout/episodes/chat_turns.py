@@ -1,11 +1,13 @@
 """Turns as the model's chat template writes them: reads what the model wrote, and writes what comes after it."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+from automodel_rl.data.kinds import with_objects
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
-from automodel_rl.data.tool_formats import find_format, read_turn
+from automodel_rl.data.tool_formats import Format, read_turn
 from automodel_rl.data.turn_suffix import TurnSuffix
 from automodel_rl.rollout.episodes.protocol import Message, Turn
 
@@ -19,27 +21,43 @@ CUT = " ... "
 
 
 class ChatTurns:
-    """A `TurnCodec` for conversations with tools or an environment.
+    """A `TurnCodec` for conversations with tools, an environment or an agent.
 
     Args:
         template: the chat template.
-        tools: JSON schemas of the tools; empty if the environment only reads texts.
-        most_tokens: longest answer in tokens; a longer one is cut in the middle.
+        tools: JSON schemas of the tools; empty if there are none.
+        form: the format in which turns are read; None if they are texts only.
+        most_tokens: longest answer in tokens; a longer one is cut in the middle. None for no limit.
+        what: what the messages are, for errors.
 
     Raises:
-        InputError: the template leaves out calls, or writes them in a format that is not known.
+        InputError: the template leaves out calls.
     """
 
-    def __init__(self, template: ChatTemplate, tools: Sequence[dict[str, Any]], most_tokens: int):
+    def __init__(
+        self,
+        template: ChatTemplate,
+        tools: Sequence[dict[str, Any]],
+        form: Format | None,
+        most_tokens: int | None = None,
+        what: str = "what the environment began with",
+    ):
         self.template, self.tools, self.tokenizer = template, tuple(tools), template.tokenizer
-        self.most_tokens = most_tokens
-        self._form = find_format(template) if tools else None
+        self.most_tokens, self.what, self._form = most_tokens, what, form
         self._suffix = TurnSuffix(template, tools)
-        self.stop_ids = self._suffix.stop_ids()
+
+    @functools.cached_property
+    def stop_ids(self) -> set[int]:
+        """Tokens with which the template ends turns.
+
+        Raises:
+            InputError: it ends turns that call tools with no special token.
+        """
+        return self._suffix.stop_ids()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        chat = Chat([self._harmless(message) for message in messages], self.tools)
-        return self.template.encode(chat, "what the environment began with", add_generation_prompt=True)["input_ids"]
+        chat = Chat([with_objects(self._harmless(message)) for message in messages], self.tools)
+        return self.template.encode(chat, self.what, add_generation_prompt=True)["input_ids"]
 
     def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
         plain = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -53,7 +71,8 @@ class ChatTurns:
             calls = tuple(_checked(call["function"]) for call in message.get("tool_calls") or [])
         except Exception as error:  # a model may write what breaks any parser
             return Turn(plain, plain, problem=f"the call cannot be read: {' '.join(str(error).split())[:200]}")
-        return Turn(plain, str(message.get("content") or ""), calls)
+        thoughts = str(message.get("reasoning_content") or "")
+        return Turn(plain, str(message.get("content") or ""), calls, reasoning=thoughts)
 
     def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:
         called = [str(call["name"]) for call in turn.calls] if messages[0]["role"] == "tool" else []
@@ -71,7 +90,7 @@ class ChatTurns:
 
     def _cut(self, text: str) -> str:
         """The text with at most so many tokens, cut in the middle."""
-        if len(text) <= self.most_tokens:  # a token has at least one character
+        if self.most_tokens is None or len(text) <= self.most_tokens:  # a token has at least one character
             return text
         # Far more characters than the limit are cut first, so that a flood is not tokenised whole.
         half = 16 * self.most_tokens

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from automodel_rl.config import RolloutRunConfig
 from automodel_rl.data.template import ChatTemplate
+from automodel_rl.data.tool_formats import find_format
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion, Generator, OnFinished
 from automodel_rl.rollout.episodes.chat_turns import ChatTurns
@@ -26,6 +27,7 @@ class Conversations:
 
     Attributes:
         schemas: JSON schemas of the tools.
+        stop_ids: tokens with which the chat template ends turns.
         warning: what protection the system does not allow, in one line; empty if nothing is missing.
 
     Raises:
@@ -45,7 +47,9 @@ class Conversations:
         self.pool = EnvironmentPool(setup, ends_on_bad_call=rollout.on_bad_call == "end")
         self.schemas, self.warning = self.pool.schemas, self.pool.warning
         try:
-            self._codec = ChatTurns(template, self.schemas, rollout.max_tool_tokens)
+            form = find_format(template) if self.schemas else None
+            self._codec = ChatTurns(template, self.schemas, form, rollout.max_tool_tokens)
+            self.stop_ids = self._codec.stop_ids
         except BaseException:
             self.pool.close()
             raise
@@ -57,11 +61,6 @@ class Conversations:
             rollout.episode_seconds,
         )
         self._driver = EpisodeDriver(rollout.max_episodes * config.world_size)
-
-    @property
-    def stop_ids(self) -> set[int]:
-        """Tokens with which the chat template ends turns."""
-        return self._codec.stop_ids
 
     def episode(self, prompt: Promptlike, request: Request) -> Episode:
         """The episode of a prompt. All episodes of a prompt have environments of the same seed."""

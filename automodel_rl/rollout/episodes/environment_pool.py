@@ -1,32 +1,20 @@
 """The rank's end of environments: each has a process of its own, which is ended if a call takes too long."""
 
 import contextlib
-import itertools
-import multiprocessing
-import sys
-import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
 from typing import Any
 
-from automodel_rl.errors import InputError
-from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
 from automodel_rl.rollout.episodes.environment_server import Setup
+from automodel_rl.rollout.episodes.fork_pool import ForkPool
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
-
-START_SECONDS = 120.0
-"""Time limit for importing the modules of tools or of an environment."""
 
 GRACE_SECONDS = 5.0
 """Seconds that a call may be late, so that a tool can end by itself, and be answered as failed."""
 
-END_SECONDS = 10.0
-"""Longest wait for the server to end all environments."""
-
 
 class EnvironmentPool:
-    """Opens environments. Their server is started again if it dies.
+    """Opens environments.
 
     Args:
         setup: what is served.
@@ -42,50 +30,15 @@ class EnvironmentPool:
 
     def __init__(self, setup: Setup, *, ends_on_bad_call: bool):
         self.setup, self.ends_on_bad_call = setup, ends_on_bad_call
-        self._lock, self._numbers = threading.Lock(), itertools.count()
-        self._server, self.schemas, self.warning = self._start()
+        what = f"environment={setup.environment}" if setup.environment else f"tools={setup.tools}"
+        self._processes = ForkPool("automodel_rl.rollout.episodes.environment_server", setup, what)
+        self.schemas: list[dict[str, Any]]
+        self.schemas, self.warning = self._processes.greeting
+        self.begin, self.end, self.close = self._processes.begin, self._processes.end, self._processes.close
 
     def open(self, example: dict[str, Any], seed: int) -> "PooledEnvironment":
         """The environment of a conversation. Its process starts with its first call."""
         return PooledEnvironment(self, example, seed)
-
-    def begin(self) -> tuple[int, Connection]:
-        """Starts a process. Returns its number and the connection to it."""
-        number = next(self._numbers)
-        ours, theirs = multiprocessing.Pipe()
-        with self._lock, theirs:
-            try:
-                self._send(number, theirs)
-            except (ChildEndedError, OSError):
-                self._server.close()
-                self._server, _, _ = self._start()
-                self._send(number, theirs)
-        return number, ours
-
-    def end(self, number: int, *, at_once: bool) -> None:
-        """Ends a process, with all that it has started: at once, or when it has closed its environment."""
-        with self._lock, contextlib.suppress(ChildEndedError):
-            self._server.send(("end" if at_once else "leave", number))
-
-    def close(self) -> None:
-        self._server.close(END_SECONDS)
-
-    def _start(self) -> tuple[ChildProcess, list[dict[str, Any]], str]:
-        server = ChildProcess([sys.executable, "-m", "automodel_rl.rollout.episodes.environment_server"])
-        try:
-            server.send(self.setup)
-            schemas, warning, error = server.receive(START_SECONDS)
-        except (ChildEndedError, TimeoutError):
-            what = f"environment={self.setup.environment}" if self.setup.environment else f"tools={self.setup.tools}"
-            schemas, warning, error = [], "", f"rollout.{what}: its process does not start: import it to see why"
-        if error:
-            server.close()
-            raise InputError(error)
-        return server, schemas, warning
-
-    def _send(self, number: int, connection: Connection) -> None:
-        self._server.send(("begin", number))
-        send_handle(self._server.connection, connection.fileno(), self._server.process.pid)
 
 
 class PooledEnvironment:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion, Conversation
 from automodel_rl.rollout.episodes.protocol import Environment, Message, Outcome, Turn
 from automodel_rl.rollout.episodes.transcript import Transcript
+from automodel_rl.rollout.seeds import turn_seed
 
 TURNS, CALLS, MALFORMED = "turns", "calls", "malformed_calls"
 CACHED, ASKED = "cached_tokens", "asked_tokens"
@@ -93,11 +92,9 @@ class Episode:
 
     @property
     def request(self) -> Request:
-        """Asks for the next turn. The turn's number is part of its seed, so that asking again gives the same turn."""
-        number, seed = len(self.transcript.turns), self.first.seed
-        if number:
-            seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+        """Asks for the next turn. Asking again gives the same turn."""
         opening = self.transcript.opening
+        seed = turn_seed(self.first.seed, opening)
         return dataclasses.replace(self.first, prompt=opening, seed=seed, routes_from=self.transcript.num_routed)
 
     def begin(self, messages: Sequence[Message], seconds: float = 0.0) -> None:

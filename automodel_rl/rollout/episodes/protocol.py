@@ -20,6 +20,7 @@ class Turn:
         calls: the calls of tools in it, each with `name` and `arguments`.
         is_cut: whether the turn was cut off at the most tokens of a turn.
         problem: why a call in it cannot be read; empty if all can.
+        reasoning: the turn's thoughts, if the chat template has a known format for them.
     """
 
     text: str
@@ -27,6 +28,7 @@ class Turn:
     calls: Sequence[Mapping[str, Any]] = ()
     is_cut: bool = False
     problem: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)

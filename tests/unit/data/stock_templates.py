@@ -48,20 +48,20 @@ def twin_tokenizers(name: str) -> tuple[PreTrainedTokenizerFast, PreTrainedToken
     return published, marked
 
 
-def stock_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes with a published template."""
-    tokenizer = bytes_tokenizer(template_of(name))
+def stock_tokenizer(name: str, words: str = "hello") -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, and of pieces of some words, with a published template."""
+    tokenizer = bytes_tokenizer(template_of(name), words)
     tokenizer.chat_template = template_of(name)
     return tokenizer
 
 
-def bytes_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes, and of the special tokens in a template."""
+def bytes_tokenizer(template: str, words: str = "hello") -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, of pieces of some words, and of the special tokens in a template."""
     bytewise = Tokenizer(models.BPE())
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytewise.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    bytewise.train_from_iterator(["hello"], trainer)
+    bytewise.train_from_iterator([words], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, bos_token="<bos>", eos_token="<eos>")
     marks = sorted(set(MARKS.findall(template)) - {"<bos>", "<eos>"})
     tokenizer.add_special_tokens({"additional_special_tokens": marks})

@@ -9,7 +9,7 @@ import torch
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
-from automodel_rl.data.tool_formats import PROBE_TOOL
+from automodel_rl.data.tool_formats import PROBE_TOOL, find_format
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.protocol import Completion
@@ -30,6 +30,10 @@ QUESTION = {"role": "user", "content": "How many?"}
 TURN = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
+def turns_of(template: ChatTemplate, most_tokens: int) -> ChatTurns:
+    return ChatTurns(template, [PROBE_TOOL], find_format(template), most_tokens)
+
+
 def written_turn(template: ChatTemplate, before: list[dict[str, Any]], turn: dict[str, Any]) -> str:
     """What the model writes after the header, for a turn."""
     opening = template.opening_text(Chat(before, (PROBE_TOOL,)))
@@ -45,7 +49,7 @@ def written_turn(template: ChatTemplate, before: list[dict[str, Any]], turn: dic
 def test_an_episode_is_made_of_sampled_turns_and_the_templates_suffixes(name: str) -> None:
     tokenizer = stock_tokenizer(name)
     template = ChatTemplate(tokenizer)
-    codec = ChatTurns(template, [PROBE_TOOL], 64)
+    codec = turns_of(template, 64)
     prompt = codec.opening([QUESTION])
     mark = tokenizer.convert_ids_to_tokens(min(codec.stop_ids))
     environment = ToolEnvironment({"look_up": lambda text, count: f"{text}: {count} {mark}"}, 5.0)
@@ -78,7 +82,7 @@ def test_an_episode_is_made_of_sampled_turns_and_the_templates_suffixes(name: st
 @pytest.mark.parametrize("name", [*SILENT, *UNKNOWN])
 def test_templates_that_cannot_call_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="chat template"):
-        ChatTurns(ChatTemplate(stock_tokenizer(name)), [PROBE_TOOL], 64)
+        turns_of(ChatTemplate(stock_tokenizer(name)), 64)
 
 
 SFT_ALIKE = ("qwen2_5", "qwen3_instruct_2507", "qwen3_vl", "llama3_1")
@@ -92,7 +96,7 @@ def test_supervised_fine_tuning_trains_the_tokens_that_a_rollout_trains(name: st
     answer = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "7 coins"}
     last = {"role": "assistant", "content": "Seven."}
     sequence = chat_tokenizer(Chat([QUESTION, TURN, answer, last], (PROBE_TOOL,)), "the chat")
-    codec = ChatTurns(chat_tokenizer.template, [PROBE_TOOL], 64)
+    codec = turns_of(chat_tokenizer.template, 64)
     edges = torch.diff(sequence.loss_mask.int(), prepend=torch.tensor([0]), append=torch.tensor([0]))
     starts, ends = ((edges == sign).nonzero().flatten().tolist() for sign in (1, -1))
     ids = sequence.input_ids.tolist()
@@ -117,7 +121,7 @@ def test_supervised_fine_tuning_trains_the_tokens_that_a_rollout_trains(name: st
 @pytest.mark.parametrize("end", ["", "<|im_end|>"])
 def test_calls_that_cannot_be_read_are_told(text: str, end: str) -> None:
     tokenizer = stock_tokenizer("qwen3")
-    codec = ChatTurns(ChatTemplate(tokenizer), [PROBE_TOOL], 64)
+    codec = turns_of(ChatTemplate(tokenizer), 64)
     ids = tokenizer(text + end, add_special_tokens=False)["input_ids"]
     turn = codec.read(codec.opening([QUESTION]), ids)
     assert not turn.calls
@@ -126,7 +130,7 @@ def test_calls_that_cannot_be_read_are_told(text: str, end: str) -> None:
 
 def test_answers_are_cut_in_the_middle() -> None:
     tokenizer = train_tokenizer(["hello"], 300)
-    codec = ChatTurns(ChatTemplate(tokenizer), [PROBE_TOOL], 16)
+    codec = turns_of(ChatTemplate(tokenizer), 16)
     text = "begin " + "x" * 100_000 + " end"
     turn = codec.read([], tokenizer("Hello", add_special_tokens=False)["input_ids"])
     suffix = tokenizer.decode(codec.suffix([{"role": "user", "content": text}], turn, tokenizer.eos_token_id))

@@ -1,0 +1,165 @@
+"""Anthropic's messages: requests as calls, and answers whole and as events."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, Message, event
+from automodel_rl.chat_api.messages import call_of, checked_tools, text_of
+from automodel_rl.chat_api.refusals import check_keys, overridden
+from automodel_rl.errors import InputError
+
+READ = ("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking")
+"""Keys that are read."""
+
+
+def read(body: dict[str, Any], *, counts_only: bool = False) -> ChatCall:
+    """What a request asks for.
+
+    Args:
+        body: the request's JSON.
+        counts_only: whether it only asks how many tokens it has, and so needs no `max_tokens`.
+
+    Raises:
+        InputError: it asks for something that is not served.
+    """
+    check_keys(body, READ)
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise InputError("messages: must be a list of messages: send at least one")
+    most = body.get("max_tokens")
+    if not counts_only and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise InputError(f"max_tokens: is {most!r}: send the most tokens of the answer")
+    system = text_of(body.get("system"), "system")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for place, message in enumerate(given):
+        messages += _messages(message, f"messages.{place}")
+    thinking = body.get("thinking")
+    return ChatCall(
+        messages,
+        checked_tools([_as_function(tool) for tool in body.get("tools") or []]),
+        most,
+        tuple(body.get("stop_sequences") or ()),
+        bool(body.get("stream")),
+        with_thoughts=isinstance(thinking, dict) and thinking.get("type") != "disabled",
+        overridden=overridden(body),
+    )
+
+
+def _as_function(tool: Any) -> Any:
+    """A tool in the form of chat completions."""
+    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+        return tool
+    known = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    return {"type": "function", "function": known}
+
+
+def _messages(message: Any, where: str) -> list[Message]:
+    """The messages that one is: of a tool for each result in it, and one of its texts."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ("user", "assistant", "system"):
+        raise InputError(f"{where}: is {message!r:.80}: send an object with the role user or assistant")
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    if not isinstance(blocks, list):
+        raise InputError(f"{where}: content is {content!r:.80}: send a text, or blocks")
+    results, texts, thoughts, calls = [], [], [], []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+        match kind:
+            case "text":
+                texts.append(text_of([block], where))
+            case "thinking" if role == "assistant":
+                thoughts.append(str(block.get("thinking") or ""))
+            case "redacted_thinking" if role == "assistant":
+                pass
+            case "tool_use" if role == "assistant":
+                calls.append(call_of(block.get("id"), block.get("name"), block.get("input"), where))
+            case "tool_result" if role == "user":
+                results.append(_result(block, where))
+            case _:
+                raise InputError(f"{where}: a block of type {kind} is not served: send texts, tool_use and tool_result")
+    told: Message = {"role": role, "content": "".join(texts)}
+    if thoughts:
+        told["reasoning_content"] = "".join(thoughts)
+    if calls:
+        told["tool_calls"] = calls
+    return [*results, *([told] if texts or not results else [])]
+
+
+def _result(block: dict[str, Any], where: str) -> Message:
+    content = block.get("content")
+    text = text_of(content, where) if content is None or isinstance(content, str | list) else json.dumps(content)
+    return {"role": "tool", "content": text, "tool_call_id": str(block.get("tool_use_id") or "")}
+
+
+def reply(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
+    """The JSON of a message.
+
+    Args:
+        answer: the turn.
+        call: what was asked for.
+    """
+    usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
+    end = {"stop_reason": _stop_reason(answer), "stop_sequence": None, "usage": usage}
+    return {**_head(answer), "content": _blocks(answer, call), **end}
+
+
+def events(answer: ChatAnswer, call: ChatCall) -> Iterator[str]:
+    """The events of a message. Texts and arguments come whole.
+
+    Args:
+        answer: the turn.
+        call: what was asked for.
+    """
+    usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
+    begun = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    steps: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+    for index, block in enumerate(_blocks(answer, call)):
+        empty, *deltas = _parts_of(block)
+        steps.append({"type": "content_block_start", "index": index, "content_block": empty})
+        steps += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+        steps.append({"type": "content_block_stop", "index": index})
+    end = {"stop_reason": _stop_reason(answer), "stop_sequence": None}
+    steps.append({"type": "message_delta", "delta": end, "usage": {"output_tokens": answer.completion_tokens}})
+    steps.append({"type": "message_stop"})
+    for step in steps:
+        yield event(step, step["type"])
+
+
+def _parts_of(block: dict[str, Any]) -> list[dict[str, Any]]:
+    """The beginning of a block, and what is added to it."""
+    match block["type"]:
+        case "text":
+            return [{**block, "text": ""}, {"type": "text_delta", "text": block["text"]}]
+        case "thinking":
+            signed = {"type": "signature_delta", "signature": block["signature"]}
+            return [
+                {**block, "thinking": "", "signature": ""},
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                signed,
+            ]
+    added = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+    return [{**block, "input": {}}, added]
+
+
+def _blocks(answer: ChatAnswer, call: ChatCall) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning and call.with_thoughts:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.id})
+    if answer.content or not answer.calls:
+        blocks.append({"type": "text", "text": answer.content})
+    for one in answer.calls:
+        given = one.arguments if isinstance(one.arguments, dict) else {"arguments": one.arguments}
+        blocks.append({"type": "tool_use", "id": one.id, "name": one.name, "input": given})
+    return blocks
+
+
+def _stop_reason(answer: ChatAnswer) -> str:
+    if answer.is_cut:
+        return "max_tokens"
+    return "tool_use" if answer.calls else "end_turn"
+
+
+def _head(answer: ChatAnswer) -> dict[str, Any]:
+    return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}

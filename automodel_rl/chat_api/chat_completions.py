@@ -1,0 +1,81 @@
+"""OpenAI's chat completions: requests as calls, and answers whole and as events."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, event
+from automodel_rl.chat_api.messages import checked_messages, checked_tools
+from automodel_rl.chat_api.refusals import check_keys, overridden
+from automodel_rl.errors import InputError
+
+READ = ("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options")
+"""Keys that are read."""
+
+
+def read(body: Mapping[str, Any]) -> ChatCall:
+    """What a request asks for.
+
+    Args:
+        body: the request's JSON.
+
+    Raises:
+        InputError: it asks for something that is not served.
+    """
+    check_keys(body, READ)
+    stop = body.get("stop") or ()
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise InputError(f"max_tokens: is {most!r}: send the most tokens of the answer, or leave it out")
+    return ChatCall(
+        checked_messages(body.get("messages")),
+        checked_tools(body.get("tools")),
+        most,
+        (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+        bool(body.get("stream")),
+        bool((body.get("stream_options") or {}).get("include_usage")),
+        overridden=overridden(body),
+    )
+
+
+def reply(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+    """The JSON of a chat completion.
+
+    Args:
+        answers: a turn for each choice.
+    """
+    choices = [
+        {"index": index, "message": answer.message, "finish_reason": answer.finish_reason, "logprobs": None}
+        | {**answer.extras}
+        for index, answer in enumerate(answers)
+    ]
+    return {**_head(answers[0], "chat.completion"), "choices": choices, "usage": _usage(answers)}
+
+
+def events(answers: Sequence[ChatAnswer], with_usage: bool) -> Iterator[str]:
+    """The events of a chat completion: of each choice the whole turn, and then its end.
+
+    Args:
+        answers: a turn for each choice.
+        with_usage: whether the last event tells the number of tokens.
+    """
+    head = _head(answers[0], "chat.completion.chunk")
+    for index, answer in enumerate(answers):
+        delta = answer.message
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
+        whole = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None} | {**answer.extras}
+        end = {"index": index, "delta": {}, "finish_reason": answer.finish_reason}
+        yield event({**head, "choices": [whole]})
+        yield event({**head, "choices": [end]})
+    if with_usage:
+        yield event({**head, "choices": [], "usage": _usage(answers)})
+    yield event("[DONE]")
+
+
+def _head(answer: ChatAnswer, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
+
+
+def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int]:
+    asked, written = answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers)
+    return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}

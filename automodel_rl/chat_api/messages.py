@@ -1,0 +1,149 @@
+"""Messages as clients send them, in one form: texts for contents, objects for arguments."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from automodel_rl.chat_api.exchange import Message
+from automodel_rl.errors import InputError
+
+ROLES = {"developer": "system", "function": "tool", **{role: role for role in ("system", "user", "assistant", "tool")}}
+"""Roles that clients send, with those that chat templates know."""
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of parts of a content that are texts."""
+
+
+def checked_messages(value: Any) -> list[Message]:
+    """The messages of a chat request.
+
+    Args:
+        value: what the request has for messages.
+
+    Raises:
+        InputError: one is no message, or has something that is not served, such as an image.
+    """
+    if not isinstance(value, list) or not value:
+        raise InputError("messages: must be a list of messages: send at least one")
+    return [_checked(message, place) for place, message in enumerate(value)]
+
+
+def _checked(given: Any, place: int) -> Message:
+    role = ROLES.get(given.get("role", "")) if isinstance(given, dict) else None
+    if role is None:
+        raise InputError(f"messages.{place}: is {given!r:.80}: send an object with a role of {', '.join(ROLES)}")
+    message: Message = {"role": role, "content": text_of(given.get("content"), f"messages.{place}")}
+    thoughts = given.get("reasoning_content") or given.get("reasoning")
+    if role == "assistant" and isinstance(thoughts, str):
+        message["reasoning_content"] = thoughts
+    if role == "assistant" and given.get("tool_calls"):
+        message["tool_calls"] = [_call(call, f"messages.{place}") for call in given["tool_calls"]]
+    elif role == "assistant" and given.get("function_call"):
+        raise InputError(f"messages.{place}: function_call is not served: send tool_calls")
+    if role == "tool":
+        message |= {key: given[key] for key in ("name", "tool_call_id") if isinstance(given.get(key), str)}
+    return message
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a content: None, a text, or a list of parts that are texts.
+
+    Args:
+        content: the content.
+        where: its place in the request, for errors.
+
+    Raises:
+        InputError: it has something else.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InputError(f"{where}: content is {content!r:.80}: send a text, or parts of text")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "refusal":
+            texts.append(str(part.get("refusal") or ""))
+        elif kind in TEXT_PARTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            raise InputError(f"{where}: a part of type {kind} is not served: send texts only")
+    return "".join(texts)
+
+
+def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+    """A call of a tool as a message has it.
+
+    Args:
+        identity: the id that the client gives it.
+        name: the tool's name.
+        arguments: an object, or JSON.
+        where: its place in the request, for errors.
+
+    Raises:
+        InputError: it has no name, or its arguments are no JSON.
+    """
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{where}: a call has no name of a tool: send its function's name")
+    try:
+        value = json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
+    except ValueError:
+        raise InputError(f"{where}: the arguments of a call of {name} are no JSON: {arguments!r:.80}") from None
+    function = {"name": name, "arguments": value}
+    return {"id": str(identity or ""), "type": "function", "function": function}
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict):
+        raise InputError(f"{where}: a call is {given!r:.80}: send an object with a function")
+    return call_of(given.get("id"), function.get("name"), function.get("arguments"), where)
+
+
+def checked_tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """The tools of a chat request.
+
+    Args:
+        value: what the request has for tools.
+
+    Raises:
+        InputError: one is no function.
+    """
+    if not isinstance(value or [], list):
+        raise InputError(f"tools: are {value!r:.80}: send a list")
+    tools = []
+    for place, tool in enumerate(value or []):
+        kind = tool.get("type", "function") if isinstance(tool, dict) else type(tool).__name__
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if kind != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InputError(f"tools.{place}: a tool of type {kind} is not served: send functions with a name")
+        tools.append({"type": "function", "function": _without_nulls(function)})
+    return tuple(tools)
+
+
+def _without_nulls(function: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in function.items() if value is not None}
+
+
+def joined_turns(messages: Sequence[Message]) -> list[Message]:
+    """Messages with one turn of the assistant where an API sends its text, thoughts and calls apart.
+
+    Args:
+        messages: the messages.
+    """
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else None
+        if last is None or message["role"] != "assistant" or last["role"] != "assistant" or _is_over(last, message):
+            joined.append({**message})
+            continue
+        last["content"] += message["content"]
+        for key in ("reasoning_content", "tool_calls"):
+            if key in message:
+                last[key] = (last[key] + message[key]) if key in last else message[key]
+    return joined
+
+
+def _is_over(last: Message, message: Message) -> bool:
+    """Whether a turn is over before a further part: its text comes once, and before its calls."""
+    return bool(message["content"] and (last["content"] or last.get("tool_calls")))

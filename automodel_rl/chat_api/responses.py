@@ -1,0 +1,165 @@
+"""OpenAI's responses: requests as calls, and answers whole and as events."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, Message, event
+from automodel_rl.chat_api.messages import ROLES, call_of, checked_tools, joined_turns, text_of
+from automodel_rl.chat_api.refusals import check_keys, overridden
+from automodel_rl.errors import InputError
+
+READ = ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "previous_response_id")
+"""Keys that are read."""
+
+
+def read(body: dict[str, Any]) -> ChatCall:
+    """What a request asks for.
+
+    Args:
+        body: the request's JSON.
+
+    Raises:
+        InputError: it asks for something that is not served.
+    """
+    check_keys(body, READ)
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise InputError("input: must be a text or a list of items: send one")
+    messages = [message for place, item in enumerate(items) for message in _messages(item, f"input.{place}")]
+    instructions = body.get("instructions")
+    if instructions:
+        messages.insert(0, {"role": "system", "content": text_of(instructions, "instructions")})
+    return ChatCall(
+        joined_turns(messages),
+        checked_tools([_nested(tool) for tool in body.get("tools") or []]),
+        body.get("max_output_tokens"),
+        streams=bool(body.get("stream")),
+        previous=str(body.get("previous_response_id") or ""),
+        overridden=overridden(body),
+    )
+
+
+def _nested(tool: Any) -> Any:
+    """A tool in the form of chat completions, with a function inside."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _messages(item: Any, where: str) -> list[Message]:
+    """The message that an item is, or the part of one."""
+    kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
+    match kind:
+        case "message" if item.get("role") in ROLES:
+            return [{"role": ROLES[item["role"]], "content": text_of(item.get("content"), where)}]
+        case "function_call":
+            call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+            return [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        case "function_call_output":
+            output = item.get("output")
+            text = text_of(output, where) if isinstance(output, str | list) else json.dumps(output)
+            return [{"role": "tool", "content": text, "tool_call_id": str(item.get("call_id") or "")}]
+        case "reasoning":
+            thoughts = "".join(str(part.get("text") or "") for part in item.get("content") or [])
+            return [{"role": "assistant", "content": "", "reasoning_content": thoughts}] if thoughts else []
+    raise InputError(
+        f"{where}: an item of type {kind} is not served: send messages, calls of functions and their output"
+    )
+
+
+def reply(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
+    """The JSON of a response.
+
+    Args:
+        answer: the turn.
+        call: what was asked for.
+    """
+    usage = {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": answer.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+    cut = {"reason": "max_output_tokens"} if answer.is_cut else None
+    state = {"status": "incomplete" if answer.is_cut else "completed", "incomplete_details": cut, "usage": usage}
+    return {**_head(answer, call), **state, "output": _items(answer)}
+
+
+def events(answer: ChatAnswer, call: ChatCall) -> Iterator[str]:
+    """The events of a response. Texts and arguments come whole.
+
+    Args:
+        answer: the turn.
+        call: what was asked for.
+    """
+    begun = {**_head(answer, call), "status": "in_progress", "incomplete_details": None, "usage": None, "output": []}
+    whole = reply(answer, call)
+    steps = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
+    for index, item in enumerate(whole["output"]):
+        steps += _events_of(item, index)
+    steps.append((f"response.{whole['status']}", {"response": whole}))
+    for number, (name, data) in enumerate(steps):
+        yield event({"type": name, "sequence_number": number, **data}, name)
+
+
+def _events_of(item: dict[str, Any], index: int) -> list[tuple[str, dict[str, Any]]]:
+    at = {"item_id": item["id"], "output_index": index}
+    steps: list[tuple[str, dict[str, Any]]] = []
+    empty = {**item, "status": "in_progress"}
+    if item["type"] == "message":
+        (part,) = item["content"]
+        place = {**at, "content_index": 0}
+        empty["content"] = []
+        steps = [
+            ("response.content_part.added", {**place, "part": {**part, "text": ""}}),
+            ("response.output_text.delta", {**place, "delta": part["text"], "logprobs": []}),
+            ("response.output_text.done", {**place, "text": part["text"], "logprobs": []}),
+            ("response.content_part.done", {**place, "part": part}),
+        ]
+    elif item["type"] == "function_call":
+        empty["arguments"] = ""
+        steps = [
+            ("response.function_call_arguments.delta", {**at, "delta": item["arguments"]}),
+            (
+                "response.function_call_arguments.done",
+                {**at, "name": item["name"], "arguments": item["arguments"]},
+            ),
+        ]
+    added = ("response.output_item.added", {"output_index": index, "item": empty})
+    return [added, *steps, ("response.output_item.done", {"output_index": index, "item": item})]
+
+
+def _items(answer: ChatAnswer) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if answer.reasoning:
+        thoughts = [{"type": "reasoning_text", "text": answer.reasoning}]
+        items.append({"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": thoughts})
+    state = {"status": "incomplete" if answer.is_cut else "completed"}
+    if answer.content or not answer.calls:
+        part = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
+        items.append({"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "content": [part], **state})
+    for number, call in enumerate(answer.calls):
+        named = {"call_id": call.id, "name": call.name, "arguments": call.as_json}
+        items.append({"id": f"fc_{answer.id}_{number}", "type": "function_call", **named, **state})
+    return items
+
+
+def _head(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": answer.created,
+        "model": answer.model,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "previous_response_id": call.previous or None,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", **tool["function"]} for tool in call.tools],
+        "top_p": None,
+    }

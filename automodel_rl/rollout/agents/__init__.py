@@ -1,0 +1,1 @@
+"""Agents: any program that talks to an endpoint beside the run. Its turns are trained as they were sampled."""

@@ -1,0 +1,303 @@
+"""The agents of a run: starts a process for each episode, and lets generators write what agents ask for."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+from automodel_rl.config import RolloutRunConfig
+from automodel_rl.data.template import ChatTemplate
+from automodel_rl.errors import InputError
+from automodel_rl.generator_messages import Request
+from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
+from automodel_rl.launch.background import in_thread
+from automodel_rl.rollout.agents.agent_server import AgentSetup
+from automodel_rl.rollout.agents.codecs import ChatCodecs
+from automodel_rl.rollout.agents.endpoint import Endpoint
+from automodel_rl.rollout.agents.episode import AgentEpisode, AgentLimits, Asked, Ended
+from automodel_rl.rollout.agents.protocol import AgentResult
+from automodel_rl.rollout.episodes.fork_pool import ForkPool
+from automodel_rl.rollout.protocol import Promptlike
+from automodel_rl.rollout.seeds import mixed_seed
+
+ROOM_SECONDS = 0.1
+"""Seconds between two looks for room for more episodes."""
+
+PAUSE_SECONDS = 0.05
+"""How long a generator that writes when waited for waits for further calls, once half of the agents wait."""
+
+LONG_PAUSE_SECONDS = 0.5
+"""How long it waits for further calls as long as fewer do."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A turn that the generator wrote."""
+
+    asked: Asked
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """The generator is lost."""
+
+    error: BaseException
+
+
+class Agents:
+    """Makes and drives episodes of agents.
+
+    Args:
+        config: the run's config, with an agent.
+        template: the chat template.
+        folder: folder for the log of what agents print.
+        newest_version: tells the newest policy version.
+        needs_reward: whether agents must return a reward.
+
+    Attributes:
+        stop_ids: tokens with which the chat template ends turns.
+        notes: what users should know, each in a line.
+
+    Raises:
+        InputError: the agent cannot be imported, or the endpoint cannot listen.
+    """
+
+    def __init__(
+        self,
+        config: RolloutRunConfig,
+        template: ChatTemplate,
+        folder: Path,
+        newest_version: Callable[[], int],
+        *,
+        needs_reward: bool,
+    ):
+        rollout = config.rollout
+        assert rollout.agent is not None
+        self.seed, self.newest_version, self.needs_reward = config.seed, newest_version, needs_reward
+        self.failed = None if rollout.agent_failed == "leave_out" else rollout.agent_failed
+        self.codecs = ChatCodecs(template)
+        self.stop_ids = self.codecs.stop_ids
+        self.limits = AgentLimits(
+            rollout.max_turns,
+            config.longest_sequence,
+            rollout.max_new_tokens,
+            rollout.agent_seconds,
+            rollout.max_staleness,
+        )
+        self.notes: dict[str, str] = {}
+        self._room = threading.Semaphore(rollout.max_episodes * config.world_size)
+        self._processes = ForkPool(
+            "automodel_rl.rollout.agents.agent_server",
+            AgentSetup(rollout.agent, str(folder / "agents.log")),
+            f"agent={rollout.agent}",
+        )
+        try:
+            self._endpoint = Endpoint(rollout.agent_host)
+        except BaseException:
+            self._processes.close()
+            raise
+
+    def episode(self, prompt: Promptlike, request: Request) -> AgentEpisode:
+        """The episode of a prompt.
+
+        Args:
+            prompt: the prompt.
+            request: what its calls inherit.
+
+        Raises:
+            InputError: the prompt has images or clips.
+        """
+        if prompt.media:
+            raise InputError(f"prompt {prompt.number} has media, which agents cannot send: leave rollout.agent out")
+        example = {**prompt.example, "messages": list(prompt.messages)}
+        seed = mixed_seed("environment", self.seed, prompt.number) % 2**32
+        return AgentEpisode(request, example, seed, self.codecs, self.limits, self.newest_version)
+
+    def submit(
+        self, generator: Generator, episodes: Sequence[AgentEpisode], on_finished: OnFinished = do_nothing
+    ) -> Callable[[], list[Completion]]:
+        """Begins episodes, or goes on with them if an earlier generator was lost.
+
+        Args:
+            generator: writes the turns. One that works alone is driven by a thread; another one when waited for.
+            episodes: the episodes.
+            on_finished: called for every episode as soon as it is over.
+
+        Returns:
+            A function that waits until all episodes are over, and returns them in order, as completions. It raises what
+            the generator raises; agents go on to wait for their turns then.
+        """
+        work = _Work(generator, episodes, on_finished, self._room, self._start)
+        if not generator.works_alone:
+            return work.finish
+        return in_thread(work.finish, "agents").result
+
+    def close(self) -> None:
+        """Ends all agents and the endpoint."""
+        self._processes.close()
+        self._endpoint.close()
+
+    def _start(self, episode: AgentEpisode) -> None:
+        """Starts the process of an episode's agent."""
+        self._endpoint.loop.call_soon_threadsafe(self._start_in_loop, episode)
+
+    def _start_in_loop(self, episode: AgentEpisode) -> None:
+        loop = self._endpoint.loop
+        episode.begin()
+        address = self._endpoint.open(episode, episode.seed)
+        try:
+            number, connection = self._processes.begin()
+        except InputError as error:
+            self._end(episode, AgentResult(None), str(error))
+            return
+        timer = loop.call_later(self.limits.seconds, lambda: ended(in_time=False))
+
+        def ended(*, in_time: bool) -> None:
+            """Takes what the agent returned, or ends it."""
+            loop.remove_reader(connection.fileno())
+            timer.cancel()
+            result, error = AgentResult(None), f"it took longer than rollout.episode_seconds={self.limits.seconds:g}"
+            if in_time:
+                error = "its process ended before it returned"
+                with contextlib.suppress(EOFError, OSError):
+                    found, error = connection.recv()
+                    result = found or result
+            connection.close()
+            self._processes.end(number, at_once=not in_time or bool(error))
+            self._end(episode, result, error and f"the agent failed: {error}")
+
+        loop.add_reader(connection.fileno(), lambda: ended(in_time=True))
+        with contextlib.suppress(OSError):  # it has ended, and the reader learns of it
+            connection.send((address, episode.example))
+
+    def _end(self, episode: AgentEpisode, result: AgentResult, error: str) -> None:
+        self._endpoint.forget(episode)
+        episode.finish(result, self.failed, error, needs_reward=self.needs_reward)
+        if episode.overridden:
+            asked = ", ".join(f"{name}={value}" for name, value in sorted(episode.overridden.items()))
+            self.notes["overridden"] = (
+                f"agents ask for {asked}: the run decides how turns are sampled, and the model whether it calls a tool"
+            )
+        if episode.refused:
+            self.notes["refused"] = (
+                f"warning: a request of an agent was refused: {episode.refused[0]}; rollout/refused_calls counts them"
+            )
+
+
+@dataclass
+class _Work:
+    """The episodes of one call of `submit`.
+
+    Attributes:
+        news: what agents and the generator have done.
+        calls: calls that no generator has got yet.
+        begun: how many episodes have begun, the first ones.
+    """
+
+    generator: Generator
+    episodes: Sequence[AgentEpisode]
+    on_finished: OnFinished
+    room: threading.Semaphore
+    start: Callable[[AgentEpisode], None]
+    news: "SimpleQueue[Asked | Ended | _Written | _Lost]" = field(default_factory=SimpleQueue)
+    calls: list[Asked] = field(default_factory=list)
+    begun: int = 0
+    over: int = 0
+
+    def finish(self) -> list[Completion]:
+        """Drives the episodes to their ends."""
+        self._places = {id(episode): place for place, episode in enumerate(self.episodes)}
+        try:
+            while self.over < len(self.episodes):
+                self._begin()
+                self._listen()
+                self._ask()
+        except BaseException:
+            for _ in range(self.begun - self.over):
+                self.room.release()
+            raise
+        return [episode.completion for episode in self.episodes]
+
+    def _begin(self) -> None:
+        """Begins as many episodes as there is room for, and goes on with those that have begun."""
+        while self.begun < len(self.episodes) and self.room.acquire(blocking=False):
+            episode = self.episodes[self.begun]
+            self.begun += 1
+            episode.attach(self.news)
+            if not episode.has_begun:
+                episode.has_begun = True
+                self.start(episode)
+
+    def _listen(self) -> None:
+        """Takes news: at least one, and all that come in a moment if the generator writes when waited for."""
+        until = None if self.begun == len(self.episodes) else time.monotonic() + ROOM_SECONDS
+        while True:
+            with contextlib.suppress(queue.Empty):  # others may have made room
+                self._handle(self.news.get(timeout=None if until is None else max(0.0, until - time.monotonic())))
+            while not self.news.empty():
+                self._handle(self.news.get())
+            if self.generator.works_alone or not self.calls or self.over == len(self.episodes):
+                return
+            running = self.begun - self.over
+            num_waiting = len({id(asked.episode) for asked in self.calls})
+            if num_waiting == running:
+                return
+            pause = PAUSE_SECONDS if 2 * num_waiting >= running else LONG_PAUSE_SECONDS
+            if self.news.empty():
+                try:
+                    self._handle(self.news.get(timeout=pause))
+                except queue.Empty:
+                    return
+            until = time.monotonic()
+
+    def _handle(self, event: Asked | Ended | _Written | _Lost) -> None:
+        match event:
+            case Asked():
+                self.calls.append(event)
+            case Ended(episode):
+                self.over += 1
+                self.room.release()
+                self.on_finished(self._places[id(episode)], episode.completion)
+            case _Written(asked, completion):
+                call = asked.episode.waiting.get(asked.number)
+                if call is not None:
+                    call.give(completion)
+            case _Lost(error):
+                raise error
+
+    def _ask(self) -> None:
+        """Lets the generator write all calls that wait."""
+        pairs = [(asked, asked.episode.waiting.get(asked.number)) for asked in self.calls]
+        asked = [(one, call) for one, call in pairs if call is not None]  # others are of episodes that are over
+        self.calls = []
+        if not asked:
+            return
+
+        def written(number: int, completion: Completion) -> None:
+            self.news.put(_Written(asked[number][0], completion))
+
+        def lost(error: BaseException) -> None:
+            self.news.put(_Lost(error))
+
+        wait = self.generator.submit([call.request for _, call in asked], written, lost)
+        if not self.generator.works_alone:
+            wait()
+
+
+def forks_of(completions: Sequence[Completion]) -> Counter[str]:
+    """How often histories forked, by the reason in words.
+
+    Args:
+        completions: episodes.
+    """
+    total: Counter[str] = Counter()
+    for completion in completions:
+        if completion.conversation is not None:
+            total.update(completion.conversation.forks)
+    return total

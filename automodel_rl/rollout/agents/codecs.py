@@ -1,0 +1,59 @@
+"""What reads and writes turns for the tools that agents send, one for each list of tools."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from automodel_rl.data.template import ChatTemplate
+from automodel_rl.data.tool_formats import PROBE_TOOL, Format, find_format
+from automodel_rl.errors import InputError
+from automodel_rl.rollout.agents.sameness import tools_digest
+from automodel_rl.rollout.episodes.chat_turns import ChatTurns
+
+MOST_KEPT = 256
+"""Most lists of tools whose codecs are kept."""
+
+
+class ChatCodecs:
+    """Makes codecs.
+
+    Args:
+        template: the chat template.
+
+    Attributes:
+        stop_ids: tokens with which the chat template ends turns, with calls or without.
+        no_tools: why the chat template cannot write calls of tools; empty if it can.
+    """
+
+    def __init__(self, template: ChatTemplate):
+        self.template, self.no_tools = template, ""
+        self._kept: OrderedDict[str, ChatTurns] = OrderedDict()
+        self._form: Format | None = None
+        try:
+            self._form = find_format(template)
+            self.stop_ids = self._turns((PROBE_TOOL,)).stop_ids
+        except InputError as error:
+            self._form, self.no_tools = None, str(error)
+            self.stop_ids = self._turns(()).stop_ids
+
+    def of(self, tools: Sequence[dict[str, Any]]) -> tuple[str, ChatTurns]:
+        """The digest of tools, and their codec.
+
+        Args:
+            tools: JSON schemas.
+
+        Raises:
+            InputError: the chat template cannot write calls.
+        """
+        if tools and self.no_tools:
+            raise InputError(f"tools: {self.no_tools}")
+        digest = tools_digest(tools)
+        if digest not in self._kept:
+            self._kept[digest] = self._turns(tools)
+        self._kept.move_to_end(digest)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return digest, self._kept[digest]
+
+    def _turns(self, tools: Sequence[dict[str, Any]]) -> ChatTurns:
+        return ChatTurns(self.template, tools, self._form, what="the request")

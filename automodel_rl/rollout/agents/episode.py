@@ -1,0 +1,380 @@
+"""One episode of an agent: answers its calls, and ends as a completion with a row for every branch of its history."""
+
+import asyncio
+import dataclasses
+import hashlib
+import itertools
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, ToolCall
+from automodel_rl.errors import InputError
+from automodel_rl.generator_messages import Request
+from automodel_rl.generators.protocol import Completion, Conversation
+from automodel_rl.rollout.agents.codecs import ChatCodecs
+from automodel_rl.rollout.agents.history import History, Opening
+from automodel_rl.rollout.agents.protocol import MODEL, AgentResult
+from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, MALFORMED, SECONDS, TURNS
+from automodel_rl.rollout.episodes.protocol import Turn
+from automodel_rl.rollout.seeds import turn_seed
+
+ROWS, ROOTS, SIBLINGS, REPLAYS = "rows", "new_roots", "siblings", "replays"
+LEFT_OUT, AGAIN, REFUSED = "left_out_tokens", "context_again", "refused_calls"
+"""Names of metrics of every agent's episode."""
+
+OVER_LIMIT = "This conversation has reached its limit. No further answer can be given."
+"""What an agent gets for its first call after a limit. It is not empty: programs ask again after an empty answer."""
+
+MOST_REPLAYS = 64
+"""Most answers of an episode that are kept for a client that asks again."""
+
+
+class NoMoreCallsError(InputError):
+    """The episode is over or has reached a limit; asking again would not help."""
+
+
+class TooLongError(InputError):
+    """A prompt leaves no room for an answer."""
+
+
+@dataclass(frozen=True)
+class AgentLimits:
+    """Limits of an agent's episode.
+
+    Attributes:
+        turns: most calls.
+        row_tokens: most tokens of a row.
+        turn_tokens: most tokens of a turn.
+        seconds: time after which the agent is ended.
+        staleness: most policy versions by which a turn may be older than the newest.
+    """
+
+    turns: int
+    row_tokens: int
+    turn_tokens: int
+    seconds: float
+    staleness: int
+
+
+@dataclass(eq=False)
+class WaitingCall:
+    """A turn that a generator is to write. Any thread may give it."""
+
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[Completion]"
+
+    def give(self, completion: Completion) -> None:
+        """Gives it its turn."""
+
+        def give() -> None:
+            if not self.future.done():
+                self.future.set_result(completion)
+
+        self.loop.call_soon_threadsafe(give)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Tells the driver that a call waits for a generator."""
+
+    episode: "AgentEpisode"
+    number: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Tells the driver that an episode is over."""
+
+    episode: "AgentEpisode"
+
+
+class AgentEpisode:
+    """The state of an agent's episode. It outlives the generator that writes its turns.
+
+    All methods are called in the endpoint's event loop, except `attach`.
+
+    Args:
+        request: what a call inherits: its seed, sampling and conversation.
+        example: the record that the agent gets.
+        seed: the seed that the agent is told, which all episodes of a prompt share.
+        codecs: read and write turns.
+        limits: when it ends at the latest.
+        newest_version: tells the newest policy version.
+
+    Attributes:
+        key: the key with which the agent calls.
+        history: its turns.
+        is_over: whether no further call is answered.
+        has_begun: whether its agent was started.
+        completion: the whole episode, once it is over.
+        overridden: settings of sampling that the agent asked for, and the run decided.
+        refused: texts of calls that were refused.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        example: dict[str, Any],
+        seed: int,
+        codecs: ChatCodecs,
+        limits: AgentLimits,
+        newest_version: Callable[[], int],
+    ):
+        self.first, self.example, self.seed = request, example, seed
+        self.codecs, self.limits = codecs, limits
+        self.newest_version = newest_version
+        self.key = secrets.token_hex(16)
+        self.history, self.is_over, self.has_begun = History(), False, False
+        self.completion = Completion([], [], "error", "it has not begun")
+        self.overridden: dict[str, Any] = {}
+        self.refused: list[str] = []
+        self._limit, self._began, self._has_ended = "", time.monotonic(), False
+        self._num_calls, self._num_replays, self._malformed = 0, 0, 0
+        self._numbers, self._asked = itertools.count(), Counter[bytes]()
+        self._answers: OrderedDict[bytes, asyncio.Task[ChatAnswer]] = OrderedDict()
+        self._lock, self._news = threading.Lock(), SimpleQueue[Asked | Ended]()
+        self.waiting: dict[int, WaitingCall] = {}
+
+    def attach(self, news: "SimpleQueue[Any]") -> None:
+        """Tells another driver of calls from now on, and of those that wait already.
+
+        Args:
+            news: where the driver listens.
+        """
+        with self._lock:
+            self._news = news
+            for number in self.waiting:
+                news.put(Asked(self, number))
+            if self._has_ended:
+                news.put(Ended(self))
+
+    async def answer(self, call: ChatCall, identity: bytes, *, is_retry: bool) -> ChatAnswer:
+        """Answers a call. If a client asks again after it gave up waiting, it gets the same answer.
+
+        Args:
+            call: what it asks for.
+            identity: tells apart the episode's calls; equal for a call that is asked again.
+            is_retry: whether the client says that it asks again.
+
+        Raises:
+            NoMoreCallsError: the episode is over, or a limit was reached before.
+            TooLongError: there is no room for an answer.
+            InputError: the call cannot be served.
+        """
+        task = self._answers.get(identity) if is_retry else None
+        if task is None:
+            task = asyncio.ensure_future(self._answer(call))
+            self._answers[identity] = task
+            while len(self._answers) > MOST_REPLAYS:
+                self._answers.popitem(last=False)
+        else:
+            self._num_replays += 1
+        # A client that gives up does not end the turn: it will ask again.
+        return await asyncio.shield(task)
+
+    async def _answer(self, call: ChatCall) -> ChatAnswer:
+        if self.is_over:
+            raise NoMoreCallsError("the episode of this key is over: the agent has returned, or was ended")
+        name, model = secrets.token_hex(8), MODEL
+        if self._limit:
+            raise NoMoreCallsError(f"{self._limit}: the agent was told before, end it")
+        self._limit = self._reached_limit()
+        if self._limit:
+            return ChatAnswer(name, model, OVER_LIMIT)
+        self.overridden |= call.overridden
+        tools, codec = self.codecs.of(call.tools)
+        opening = (
+            self.history.opening_after(call.previous.removeprefix("resp_"), call.messages, codec)
+            if call.previous
+            else self.history.opening(call.messages, tools, codec)
+        )
+        room = self.limits.row_tokens - len(opening.prompt)
+        if room < 1:
+            raise TooLongError(
+                f"the messages have {len(opening.prompt)} tokens, and a row holds {self.limits.row_tokens} with its "
+                "answer (rollout.max_prompt_tokens + rollout.max_tokens): send fewer"
+            )
+        self._num_calls += 1
+        most = min(room, self.limits.turn_tokens, call.max_tokens or room)
+        completion = await self._sampled(opening, most, call.stop)
+        if completion.finish == "error":
+            raise NoMoreCallsError(f"no generator could write the turn: {completion.error}")
+        turn = codec.read(opening.prompt, completion.token_ids)
+        turn = dataclasses.replace(turn, is_cut=completion.finish == "length")
+        answer = _answer_of(turn, name, model, call.stop, len(opening.prompt), completion)
+        if not self.is_over:
+            self.history.add(opening, completion, tools, turn, answer)
+            self._malformed += bool(turn.problem)
+        return answer
+
+    def count_tokens(self, call: ChatCall) -> int:
+        """The number of tokens of a call's messages, which leaves no trace.
+
+        Args:
+            call: the call.
+        """
+        _, codec = self.codecs.of(call.tools)
+        return len(codec.opening(call.messages))
+
+    async def _sampled(self, opening: Opening, max_tokens: int, stop: tuple[str, ...]) -> Completion:
+        digest = hashlib.sha256(repr(opening.prompt).encode()).digest()
+        seed = turn_seed(self.first.seed, opening.prompt, self._asked[digest])
+        self._asked[digest] += 1
+        sampling = self.first.sampling
+        sampling = dataclasses.replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *stop))
+        request = dataclasses.replace(
+            self.first, prompt=opening.prompt, seed=seed, sampling=sampling, routes_from=opening.num_routed
+        )
+        loop = asyncio.get_running_loop()
+        call, number = WaitingCall(request, loop, loop.create_future()), next(self._numbers)
+        with self._lock:
+            self.waiting[number] = call
+            self._news.put(Asked(self, number))
+        try:
+            return await call.future
+        finally:
+            with self._lock:
+                self.waiting.pop(number, None)
+
+    def _reached_limit(self) -> str:
+        """The limit that allows no further call; empty if there is none."""
+        if self._num_calls >= self.limits.turns:
+            return f"rollout.max_turns={self.limits.turns} calls were made"
+        oldest = min((t.completion.versions[0] for t in self.history.turns if t.completion.versions), default=None)
+        if oldest is not None and self.newest_version() - oldest > self.limits.staleness:
+            return f"its first turns are older than rollout.max_staleness={self.limits.staleness} policy versions"
+        return ""
+
+    def finish(self, result: AgentResult, failed: float | None, error: str = "", *, needs_reward: bool = False) -> None:
+        """Ends the episode.
+
+        Args:
+            result: what the agent returned.
+            failed: the reward of an episode whose agent failed; None if it is left out.
+            error: why the agent failed; empty if it did not.
+            needs_reward: whether the agent must give a reward.
+        """
+        self.is_over = True
+        with self._lock:
+            self.waiting.clear()
+        turns, reward = self.history.turns, result.reward
+        if error and failed is not None:
+            reward = failed
+        if not turns:
+            error, failed = error or "the agent made no call", None
+        elif not error and needs_reward and reward is None:
+            error, failed = "the agent returned no reward: return a number", None
+        branches = self.history.branches()
+        if error and failed is None:
+            self.completion = Completion([], [], "error", error, conversation=self._conversation(error, 0.0, result))
+        else:
+            main, *others = branches
+            versions = [turn.completion.versions for turn in turns if turn.completion.versions is not None]
+            is_cut = bool(error or self._limit or self.history.leaves[0].turn.is_cut)
+            conversation = self._conversation(error or self._limit or "done", reward or 0.0, result)
+            self.completion = Completion(
+                main.token_ids,
+                main.logprobs,
+                "length" if is_cut else "stop",
+                versions=(min(v[0] for v in versions), max(v[1] for v in versions)) if versions else None,
+                routes=main.routes,
+                conversation=dataclasses.replace(
+                    conversation, prompt=main.prompt, sampled=main.sampled, branches=others
+                ),
+            )
+        with self._lock:
+            self._has_ended = True
+            self._news.put(Ended(self))
+
+    def _conversation(self, end: str, reward: float, result: AgentResult) -> Conversation:
+        history, turns = self.history, self.history.turns
+        last = history.leaves[0].path if turns else []
+        return Conversation(
+            prompt=[],
+            messages=[message for turn in last for message in turn.messages],
+            reward=reward,
+            end=end,
+            metrics={**self._counts(), **{f"agent_{name}": value for name, value in result.metrics.items()}},
+            tree=_tree(history),
+            forks=dict(history.forks()),
+            is_of_agent=True,
+        )
+
+    def _counts(self) -> dict[str, float]:
+        turns, leaves = self.history.turns, self.history.leaves
+        kept = {id(turn) for leaf in leaves for turn in leaf.path}
+        cached = [turn for turn in turns if turn.parent is not None and turn.completion.num_cached is not None]
+        others = self.history.branches()[1:]
+        return {
+            TURNS: len(turns),
+            CALLS: sum(len(turn.answer.calls) for turn in turns),
+            MALFORMED: self._malformed,
+            SECONDS: time.monotonic() - self._began,
+            ROWS: len(leaves),
+            ROOTS: sum(turn.kind == "root" for turn in turns),
+            SIBLINGS: sum(turn.kind == "sibling" for turn in turns),
+            REPLAYS: self._num_replays,
+            REFUSED: len(self.refused),
+            LEFT_OUT: sum(len(turn.completion.token_ids) for turn in turns if id(turn) not in kept),
+            AGAIN: sum(len(row.prompt) + row.sampled.count(False) for row in others),
+            CACHED: sum(turn.completion.num_cached or 0 for turn in cached),
+            ASKED: sum(len(turn.token_ids) - len(turn.completion.token_ids) for turn in cached),
+        }
+
+    def begin(self) -> None:
+        """Notes that the agent starts."""
+        self._began = time.monotonic()
+
+
+def identity_of(route: str, body: bytes) -> bytes:
+    """Tells apart calls of an episode.
+
+    Args:
+        route: the path of the request.
+        body: its body.
+    """
+    return hashlib.sha256(route.encode() + b"\0" + body).digest()
+
+
+def _answer_of(
+    turn: Turn, name: str, model: str, stop: tuple[str, ...], num_prompt: int, completion: Completion
+) -> ChatAnswer:
+    """A turn as the agent gets it."""
+    content = turn.text if turn.problem else turn.content
+    ends = [content.find(text) for text in stop if text in content]
+    calls = () if turn.problem else turn.calls
+    return ChatAnswer(
+        name,
+        model,
+        content[: min(ends, default=len(content))],
+        "" if turn.problem else turn.reasoning,
+        tuple(ToolCall(f"call_{name}_{place}", c["name"], c["arguments"]) for place, c in enumerate(calls)),
+        turn.is_cut,
+        num_prompt,
+        len(completion.token_ids),
+    )
+
+
+def _tree(history: History) -> list[dict[str, Any]]:
+    """The turns as records of a run show them."""
+    numbers = {id(turn): number for number, turn in enumerate(history.turns)}
+    kept = {id(turn) for leaf in history.leaves for turn in leaf.path}
+    return [
+        {
+            "parent": None if turn.parent is None else numbers[id(turn.parent)],
+            "kind": turn.kind,
+            "reason": turn.reason,
+            "messages": turn.messages,
+            "tokens": len(turn.completion.token_ids),
+            "context": len(turn.suffix),
+            "trained": id(turn) in kept,
+        }
+        for turn in history.turns
+    ]

@@ -1,0 +1,302 @@
+"""The history of an agent's episode: a tree of turns, each with the tokens that it was sampled with.
+
+An agent sends texts. What it sends again is matched to a path of sampled turns, whose tokens stay as they are:
+
+    the next prompt = the prompt of the path's last turn + that turn as it was sampled + the suffix for what follows
+
+Where nothing matches, a new root is written by the chat template as a whole; turns of the assistant in it are context.
+A path from a root to a leaf is a row to train on. A turn that several rows share counts in the first of them.
+"""
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from automodel_rl.chat_api.exchange import ChatAnswer, Message
+from automodel_rl.errors import InputError
+from automodel_rl.generators.protocol import Branch, Completion
+from automodel_rl.rollout.agents.sameness import Told, calls_of, sampled, told
+from automodel_rl.rollout.episodes.episode import TurnCodec
+from automodel_rl.rollout.episodes.protocol import Turn
+from automodel_rl.rollout.episodes.transcript import Transcript
+
+Kind = Literal["first", "extension", "sibling", "root"]
+"""How a call goes on: as the first call, after a turn that nothing follows yet, after one that was followed already, or
+with a new root."""
+
+MAY_FOLLOW = ("tool", "user")
+"""Roles of messages that the chat template can write after a turn."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The tokens before a turn that is to be sampled.
+
+    Attributes:
+        parent: the turn that it follows; None for a root.
+        messages: the messages that it adds to the parent's.
+        prompt: all tokens before it.
+        suffix: those of them that the template writes after the parent; all of them for a root.
+        kind, reason: how the call goes on, and for a new root why.
+    """
+
+    parent: "SampledTurn | None"
+    messages: list[Message]
+    prompt: list[int]
+    suffix: list[int]
+    kind: Kind
+    reason: str = ""
+
+    @property
+    def num_routed(self) -> int:
+        """Number of tokens whose experts earlier turns have told. A turn's last token was never computed by it."""
+        return 0 if self.parent is None else len(self.prompt) - len(self.suffix) - 1
+
+
+@dataclass(eq=False)
+class SampledTurn:
+    """A turn that was sampled: a node of the tree.
+
+    Attributes:
+        parent: the turn that it follows; None for a root.
+        messages: the messages that it adds to its parent's, its own last.
+        told: the same messages, in the form in which they are compared.
+        suffix: the tokens before it that the template wrote after the parent; all of them for a root.
+        digest: tells apart prompts.
+        completion: the turn as a generator wrote it.
+        tools: the digest of the tools that the template showed.
+        turn: the turn as it was read.
+        answer: what the agent got.
+        kind, reason: how its call went on, and for a fork why.
+    """
+
+    parent: "SampledTurn | None"
+    messages: list[Message]
+    told: list[Told]
+    suffix: list[int]
+    digest: bytes
+    completion: Completion
+    tools: str
+    turn: Turn
+    answer: ChatAnswer
+    kind: Kind
+    reason: str
+    children: "list[SampledTurn]" = field(default_factory=list)
+
+    @property
+    def path(self) -> "list[SampledTurn]":
+        """The turns from the root to this one."""
+        path = [self]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        return path[::-1]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and the turn."""
+        return [token for turn in self.path for token in (*turn.suffix, *turn.completion.token_ids)]
+
+    @property
+    def transcript(self) -> Transcript:
+        """The tokens of its path, as generators read and wrote them."""
+        first, *others = self.path
+        transcript = Transcript(first.suffix)
+        transcript.add_turn(first.completion)
+        for turn in others:
+            transcript.add_suffix(turn.suffix)
+            transcript.add_turn(turn.completion)
+        return transcript
+
+
+class History:
+    """The turns of an episode.
+
+    Attributes:
+        turns: all turns, in the order in which they were sampled.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[SampledTurn] = []
+
+    def opening(self, messages: Sequence[Message], tools: str, codec: TurnCodec) -> Opening:
+        """The tokens for a call that sends all messages.
+
+        Args:
+            messages: the messages.
+            tools: the digest of its tools.
+            codec: writes messages with these tools.
+
+        Raises:
+            InputError: the chat template cannot write the messages.
+        """
+        parent, used, reason = self._find(messages, tools)
+        if parent is None:
+            return self._root(messages, codec, reason)
+        return self._after(parent, messages[used:], messages, codec, reason)
+
+    def opening_after(self, name: str, messages: Sequence[Message], codec: TurnCodec) -> Opening:
+        """The tokens for a call that names the answer which its messages follow.
+
+        Args:
+            name: the answer's id.
+            messages: the messages after it.
+            codec: writes messages.
+
+        Raises:
+            InputError: the episode has no such answer, or the chat template cannot write the messages.
+        """
+        parent = next((turn for turn in self.turns if turn.answer.id == name), None)
+        if parent is None:
+            raise InputError(f"previous_response_id: there is no answer {name} in this episode: send all messages")
+        known = [message for turn in parent.path for message in turn.messages]
+        new = [*messages]
+        if new and new[0]["role"] == "system":  # instructions come with every call
+            own = parent.path[0].told[0]
+            if own.role != "system" or not own.is_same(new[0]):
+                rest = known[1:] if own.role == "system" else known
+                return self._root([new[0], *rest, *new[1:]], codec, "the system text changed")
+            del new[0]
+        return self._after(parent, new, [*known, *new], codec, "")
+
+    def add(self, opening: Opening, completion: Completion, tools: str, turn: Turn, answer: ChatAnswer) -> SampledTurn:
+        """Adds a turn that a generator has written.
+
+        Args:
+            opening: what it was asked with.
+            completion: the turn as it was written.
+            tools: the digest of the tools.
+            turn: the turn as it was read.
+            answer: what the agent gets.
+        """
+        parent, digest, kind, reason = opening.parent, _digest_of(opening.prompt), opening.kind, opening.reason
+        if parent is not None and parent.children:  # others may have followed it while this one was written
+            kind, reason = "sibling", "one history went on in two ways"
+        if kind != "first" and any(one.digest == digest for one in self.turns):
+            reason = "the same messages were sent again"
+        message = {**answer.message, "content": answer.content}
+        new = SampledTurn(
+            parent,
+            [*opening.messages, message],
+            [*map(told, opening.messages), sampled(answer.content, turn.text, answer.reasoning, calls_of(message))],
+            opening.suffix,
+            digest,
+            completion,
+            tools,
+            turn,
+            answer,
+            kind,
+            reason,
+        )
+        self.turns.append(new)
+        if parent is not None:
+            parent.children.append(new)
+        return new
+
+    def num_alike(self, prompt: Sequence[int]) -> int:
+        """Number of turns with this prompt.
+
+        Args:
+            prompt: the tokens before a turn.
+        """
+        digest = _digest_of(prompt)
+        return sum(turn.digest == digest for turn in self.turns)
+
+    @property
+    def leaves(self) -> list[SampledTurn]:
+        """The ends of rows, that of the last call first. Turns that were asked for again are left out: a turn that
+        nothing follows, if another with the same prompt was followed or came later."""
+        followed = {turn.digest for turn in self.turns if turn.children}
+        newest = {turn.digest: turn for turn in self.turns}
+        ends = [turn for turn in self.turns if not turn.children]
+        kept = [turn for turn in ends if turn.digest not in followed and newest[turn.digest] is turn]
+        return kept[-1:] + kept[:-1]
+
+    def branches(self) -> list[Branch]:
+        """The rows to train on, that of the last call first. A turn counts in the first row that has it."""
+        counted: set[int] = set()
+        rows = []
+        for leaf in self.leaves:
+            transcript = leaf.transcript
+            counts = [*transcript.sampled]
+            for turn, end in zip(leaf.path, transcript.ends, strict=True):
+                stop = end - len(transcript.prompt)
+                if id(turn) in counted:
+                    counts[stop - len(turn.completion.token_ids) : stop] = [False] * len(turn.completion.token_ids)
+                counted.add(id(turn))
+            rows.append(Branch(transcript.prompt, transcript.token_ids, transcript.logprobs, counts, transcript.routes))
+        return rows
+
+    def forks(self) -> Counter[str]:
+        """Number of forks by their reason, in words."""
+        return Counter(turn.reason for turn in self.turns if turn.reason)
+
+    def _find(self, messages: Sequence[Message], tools: str) -> tuple[SampledTurn | None, int, str]:
+        """The deepest turn whose whole path is sent again, the newest of several; the number of messages of its path;
+        and why no deeper one is."""
+        fitting: list[tuple[int, int]] = []  # the number of messages of a path, and the place of its last turn
+        reasons: list[tuple[int, str]] = []  # how many messages were the same, and why no more
+        places = {id(turn): place for place, turn in enumerate(self.turns)}
+        waiting = deque((turn, 0) for turn in self.turns if turn.parent is None)
+        while waiting:
+            turn, start = waiting.popleft()
+            end = start + len(turn.told)
+            pairs = enumerate(zip(turn.told, messages[start:], strict=False), start)
+            differs = next((place for place, (old, new) in pairs if not old.is_same(new)), min(end, len(messages)))
+            if turn.tools != tools:
+                reasons.append((differs, "tools changed"))
+            elif differs < end:
+                reasons.append((differs, _why(turn.told, messages, start, differs)))
+            else:
+                fitting.append((end, places[id(turn)]))
+                waiting += [(child, end) for child in turn.children]
+        used, place = max(fitting, default=(0, -1))
+        _, reason = max(reasons, key=lambda one: one[0], default=(0, ""))
+        return (self.turns[place] if fitting else None), used, reason
+
+    def _after(
+        self, parent: SampledTurn, new: Sequence[Message], whole: Sequence[Message], codec: TurnCodec, deeper: str
+    ) -> Opening:
+        """What follows a turn, or a new root where it cannot, perhaps for the reason why no deeper turn fits."""
+        other = next((message["role"] for message in new if message["role"] not in MAY_FOLLOW), None)
+        if parent.turn.is_cut:
+            reason = "a turn that was cut off was gone on with"
+        elif not new:
+            reason = "the request ends with an answer"
+        elif other is not None:
+            reason = deeper or f"a message of {other} was added to the history"
+        else:
+            try:
+                suffix = codec.suffix(new, parent.turn, parent.completion.token_ids[-1])
+            except InputError:  # it ended with a stop text of the agent's, or the template refuses the messages
+                reason = "the chat template cannot go on where a turn ended"
+            else:
+                return Opening(parent, [*new], parent.token_ids + suffix, suffix, "extension")
+        return self._root(whole, codec, reason)
+
+    def _root(self, messages: Sequence[Message], codec: TurnCodec, reason: str) -> Opening:
+        prompt = codec.opening(messages)
+        kind: Kind = "root" if self.turns else "first"
+        return Opening(None, [*messages], prompt, prompt, kind, reason)
+
+
+def _digest_of(prompt: Sequence[int]) -> bytes:
+    """Tells apart prompts."""
+    return hashlib.sha256(np.asarray(prompt, dtype=np.int64).tobytes()).digest()
+
+
+def _why(known: Sequence[Told], messages: Sequence[Message], start: int, differs: int) -> str:
+    """Why a history does not go on where its messages differ, in words."""
+    if differs >= len(messages):
+        return "the history was cut short"
+    old = known[differs - start]
+    if old.role == "system" or messages[differs]["role"] == "system":
+        return "the system text changed"
+    if differs == 0:
+        return "another conversation began"
+    if old.is_sampled:
+        return "an answer was changed" if messages[differs]["role"] == "assistant" else "an answer was left out"
+    return "an earlier message was changed"

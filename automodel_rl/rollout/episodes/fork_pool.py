@@ -1,0 +1,83 @@
+"""The rank's end of a server that forks a process for every episode."""
+
+import contextlib
+import itertools
+import multiprocessing
+import sys
+import threading
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from automodel_rl.errors import InputError
+from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
+
+START_SECONDS = 120.0
+"""Time limit for importing the user's modules."""
+
+END_SECONDS = 10.0
+"""Longest wait for the server to end all processes."""
+
+
+class ForkPool:
+    """Starts and ends processes of episodes. Their server is started again if it dies.
+
+    Args:
+        module: the server's module, which takes the setup and answers (greeting, error).
+        setup: what is served.
+        what: the keys of the config that name it, for errors.
+
+    Attributes:
+        greeting: what the server said at its start.
+
+    Raises:
+        InputError: the server does not start.
+    """
+
+    def __init__(self, module: str, setup: Any, what: str):
+        self.module, self.setup, self.what = module, setup, what
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._server, self.greeting = self._start()
+
+    def begin(self) -> tuple[int, Connection]:
+        """Starts a process. Returns its number and the connection to it."""
+        number = next(self._numbers)
+        ours, theirs = multiprocessing.Pipe()
+        with self._lock, theirs:
+            try:
+                self._send(number, theirs)
+            except (ChildEndedError, OSError):
+                self._server.close()
+                self._server, _ = self._start()
+                self._send(number, theirs)
+        return number, ours
+
+    def end(self, number: int, *, at_once: bool) -> None:
+        """Ends a process, with all that it has started: at once, or when it has come to its end.
+
+        Args:
+            number: its number.
+            at_once: whether it ends now.
+        """
+        with self._lock, contextlib.suppress(ChildEndedError):
+            self._server.send(("end" if at_once else "leave", number))
+
+    def close(self) -> None:
+        """Ends the server and all processes."""
+        self._server.close(END_SECONDS)
+
+    def _start(self) -> tuple[ChildProcess, Any]:
+        server = ChildProcess([sys.executable, "-m", self.module])
+        try:
+            server.send(self.setup)
+            greeting, error = server.receive(START_SECONDS)
+        except (ChildEndedError, TimeoutError):
+            greeting, error = None, f"rollout.{self.what}: its process does not start: import it to see why"
+        if error:
+            server.close()
+            raise InputError(error)
+        return server, greeting
+
+    def _send(self, number: int, connection: Connection) -> None:
+        self._server.send(("begin", number))
+        send_handle(self._server.connection, connection.fileno(), self._server.process.pid)

@@ -1,0 +1,162 @@
+"""A server that has imported what it serves once, and forks a process of its own for every episode.
+
+Over its connection come orders: ("begin", number) and the descriptor of an episode's own connection; ("end", number),
+which ends its process at once; or ("leave", number), which ends it if it does not end by itself soon.
+
+Whatever a process starts ends with it: it adopts orphans among its descendants, and the server ends what it leaves
+behind.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from pathlib import Path
+from typing import Any
+
+PR_SET_CHILD_SUBREAPER = 36
+
+LOOK_SECONDS = 0.1
+"""Seconds between two looks for processes that have ended."""
+
+LEAVE_SECONDS = 2.0
+"""Longest time in which an episode's process ends by itself."""
+
+MOST_LOG_BYTES = 2**22
+"""Largest log of what the processes print. A larger one begins anew."""
+
+
+class ForkServer:
+    """Forks processes and ends them.
+
+    Args:
+        connection: the connection to the rank.
+        serve: what a process does, given the connection of its episode.
+        log: file for what the processes print.
+    """
+
+    def __init__(self, connection: Connection, serve: Callable[[Connection], None], log: str):
+        self.connection, self.serve = connection, serve
+        self._log_path = Path(log)
+        self.processes: dict[int, int] = {}
+        self.deadlines: dict[int, float] = {}
+
+    @functools.cached_property
+    def log(self) -> int:
+        """Descriptor of the log, which is there from the first episode on."""
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def run(self, greeting: Any) -> None:
+        """Serves until the rank is gone.
+
+        Args:
+            greeting: what the rank is told at the start.
+        """
+        _adopt_orphans()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.own = set(_children(os.getpid()))  # what the user's module started when it was imported
+        self.connection.send(greeting)
+        with contextlib.suppress(EOFError, OSError):  # the rank is gone
+            while True:
+                if not self.connection.poll(LOOK_SECONDS):
+                    self._look()
+                    continue
+                order, number = self.connection.recv()
+                if order == "begin":
+                    self._begin(number)
+                else:
+                    self.deadlines[number] = time.monotonic() + (LEAVE_SECONDS if order == "leave" else 0.0)
+                self._end_late()
+        for number in self.processes:  # those that leave may still do so
+            self.deadlines.setdefault(number, 0.0)
+        deadline = time.monotonic() + 2 * LEAVE_SECONDS
+        while self.processes and time.monotonic() < deadline:
+            self._look()
+            time.sleep(0.01)
+
+    def _begin(self, number: int) -> None:
+        handle, log = recv_handle(self.connection), self.log
+        pid = os.fork()
+        if pid == 0:
+            self.connection.close()
+            _serve_episode(Connection(handle), self.serve, log)
+        os.close(handle)
+        self.processes[number] = pid
+
+    def _look(self) -> None:
+        """Forgets processes that have ended, ends what they left behind, and keeps the log small."""
+        self._end_late()
+        ended = [number for number, pid in self.processes.items() if os.waitpid(pid, os.WNOHANG)[0]]
+        for number in ended:
+            _kill_group(self.processes.pop(number))
+            self.deadlines.pop(number, None)
+        known = self.own | set(self.processes.values())
+        _end_children(lambda pid: pid not in known)
+        if self._log_path.exists() and os.fstat(self.log).st_size > MOST_LOG_BYTES:
+            os.ftruncate(self.log, 0)
+            os.write(self.log, f"(what came before, more than {MOST_LOG_BYTES} bytes, is left out)\n".encode())
+
+    def _end_late(self) -> None:
+        """Ends processes whose time is over."""
+        now = time.monotonic()
+        for number, deadline in self.deadlines.items():
+            if now >= deadline and number in self.processes:
+                _kill_group(self.processes[number])
+
+
+def _serve_episode(connection: Connection, serve: Callable[[Connection], None], log: int) -> None:
+    """Serves one episode in this process, and ends it."""
+    os.setsid()
+    _adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        serve(connection)
+    except (EOFError, OSError):
+        pass
+    finally:
+        _end_children(lambda pid: True)
+        os._exit(0)
+
+
+def _adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _end_children(is_ended: Callable[[int], bool]) -> None:
+    """Ends children of this process, and their children, which become its own."""
+    for _ in range(100):
+        pids = [pid for pid in _children(os.getpid()) if is_ended(pid)]
+        if not pids:
+            return
+        for pid in pids:
+            _kill_group(pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            _, its_parent, *_ = status.read_text().rpartition(")")[2].split()
+            if int(its_parent) == parent:
+                found.append(int(status.parent.name))
+    return found
