@@ -61,6 +61,13 @@ class Task:
     rollout: dict[str, Any]
     has_pictures: bool = False
 
+    @property
+    def reward(self) -> str:
+        """The reward that scores an answer."""
+        if "agent" in self.rollout:
+            return "environment"
+        return "exact_match" if self.has_pictures else "last_number"
+
 
 TASKS = {
     "problems": Task(
@@ -83,6 +90,23 @@ TASKS = {
             "max_tokens": 112,
         },
     ),
+    "agent": Task(
+        make_products,
+        7500,
+        guessing,
+        2,
+        32,
+        600,
+        12,
+        {
+            "prompts": 16,
+            "max_prompt_tokens": 64,
+            "max_new_tokens": 48,
+            "agent": "automodel_rl.quickstart.agent:solve",
+            "max_turns": 4,
+            "max_tokens": 112,
+        },
+    ),
     "images": Task(
         make_pictures,
         2000,
@@ -96,8 +120,8 @@ TASKS = {
     ),
 }
 """The demo's tasks. problems: word problems, of which the model declines most. calculator: products, which the model
-guesses, or works out by calling a tool. images: the larger of a picture's two colours, of which the model knows the
-names."""
+guesses, or works out by calling a tool. agent: the same, asked by a program of its own. images: the larger of a
+picture's two colours, of which the model knows the names."""
 
 
 def run_demo(output: str, seed: int = 0, task: str = "problems", vllm: str | None = None) -> int:
@@ -186,7 +210,7 @@ def _grpo(folder: Path, seed: int, task: Task, vllm: str | None) -> GRPOConfig:
         ),
         batch=PolicyBatchConfig(microbatch_tokens=512),
         rollout=RolloutConfig.model_validate(rollout),
-        rewards=(RewardConfig(function="exact_match" if task.has_pictures else "last_number"),),
+        rewards=(RewardConfig(function=task.reward),),
         loss=PolicyLossConfig.model_validate({"clip_high": 0.28, "kl": {"coefficient": 0.01}}),
         length=LengthConfig(steps=task.steps, validate_every=5),
         parallel=ParallelConfig(pp=2),

@@ -18,6 +18,7 @@ from automodel_rl.data.messages import MEDIA_PARTS
 from automodel_rl.errors import InputError
 from automodel_rl.generators.protocol import Conversation
 from automodel_rl.losses.advantages import has_signal, overlong_penalty
+from automodel_rl.rollout.agents.metrics import agent_metrics
 from automodel_rl.rollout.episodes.metrics import conversation_metrics
 from automodel_rl.rollout.protocol import Promptlike, Rollout
 from automodel_rl.rollout.rewards.counts import error_rates, metric_means
@@ -153,18 +154,27 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
         **{f"rollout/reward_{name}": sum(scores) / len(scores) for name, scores in scored.items() if scores},
         **{f"rollout/error_rate_{name}": rate for name, rate in error_rates(all_scores(groups), rewards).items()},
         **{f"rollout/{name}": mean for name, mean in metric_means(all_scores(groups), rewards).items()},
-        **conversation_metrics([r.completion.conversation for r in rollouts if r.completion.conversation is not None]),
+        **conversation_metrics([one for one in conversations_of(groups) if not one.is_of_agent]),
+        **agent_metrics([one for one in conversations_of(groups) if one.is_of_agent]),
     }
+
+
+def conversations_of(groups: Sequence[Group]) -> list[Conversation]:
+    """The conversations of groups, without completions of a single turn."""
+    found = [rollout.completion.conversation for group in groups for rollout in group.rollouts]
+    return [conversation for conversation in found if conversation is not None]
 
 
 def _conversation_record(conversation: Conversation | None) -> dict[str, Any]:
     if conversation is None:
         return {}
+    branches = conversation.branches
     return {
         "messages": conversation.messages,
         "end": conversation.end,
-        "sampled": conversation.sampled.count(True),
+        "sampled": sum(sampled.count(True) for sampled in (conversation.sampled, *(b.sampled for b in branches))),
         "turns": conversation.metrics,
+        **({"tree": conversation.tree, "forks": conversation.forks} if conversation.is_of_agent else {}),
     }
 
 

@@ -8,9 +8,11 @@ from automodel_rl.data.prompts import PromptStream
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.weight_probe import WeightProbe
+from automodel_rl.rollout.agents.metrics import why_forked
 from automodel_rl.rollout.groups import (
     Group,
     all_scores,
+    conversations_of,
     first_error,
     rollout_metrics,
     rollout_records,
@@ -162,6 +164,11 @@ class StepRollouts:
                 f"warning: the generator of rank {rank} does not come back ({problem}): others write its part, and it "
                 "is started again some steps later; rollout/lost_generators counts those that are lost",
             )
+        for what, note in self.queue.rollouts.notes.items():
+            self._say_once(f"agents {what}", note)
+        agents = [one for one in conversations_of(self._generated) if one.is_of_agent]
+        if forked := why_forked(agents):
+            self._say_once("forks", forked)
         if self.signal.num_steps == 1:
             but = " but length" if self.config.filter.overlong_buffer and not self.config.filter.dynamic else ""
             self.run.say(f"warning: no group of step {step.number} has rewards that differ; it taught nothing{but}")

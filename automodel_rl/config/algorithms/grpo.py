@@ -99,8 +99,8 @@ class GRPOConfig(RolloutRunConfig):
             )
         if not is_asked and rollout.agent_failed != "leave_out":
             raise ValueError(
-                f"rollout.agent_failed={rollout.agent_failed:g} is a reward that an agent gives, and rewards have none of "
-                "it: add environment to rewards, or leave agent_failed out"
+                f"rollout.agent_failed={rollout.agent_failed:g} is a reward that an agent gives, and rewards do not "
+                "ask for it: add environment to rewards, or leave agent_failed out"
             )
         return self
 

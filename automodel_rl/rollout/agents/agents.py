@@ -4,7 +4,6 @@ import contextlib
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,16 +287,3 @@ class _Work:
         wait = self.generator.submit([call.request for _, call in asked], written, lost)
         if not self.generator.works_alone:
             wait()
-
-
-def forks_of(completions: Sequence[Completion]) -> Counter[str]:
-    """How often histories forked, by the reason in words.
-
-    Args:
-        completions: episodes.
-    """
-    total: Counter[str] = Counter()
-    for completion in completions:
-        if completion.conversation is not None:
-            total.update(completion.conversation.forks)
-    return total

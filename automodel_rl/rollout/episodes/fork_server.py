@@ -153,6 +153,19 @@ def _end_children(is_ended: Callable[[int], bool]) -> None:
 
 
 def _children(parent: int) -> list[int]:
+    """The children of a process, also those that have ended and were not waited for."""
+    lists = [*Path(f"/proc/{parent}/task").glob("*/children")]
+    if not lists:  # a kernel without these lists
+        return _children_of_all(parent)
+    found: list[int] = []
+    for file in lists:
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found += map(int, file.read_text().split())
+    return found
+
+
+def _children_of_all(parent: int) -> list[int]:
+    """The children of a process, found among all processes."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

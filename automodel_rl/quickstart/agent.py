@@ -1,0 +1,45 @@
+"""The demo's agent: asks for a product, works out what the model calls the calculator with, and hints where it guessed.
+
+Any program could stand here: it only has to call the model at `endpoint.base_url` with `endpoint.key`.
+"""
+
+import json
+from typing import Any
+
+from openai import OpenAI
+
+from automodel_rl.quickstart.calculator import ASKING, SCHEMA, calculator
+from automodel_rl.quickstart.problems import final_number
+from automodel_rl.rollout.agents.protocol import AgentEndpoint
+
+CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="that of an episode")  # takes 60 ms, so once for all processes
+
+
+def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, float]:
+    """Returns 1 for a right answer, and half as much if it took a hint.
+
+    Args:
+        endpoint: where the model is.
+        example: a prompt with its messages and answer.
+    """
+    complete: Any = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.key).chat.completions.create
+    question = example["messages"][-1]["content"]
+    for worth, hint in ((1.0, ""), (0.5, ASKING)):
+        messages = [{"role": "user", "content": question + hint}]
+        turn = complete(model=endpoint.model, messages=messages, tools=[SCHEMA]).choices[0].message
+        if turn.tool_calls:
+            results = [
+                {"role": "tool", "tool_call_id": call.id, "content": _result(call.function.arguments)}
+                for call in turn.tool_calls
+            ]
+            messages = [*messages, turn, *results]
+            answer = complete(model=endpoint.model, messages=messages, tools=[SCHEMA]).choices[0].message.content
+            return {"reward": worth * (final_number(answer or "") == example["answer"]), "hinted": float(bool(hint))}
+    return {"reward": 0.0, "hinted": 1.0}
+
+
+def _result(arguments: str) -> str:
+    try:
+        return calculator(**json.loads(arguments))
+    except Exception as error:  # the model reads what was wrong
+        return f"error: {error}"
