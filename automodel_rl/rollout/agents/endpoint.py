@@ -105,7 +105,13 @@ class Endpoint:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+        try:
+            self.loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+            for task in asyncio.all_tasks(self.loop):  # calls whose agents are gone
+                task.cancel()
+            self.loop.run_until_complete(asyncio.sleep(0))
+        finally:
+            self.loop.close()
 
     def _routes(self) -> list[Route]:
         def chat_reply(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:

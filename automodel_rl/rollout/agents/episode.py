@@ -1,6 +1,7 @@
 """One episode of an agent: answers its calls, and ends as a completion with a row for every branch of its history."""
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -77,7 +78,8 @@ class WaitingCall:
             if not self.future.done():
                 self.future.set_result(completion)
 
-        self.loop.call_soon_threadsafe(give)
+        with contextlib.suppress(RuntimeError):  # the endpoint has ended
+            self.loop.call_soon_threadsafe(give)
 
 
 @dataclass(frozen=True)

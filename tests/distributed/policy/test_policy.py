@@ -61,10 +61,10 @@ def weighted(outputs: TokenOutputs, batch: Any, factor: float) -> LossOutput:
     return LossOutput({"tokens": -factor * total}, {"train/double": (2 * total.detach(), batch.loss_mask.sum())})
 
 
-def use(folder: Path, sizes: dict[str, int], program: Any) -> Any:
+def use(folder: Path, sizes: dict[str, int], program: Any, tokenizer: Any = Any) -> Any:
     """Lets a program use a policy on this rank and others."""
     handle = load(folder, sizes)
-    crew = TreeCrew(handle.layout, PolicyRank(handle, Any).do)
+    crew = TreeCrew(handle.layout, PolicyRank(handle, tokenizer).do)
     if crew.rank:
         return crew.follow()
     parallel = handle.layout.parallel

@@ -147,6 +147,24 @@ def test_conversations_follow_the_experts_of_each_turn(
         assert row["rollout/turns_mean"] > 1
 
 
+def test_branches_of_agents_follow_the_experts_of_the_turns_that_they_share(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
+) -> None:
+    ending = tmp_path / "ending"
+    copy_with_frequent_ends(mixture, ending)
+    settings = values(workspace, ending, tmp_path / "run", router_replay={"enabled": True, "compare": True})
+    settings["parallel"] = {"pp": 2, "ep": 2, "dp_shard": 2}
+    settings["rollout"] |= {"agent": "tests.odd_agents:branching", "max_turns": 8, "max_tokens": 80}
+    settings["rollout"] |= {"max_prompt_tokens": 96}
+    settings["rewards"] = [{"function": "environment"}]
+    ranks(4).run(train_on_tokens_noise, settings)
+    for row in metrics_of(tmp_path / "run"):
+        assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
+        assert row["train/logprob_error_live"] > 1.01
+        assert row["rollout/routes_missing"] == 0
+        assert row["rollout/siblings"] > 0
+
+
 def test_ranks_whose_generators_wrote_nothing_still_train(
     ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,256 @@
+"""Agents in processes of their own: what they do becomes completions, and whatever they do ends."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from automodel_rl.config import RewardConfig
+from automodel_rl.config.rollout import RolloutConfig
+from automodel_rl.data.template import ChatTemplate
+from automodel_rl.errors import InputError
+from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.rollout.protocol import Rollout
+from automodel_rl.rollout.rollouts import Rollouts
+from tests import fleets
+from tests.fleets import Echo, LocalCrew, fleet_of
+from tests.unit.data.stock_templates import stock_tokenizer
+
+TOKENIZER = stock_tokenizer("qwen3")
+TURN = [*TOKENIZER("hello you")["input_ids"], TOKENIZER.convert_tokens_to_ids("<|im_end|>")]
+LONGEST = 60.0
+
+
+class Greeting(Echo):
+    """Writes the same turn always."""
+
+    def completion(self, request: Request) -> Completion:
+        return Completion(TURN, [-0.5] * len(TURN), "stop", versions=(3, 3))
+
+
+class WaitingGreeting(Greeting):
+    works_alone = False
+
+
+@pytest.fixture(params=[Greeting, WaitingGreeting], ids=["works alone", "when waited for"])
+def crew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCrew]:
+    monkeypatch.setattr(fleets, "VOCABULARY", len(TOKENIZER))
+    crew = LocalCrew({0: request.param(), 1: request.param()})
+    yield crew
+    crew.close()
+
+
+@pytest.fixture
+def rollouts_of(crew: LocalCrew, tmp_path: Path) -> Iterator[Callable[..., Rollouts]]:
+    made = []
+
+    def make(agent: str, reward: str = "environment", **options: Any) -> Rollouts:
+        rollout = RolloutConfig.model_validate(
+            {"prompts": 2, "agent": f"tests.odd_agents:{agent}", "retries": 1, "episode_seconds": LONGEST, **options}
+        )
+        config: Any = SimpleNamespace(
+            seed=0,
+            rollout=rollout,
+            world_size=1,
+            router_replay=SimpleNamespace(enabled=False, on_missing="live"),
+            longest_sequence=rollout.max_prompt_tokens + rollout.completion_tokens,
+        )
+        config.model_copy = lambda update: SimpleNamespace(**{**vars(config), **update})
+        fleet = fleet_of(crew)
+        fleet.policy_version = 1
+        made.append(Rollouts(config, fleet, [RewardConfig(function=reward)], ChatTemplate(TOKENIZER), tmp_path))
+        return made[-1]
+
+    yield make
+    for rollouts in made:
+        rollouts.close()
+
+
+def prompts(count: int, **example: Any) -> Any:
+    return [
+        SimpleNamespace(
+            token_ids=[1],
+            example={"question": f"Question {number}?", "number": number, **example},
+            messages=[],
+            number=number,
+            media=(),
+        )
+        for number in range(count)
+    ]
+
+
+def collected(rollouts: Rollouts, count: int = 1, group_size: int = 2, **example: Any) -> list[Rollout]:
+    groups = rollouts.collect(prompts(count, **example), group_size, Sampling(50))
+    return [rollout for group in groups for rollout in group]
+
+
+def test_what_an_agent_does_is_a_completion_with_its_reward(rollouts_of: Any) -> None:
+    for rollout in collected(rollouts_of("good"), 2, 3):
+        completion = rollout.completion
+        assert (completion.finish, rollout.score.total) == ("stop", 9.0)
+        assert rollout.text == "hello you"
+        (branch,) = rollout.branches(prompts(1)[0])
+        assert sum(branch.sampled) == 2 * len(TURN)
+        assert completion.conversation is not None
+        assert [message["role"] for message in completion.conversation.messages] == ["user", "assistant"] * 2
+        assert [turn["kind"] for turn in completion.conversation.tree] == ["first", "extension"]
+
+
+def test_parallel_calls_become_branches_that_share_their_beginning(rollouts_of: Any) -> None:
+    for rollout in collected(rollouts_of("parallel")):
+        assert rollout.score.total == 3.0
+        branches = rollout.branches(prompts(1)[0])
+        assert [sum(branch.sampled) for branch in branches] == [2 * len(TURN), len(TURN), len(TURN)]
+        assert len({tuple(branch.prompt + branch.token_ids) for branch in branches}) == 3
+
+
+@pytest.mark.parametrize(
+    ("agent", "error"),
+    [
+        ("raising", "the agent failed: ValueError: it went wrong"),
+        ("dying", "the agent failed: its process ended before it returned"),
+        ("silent", "the agent made no call"),
+        ("without_reward", "the agent returned no reward: return a number"),
+        ("odd_reward", "the agent failed: TypeError: the agent returned 'many' for steps, which is no finite number"),
+    ],
+)
+def test_an_agent_that_fails_leaves_its_group_or_gets_a_reward(rollouts_of: Any, agent: str, error: str) -> None:
+    for rollout in collected(rollouts_of(agent)):
+        assert (rollout.completion.finish, rollout.completion.error) == ("error", error)
+        assert not rollout.is_rewarded
+    is_failure = "failed" in error
+    for rollout in collected(rollouts_of(agent, agent_failed=-1.0)):
+        assert rollout.is_rewarded == is_failure
+        if is_failure:
+            assert (rollout.completion.finish, rollout.score.total) == ("length", -1.0)
+            assert sum(rollout.branches(prompts(1)[0])[0].sampled) == len(TURN)
+
+
+def test_an_agent_without_a_reward_is_judged_by_other_rewards(rollouts_of: Any) -> None:
+    for rollout in collected(rollouts_of("without_reward", "tests.unit.rollout.agents.test_agents:num_messages")):
+        assert rollout.score.total == 2.0
+
+
+def num_messages(completion: str, example: dict[str, Any]) -> float:
+    return float(len(example["messages"]) * (completion == "hello you"))
+
+
+def test_an_agent_that_takes_too_long_is_ended(rollouts_of: Any) -> None:
+    for rollout in collected(rollouts_of("hanging", episode_seconds=1.0)):
+        assert rollout.completion.error == "the agent failed: it took longer than rollout.episode_seconds=1"
+
+
+def test_what_agents_start_ends_with_them(rollouts_of: Any, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    assert all(rollout.is_rewarded for rollout in collected(rollouts_of("forking"), 2, pids=str(pids)))
+    left = [int(pid) for pid in pids.read_text().split()]
+    assert len(left) == 4
+    deadline = time.monotonic() + LONGEST
+    while any(Path(f"/proc/{pid}").exists() for pid in left):
+        assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.05)
+
+
+def test_a_flood_of_calls_is_refused_after_the_limit(rollouts_of: Any) -> None:
+    for rollout in collected(rollouts_of("flooding", max_turns=8)):
+        assert rollout.score.total == 1.0
+        assert rollout.completion.conversation is not None
+        assert len(rollout.completion.conversation.tree) == 8
+        assert rollout.completion.conversation.end == "rollout.max_turns=8 calls were made"
+        assert len(rollout.branches(prompts(1)[0])) == 8
+
+
+def test_calls_after_the_end_are_refused(rollouts_of: Any, tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    collected(rollouts_of("after_the_end"), late=str(late))
+    # The child is ended with its agent, or is told that the episode is over.
+    assert "hello you" not in (late.read_text() if late.exists() else "")
+
+
+def test_one_that_sleeps_does_not_hold_up_others(rollouts_of: Any) -> None:
+    began = time.monotonic()
+    done: list[float] = []
+    rollouts = rollouts_of("sleeping_first")
+    submit = rollouts.scorer.submit
+    rollouts.scorer.submit = lambda *given: (done.append(time.monotonic() - began), submit(*given))[1]
+    found = collected(rollouts, 20, 2, seconds=3.0)
+    assert all(rollout.is_rewarded for rollout in found)
+    assert len(done) >= 40
+    assert done[37] < done[38] - 1.0  # all but those of the first prompt are scored before
+
+
+def test_agents_go_on_when_a_generator_is_lost(rollouts_of: Any, crew: LocalCrew) -> None:
+    rollouts = rollouts_of("good", retries=3)
+    generators = [supervisor.generator for supervisor in crew.supervisors.values()]
+    for generator in generators:
+        generator.held.clear()
+
+    def lose_both() -> None:
+        deadline = time.monotonic() + LONGEST
+        while not any(generator.asked for generator in generators) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for generator in generators:
+            generator.lose()
+
+    thread = threading.Thread(target=lose_both)
+    thread.start()
+    found = collected(rollouts, 4)
+    thread.join()
+    assert [rollout.score.total for rollout in found] == [9.0] * 8
+    assert crew.restarted
+    asked: dict[tuple[int, ...], set[int]] = {}
+    again = [supervisor.generator for supervisor in crew.supervisors.values()]
+    for request in [request for generator in {*generators, *again} for request in generator.asked]:
+        asked.setdefault((request.conversation or 0, *request.prompt), set()).add(request.seed)
+    assert all(len(seeds) == 1 for seeds in asked.values())  # the same call has the same seed
+
+
+def test_two_hundred_agents_of_which_a_tenth_is_odd_end_and_leave_nothing(rollouts_of: Any, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    rollouts = rollouts_of("mixed", episode_seconds=8.0, max_turns=6)
+    found = collected(rollouts, 200, 1, pids=str(pids))
+    by_number = dict(enumerate(found))
+    assert sum(rollout.is_rewarded for rollout in found) >= 188
+    assert all(by_number[number].score.total == 9.0 for number in range(200) if number % 10)
+    rollouts.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split())
+    assert not _descendants_called("agent_server")
+
+
+def _descendants_called(name: str) -> list[str]:
+    """Command lines of processes that descend from this one and have a name in them."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    waiting, found = [os.getpid()], []
+    while waiting:
+        for pid in children.get(waiting.pop(), []):
+            waiting.append(pid)
+            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") if pid else ""
+            found += [command] if name in command else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("agent", "why"),
+    [
+        ("nobody", "cannot import it"),
+        ("MIXED", "is no function"),
+        ("user", "cannot be called as function(endpoint, example)"),
+    ],
+)
+def test_what_is_no_agent_is_refused_at_the_start(rollouts_of: Any, agent: str, why: str) -> None:
+    with pytest.raises(InputError) as error:
+        rollouts_of(agent)
+    assert "rollout.agent=" in str(error.value)
+    assert why in str(error.value)
