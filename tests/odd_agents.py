@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -167,3 +168,31 @@ async def lone_sleeper(endpoint: AgentEndpoint, example: dict[str, Any]) -> floa
     if os.path.basename(example["answer"]) == "0":
         await asyncio.sleep(2.0)
     return await branching(endpoint, example)
+
+
+def replaying(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
+    """Sends requests that real clients have sent. Returns how many were answered."""
+    ids: list[str] = []
+    for asked in example["requests"]:
+        text = json.dumps(asked["body"])
+        for number, name in enumerate(ids):
+            text = text.replace(f"ANSWER {number}", name)
+        headers = {"Content-Type": "application/json", "X-API-Key": endpoint.key}
+        request = urllib.request.Request(f"{endpoint.base_url}/{asked['path']}", text.encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            found = re.search(r'"(?:resp|msg|chatcmpl)[_-]([0-9a-f]{16})"', answer.read().decode())
+        ids.append(found[1] if found else "")
+    return float(len(ids))
+
+
+def impatient(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
+    """Waits for an answer for less time than it takes, as often as OpenAI's client does by itself."""
+    from openai import OpenAI
+
+    client = OpenAI(timeout=1.0, max_retries=2)
+    messages: Any = [user(example["question"])]
+    turn = client.chat.completions.create(model=endpoint.model, messages=messages).choices[0].message
+    messages += [turn, user("Sure?")]
+    return float(
+        len(client.chat.completions.create(model=endpoint.model, messages=messages).choices[0].message.content)
+    )

@@ -5,26 +5,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from automodel_rl.config import RewardConfig
-from automodel_rl.config.rollout import RolloutConfig
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
-from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rollouts import Rollouts
 from tests import fleets
-from tests.fleets import Echo, LocalCrew, fleet_of
+from tests.fleets import Echo, LocalCrew
 from tests.unit.data.stock_templates import stock_tokenizer
+from tests.unit.rollout.agents.agent_runs import LONGEST, agent_rollouts, collected, prompts
 
 TOKENIZER = stock_tokenizer("qwen3")
 TURN = [*TOKENIZER("hello you")["input_ids"], TOKENIZER.convert_tokens_to_ids("<|im_end|>")]
-LONGEST = 60.0
 
 
 class Greeting(Echo):
@@ -50,44 +46,13 @@ def crew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def rollouts_of(crew: LocalCrew, tmp_path: Path) -> Iterator[Callable[..., Rollouts]]:
     made = []
 
-    def make(agent: str, reward: str = "environment", **options: Any) -> Rollouts:
-        rollout = RolloutConfig.model_validate(
-            {"prompts": 2, "agent": f"tests.odd_agents:{agent}", "retries": 1, "episode_seconds": LONGEST, **options}
-        )
-        config: Any = SimpleNamespace(
-            seed=0,
-            rollout=rollout,
-            world_size=1,
-            router_replay=SimpleNamespace(enabled=False, on_missing="live"),
-            longest_sequence=rollout.max_prompt_tokens + rollout.completion_tokens,
-        )
-        config.model_copy = lambda update: SimpleNamespace(**{**vars(config), **update})
-        fleet = fleet_of(crew)
-        fleet.policy_version = 1
-        made.append(Rollouts(config, fleet, [RewardConfig(function=reward)], ChatTemplate(TOKENIZER), tmp_path))
+    def make(*given: Any, **options: Any) -> Rollouts:
+        made.append(agent_rollouts(crew, ChatTemplate(TOKENIZER), tmp_path, *given, **options))
         return made[-1]
 
     yield make
     for rollouts in made:
         rollouts.close()
-
-
-def prompts(count: int, **example: Any) -> Any:
-    return [
-        SimpleNamespace(
-            token_ids=[1],
-            example={"question": f"Question {number}?", "number": number, **example},
-            messages=[],
-            number=number,
-            media=(),
-        )
-        for number in range(count)
-    ]
-
-
-def collected(rollouts: Rollouts, count: int = 1, group_size: int = 2, **example: Any) -> list[Rollout]:
-    groups = rollouts.collect(prompts(count, **example), group_size, Sampling(50))
-    return [rollout for group in groups for rollout in group]
 
 
 def test_what_an_agent_does_is_a_completion_with_its_reward(rollouts_of: Any) -> None:
@@ -209,6 +174,33 @@ def test_agents_go_on_when_a_generator_is_lost(rollouts_of: Any, crew: LocalCrew
     for request in [request for generator in {*generators, *again} for request in generator.asked]:
         asked.setdefault((request.conversation or 0, *request.prompt), set()).add(request.seed)
     assert all(len(seeds) == 1 for seeds in asked.values())  # the same call has the same seed
+
+
+def test_a_client_that_asks_again_gets_the_answer_that_was_under_way(rollouts_of: Any, crew: LocalCrew) -> None:
+    generators = [supervisor.generator for supervisor in crew.supervisors.values()]
+    for generator in generators:
+        generator.held.clear()
+    rollouts = rollouts_of("impatient")
+    make, episodes = rollouts.conversations.episode, []
+    rollouts.conversations.episode = lambda *given: episodes.append(make(*given)) or episodes[-1]
+
+    def release() -> None:
+        """Lets generators write once the client has asked three times."""
+        deadline = time.monotonic() + LONGEST
+        while time.monotonic() < deadline and not (episodes and episodes[0]._num_replays == 2):
+            time.sleep(0.01)
+        for generator in generators:
+            generator.held.set()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    (rollout,) = collected(rollouts, 1, 1)
+    thread.join()
+    assert rollout.score.total == 9.0
+    assert rollout.completion.conversation is not None
+    assert len(rollout.completion.conversation.tree) == 2
+    assert rollout.completion.conversation.metrics["replays"] == 2
+    assert sum(len(generator.asked) for generator in generators) == 2
 
 
 def test_two_hundred_agents_of_which_a_tenth_is_odd_end_and_leave_nothing(rollouts_of: Any, tmp_path: Path) -> None:
