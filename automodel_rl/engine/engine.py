@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from automodel_rl.engine.trained_state import TrainedState, take_state
 from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.logprobs import Head, read_targets, top_logits
+from automodel_rl.model.logprobs import Head, read_targets, top_logits, top_logprobs
 from automodel_rl.model.offload import Offload
 from automodel_rl.optimizers import OPTIMIZERS, AdamWSettings, ModelOptimizer, learning_rate, warmup_steps
 from automodel_rl.parallel.sharding import by_mesh
@@ -333,8 +333,27 @@ class Engine:
             come in the order in which the microbatches hold them.
         """
 
+        return self._top(top_logits, microbatches, k, agreed)
+
+    def top_logprobs(
+        self, microbatches: Sequence[Microbatch], k: int, agreed: GlobalBatch | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The k largest log-probabilities for each token and their ids, largest first; otherwise as `top_logits`.
+
+        Args:
+            microbatches, k, agreed: as those of `top_logits`.
+        """
+        return self._top(top_logprobs, microbatches, k, agreed)
+
+    def _top(
+        self,
+        largest: Callable[[Tensor, Head, int], tuple[Tensor, Tensor]],
+        microbatches: Sequence[Microbatch],
+        k: int,
+        agreed: GlobalBatch | None,
+    ) -> list[tuple[Tensor, Tensor]]:
         def both(hidden: Tensor, head: Head, _: LocalMicrobatch) -> Tensor:
-            values, ids = top_logits(hidden, head, k)
+            values, ids = largest(hidden, head, k)
             return torch.stack([values, ids.to(values.dtype)], dim=1)  # fp32 holds ids up to 2 ** 24
 
         outputs = self.runner.forward(microbatches, both, agreed)

@@ -242,6 +242,16 @@ def top_logits(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     return best.values, ids.gather(1, best.indices)
 
 
+def top_logprobs(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest log-probabilities of every token and their ids, both [T, k], largest first. No gradient."""
+    values, ids = top_logits(hidden, head, k)
+    pieces = [_logits(hidden[chunk], head).logsumexp(1) for chunk in _chunks(len(hidden), head.weight)]
+    normaliser = torch.cat(pieces)[:, None]
+    if head.tp_group is not None:
+        normaliser = _side_by_side(normaliser, head.tp_group).logsumexp(1, keepdim=True)
+    return values - normaliser, ids
+
+
 def _side_by_side(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Tensors [T, k] of all ranks side by side, [T, size * k]."""
     return torch.cat(all_gather(tensor, group).chunk(group.size()), dim=1)

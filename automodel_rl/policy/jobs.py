@@ -87,12 +87,14 @@ class Logprobs(Job):
 
 @dataclass(frozen=True)
 class TopLogits(Job):
-    """The k largest logits for each token of each row, and their ids: two `RowValues`, values [n, k]."""
+    """The k largest logits for each token of each row, and their ids: two `RowValues`, values [n, k]. `normalised` asks
+    for log-probabilities in place of logits."""
 
     answered_by = "all"
 
     k: int
     agreed: GlobalBatch
+    normalised: bool = False
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,21 @@ class Policy:
             batch: the rows.
             k: how many logits to give for each token.
         """
+        return self._top(batch, k, normalised=False)
+
+    def top_logprobs(self, batch: Batch, k: int) -> list[tuple[Tensor, Tensor]]:
+        """The k largest log-probabilities for each token of each row, [n, k], fp32 or float64, largest first, and their
+        ids. The first entry is 0, for nothing predicts the first token.
+
+        Args:
+            batch: the rows.
+            k: how many to give for each token.
+        """
+        return self._top(batch, k, normalised=True)
+
+    def _top(self, batch: Batch, k: int, *, normalised: bool) -> list[tuple[Tensor, Tensor]]:
         agreed, shares = self.shares(batch)
-        answers = self.crew.ask(jobs.TopLogits(k, agreed), shares)
+        answers = self.crew.ask(jobs.TopLogits(k, agreed, normalised), shares)
         logits, ids = ([answer[place] for answer in answers if answer is not None] for place in (0, 1))
         return [*zip(_in_order(logits, len(batch)), _in_order(ids, len(batch)), strict=True)]
 

@@ -111,7 +111,8 @@ class PolicyRank:
 
     def _top_logits(self, job: jobs.TopLogits, share: Share | None) -> tuple[RowValues, RowValues] | None:
         microbatches = self._microbatches(share)
-        found = self.engine.top_logits(microbatches, job.k, job.agreed)
+        largest = self.engine.top_logprobs if job.normalised else self.engine.top_logits
+        found = largest(microbatches, job.k, job.agreed)
         logits = self._of_rows(microbatches, [of_row[0].cpu() for of_row in found])
         ids = self._of_rows(microbatches, [of_row[1].cpu() for of_row in found])
         return None if logits is None or ids is None else (logits, ids)

@@ -3,19 +3,20 @@
 import hmac
 import html
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from automodel_rl.chat_api import chat_completions
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.serve import requests
-from automodel_rl.serve.openai import Completions
+from automodel_rl.serve.openai import Completions, completion_events
 from automodel_rl.serve.openai_requests import ChatRequest, CompletionRequest
 from automodel_rl.serve.results import Result
 from automodel_rl.serve.saved_weights import UnwritableError
@@ -118,11 +119,18 @@ class _Routes:
 
         async def complete(request: Request) -> Response:
             body = CompletionRequest.model_validate_json(await self._body(request) or b"{}")
-            return JSONResponse(await completions.complete(body))
+            found = await completions.complete(body)
+            if body.stream:
+                return _events(completion_events(found, body.with_usage))
+            return JSONResponse(found)
 
         async def chat(request: Request) -> Response:
             body = ChatRequest.model_validate_json(await self._body(request) or b"{}")
-            return JSONResponse(await completions.chat(body))
+            answers = await completions.chat(body)
+            if body.stream:
+                return _events(chat_completions.events(answers, body.with_usage))
+            shown = {name: answers[0].extras[name] for name in ("prompt_token_ids",) if name in answers[0].extras}
+            return JSONResponse(chat_completions.reply(answers) | shown)  # where vLLM has it, too
 
         return [
             self._route("models", "GET", models, "/v1"),
@@ -227,6 +235,11 @@ class _Routes:
         if not hmac.compare_digest(request.query_params.get("key", "").encode(), self.key):
             return HTMLResponse("<p>Open this page with ?key=KEY, as the server printed it.</p>", 401)
         return HTMLResponse(page(self.service))
+
+
+def _events(events: Iterator[str]) -> Response:
+    """An answer as events. It is there already."""
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
 def _path_of(found: dict[str, str]) -> str:

@@ -162,6 +162,7 @@ class SamplePrompt:
         seed: the client's seed; that of each completion is made of it and the completion's number.
         sampling: how completions are sampled.
         with_logprobs: whether to give the log-probabilities of its own tokens.
+        num_top: how many of the likeliest tokens to give for each token of prompt and completions; 0 for none.
     """
 
     tokens: list[int]
@@ -169,6 +170,7 @@ class SamplePrompt:
     seed: int
     sampling: Sampling
     with_logprobs: bool = False
+    num_top: int = 0
 
 
 @dataclass(frozen=True)
@@ -192,16 +194,32 @@ class SampledSequence:
 
 
 @dataclass(frozen=True)
+class ScoredTokens:
+    """A prompt with its completion, scored by the trained model at temperature 1. First entries are 0.
+
+    Attributes:
+        logprobs: log-probabilities of the tokens, float32 [n].
+        top_logprobs, top_ids: the largest log-probabilities for each token, largest first, and their ids, [n, k].
+    """
+
+    logprobs: np.ndarray
+    top_logprobs: np.ndarray
+    top_ids: np.ndarray
+
+
+@dataclass(frozen=True)
 class Sampled:
     """The answer to a prompt.
 
     Attributes:
         sequences: the completions.
         prompt_logprobs: log-probabilities of the prompt's tokens, [n], the first 0; None if not asked for.
+        scored: the prompt with each completion, or alone if there is none, for a prompt with `num_top`.
     """
 
     sequences: list[SampledSequence] = field(default_factory=list)
     prompt_logprobs: np.ndarray | None = None
+    scored: list[ScoredTokens] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

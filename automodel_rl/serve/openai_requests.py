@@ -1,68 +1,25 @@
 """The JSON requests of OpenAI's API, and of vLLM's additions to it, checked.
 
-A key that is served has a field here. Clients also send keys that are not served, in the value with which they change
-nothing; that value is accepted, and any other is refused by the key's name, for ignoring it would change what is
-sampled. null stands for a key that is left out.
+A key that is served has a field here; `chat_api.refusals` says what becomes of others.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from automodel_rl.chat_api.refusals import NEUTRAL, is_neutral, refusal
 from automodel_rl.serve.requests import Body, Seed, StopText, StopTexts, Temperature, Text, Token, TopK, TopP
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # of OpenAI's API
-    "audio": (),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_cache_options": ({},),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "stream": (False,),
-    "stream_options": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-    # of vLLM
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "skip_special_tokens": (False,),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    # of either request, where the other has a field
-    "best_of": (1,),
-    "echo": (False,),
-    "top_logprobs": (0,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
-"""Keys that are not served, with the values that change nothing."""
+MOST_TOP = 20
+"""Most tokens whose log-probabilities are given beside each token's own."""
+
+NumTop = Annotated[int, Field(ge=0, le=MOST_TOP)]
+
+
+class StreamOptions(Body):
+    """`include_usage` asks for an event with the number of tokens at the end."""
+
+    include_usage: bool = False
 
 
 class SamplingRequest(Body):
@@ -77,10 +34,17 @@ class SamplingRequest(Body):
     top_k: TopK = -1
     seed: Seed | None = None
     stop: StopText | StopTexts | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     user: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether events end with the number of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="before")
     @classmethod
@@ -89,10 +53,8 @@ class SamplingRequest(Body):
             return given
         asked = {key: value for key, value in given.items() if value is not None}
         for key in [key for key in asked if key in NEUTRAL and key not in cls.model_fields]:
-            neutral = (*NEUTRAL[key], asked.get("n", 1)) if key == "best_of" else NEUTRAL[key]
-            if not any(asked[key] == one and isinstance(asked[key], bool) == isinstance(one, bool) for one in neutral):
-                shown = " or ".join(map(repr, neutral))
-                raise ValueError(f"{key} is not served: leave it out{f', or give {shown}' if neutral else ''}")
+            if not is_neutral(key, asked[key], asked):
+                raise ValueError(refusal(key))
             del asked[key]
         return asked
 
@@ -100,7 +62,7 @@ class SamplingRequest(Body):
 class CompletionRequest(SamplingRequest):
     prompt: str | list[Token] | list[str] | list[list[Token]]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] = 16
-    logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logprobs: NumTop | None = None
     echo: bool = False
     add_special_tokens: Literal[True] = True
 
@@ -110,4 +72,13 @@ class ChatRequest(SamplingRequest):
     max_tokens: Annotated[int, Field(gt=0, lt=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(gt=0, lt=2**31)] | None = None
     logprobs: bool = False
+    top_logprobs: NumTop = 0
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
     add_special_tokens: Literal[False] = False
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} without logprobs: set logprobs to true")
+        return self

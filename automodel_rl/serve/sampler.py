@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from automodel_rl.batch import Batch, TokenSequence
@@ -14,7 +15,7 @@ from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.seeds import mixed_seed
-from automodel_rl.serve.messages import Refused, Sampled, SampledSequence, SamplePrompt
+from automodel_rl.serve.messages import Refused, Sampled, SampledSequence, SamplePrompt, ScoredTokens
 
 MOST_ATTEMPTS = 3
 """Attempts at a sample, with failed generators started again in between."""
@@ -57,33 +58,60 @@ def complete(
     raise InputError(f"sampling fails again and again ({problem})")
 
 
-def score(policy: Policy, prompts: list[SamplePrompt]) -> list[torch.Tensor]:
-    """Log-probabilities of the tokens of each prompt, fp32 [n], the first 0, by the trained model."""
-    rows = Batch(
-        TokenSequence(torch.tensor(prompt.tokens), torch.ones(len(prompt.tokens), dtype=torch.bool))
-        for prompt in prompts
-    )
-    return [logprobs.float() for logprobs in policy.logprobs(rows)]
+def score(policy: Policy, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Log-probabilities of the tokens of each row, fp32 [n], the first 0, by the trained model."""
+    return [logprobs.float() for logprobs in policy.logprobs(_batch(rows))]
+
+
+def score_with_top(policy: Policy, rows: list[list[int]], num_top: list[int]) -> list[ScoredTokens]:
+    """Log-probabilities of the tokens of each row, and of the likeliest ones, by the trained model.
+
+    Args:
+        policy: the model.
+        rows: token ids of each row.
+        num_top: how many of the likeliest are asked for in each row.
+    """
+    if not rows:
+        return []
+    batch = _batch(rows)
+    tops = policy.top_logprobs(batch, max(num_top))
+    found = []
+    for own, (values, ids), row, k in zip(policy.logprobs(batch), tops, rows, num_top, strict=True):
+        values, ids, tokens = values[:, :k].float(), ids[:, :k], torch.tensor(row)
+        # A token among the likeliest has the same number in both, so that they can be compared.
+        is_own = ids == tokens[:, None]
+        exact = torch.where(is_own, values, 0.0).sum(1)
+        own = torch.where(is_own.any(1), exact, own.float())
+        own[0] = 0.0
+        found.append(ScoredTokens(own.numpy(), values.numpy(), ids.numpy()))
+    return found
+
+
+def _batch(rows: list[list[int]]) -> Batch:
+    return Batch(TokenSequence(torch.tensor(row), torch.ones(len(row), dtype=torch.bool)) for row in rows)
 
 
 def answers(
-    sequences: list[list[SampledSequence] | Refused], logprobs: dict[int, torch.Tensor]
+    sequences: list[list[SampledSequence] | Refused],
+    logprobs: dict[int, torch.Tensor],
+    scored: dict[int, list[ScoredTokens]],
 ) -> list[Sampled | Refused]:
     """The answer to each prompt.
 
     Args:
         sequences: completions of each.
         logprobs: log-probabilities of the tokens of those prompts that asked for them, by the prompt's place.
+        scored: the rows of those prompts that asked for the likeliest tokens, by the prompt's place.
     """
     found: list[Sampled | Refused] = []
     for place, of_prompt in enumerate(sequences):
-        own = logprobs.get(place)
+        own, rows = logprobs.get(place), scored.get(place, [])
         if isinstance(of_prompt, Refused):
             found.append(of_prompt)
-        elif own is not None and not own.isfinite().all():
+        elif (own is not None and not own.isfinite().all()) or not all(np.isfinite(row.logprobs).all() for row in rows):
             found.append(NOT_FINITE)
         else:
-            found.append(Sampled(of_prompt, None if own is None else own.numpy()))
+            found.append(Sampled(of_prompt, None if own is None else own.numpy(), rows))
     return found
 
 

@@ -1,14 +1,16 @@
 """What reads and writes turns for the tools that agents send, one for each list of tools."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from automodel_rl.chat_api.exchange import ChatAnswer, ToolCall
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.tool_formats import PROBE_TOOL, Format, find_format
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.agents.sameness import tools_digest
 from automodel_rl.rollout.episodes.chat_turns import ChatTurns
+from automodel_rl.rollout.episodes.protocol import Turn
 
 MOST_KEPT = 256
 """Most lists of tools whose codecs are kept."""
@@ -57,3 +59,35 @@ class ChatCodecs:
 
     def _turns(self, tools: Sequence[dict[str, Any]]) -> ChatTurns:
         return ChatTurns(self.template, tools, self._form, what="the request")
+
+
+def answer_of(
+    turn: Turn,
+    name: str,
+    model: str,
+    stop: Sequence[str],
+    num_prompt: int,
+    num_written: int,
+    extras: Mapping[str, Any] | None = None,
+) -> ChatAnswer:
+    """A turn as a client gets it. One with a call that cannot be read is a text.
+
+    Args:
+        turn: the turn as it was read.
+        name, model, extras: `id`, `model` and `extras` of the answer.
+        stop: texts that the client ends turns with; the text goes up to the first of them.
+        num_prompt, num_written: tokens of the prompt and of the turn.
+    """
+    content, calls = (turn.text, ()) if turn.problem else (turn.content, turn.calls)
+    ends = [content.find(text) for text in stop if text in content]
+    return ChatAnswer(
+        name,
+        model,
+        content[: min(ends, default=len(content))],
+        "" if turn.problem else turn.reasoning,
+        tuple(ToolCall(f"call_{name}_{place}", c["name"], c["arguments"]) for place, c in enumerate(calls)),
+        turn.is_cut,
+        num_prompt,
+        num_written,
+        extras or {},
+    )

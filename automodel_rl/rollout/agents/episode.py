@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, ToolCall
+from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion, Conversation
-from automodel_rl.rollout.agents.codecs import ChatCodecs
+from automodel_rl.rollout.agents.codecs import ChatCodecs, answer_of
 from automodel_rl.rollout.agents.history import History, Opening
 from automodel_rl.rollout.agents.protocol import MODEL, AgentResult
 from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, MALFORMED, SECONDS, TURNS
-from automodel_rl.rollout.episodes.protocol import Turn
 from automodel_rl.rollout.seeds import turn_seed
 
 ROWS, ROOTS, SIBLINGS, REPLAYS = "rows", "new_roots", "siblings", "replays"
@@ -210,7 +209,8 @@ class AgentEpisode:
             raise NoMoreCallsError(f"no generator could write the turn: {completion.error}")
         turn = codec.read(opening.prompt, completion.token_ids)
         turn = dataclasses.replace(turn, is_cut=completion.finish == "length")
-        answer = _answer_of(turn, name, model, call.stop, len(opening.prompt), completion)
+        num_written = len(completion.token_ids)
+        answer = answer_of(turn, name, model, call.stop, len(opening.prompt), num_written)
         if not self.is_over:
             self.history.add(opening, completion, tools, turn, answer)
             self._malformed += bool(turn.problem)
@@ -343,25 +343,6 @@ def identity_of(route: str, body: bytes) -> bytes:
         body: its body.
     """
     return hashlib.sha256(route.encode() + b"\0" + body).digest()
-
-
-def _answer_of(
-    turn: Turn, name: str, model: str, stop: tuple[str, ...], num_prompt: int, completion: Completion
-) -> ChatAnswer:
-    """A turn as the agent gets it."""
-    content = turn.text if turn.problem else turn.content
-    ends = [content.find(text) for text in stop if text in content]
-    calls = () if turn.problem else turn.calls
-    return ChatAnswer(
-        name,
-        model,
-        content[: min(ends, default=len(content))],
-        "" if turn.problem else turn.reasoning,
-        tuple(ToolCall(f"call_{name}_{place}", c["name"], c["arguments"]) for place, c in enumerate(calls)),
-        turn.is_cut,
-        num_prompt,
-        len(completion.token_ids),
-    )
 
 
 def _tree(history: History) -> list[dict[str, Any]]:

@@ -94,7 +94,11 @@ def everything(policy: Policy) -> dict[str, Any]:
     assert not torch.equal(policy.logprobs(batch, 0.7)[0], first[0])
     ((logits, _),) = policy.top_logits(Batch(rows_of(1)), 2)  # fewer rows than data ranks
     assert logits.shape == (LENGTHS[0], 2)
-    top = policy.top_logits(batch, 3)
+    top, likeliest = policy.top_logits(batch, 3), policy.top_logprobs(batch, 2)
+    for (logits, ids), (values, of_values) in zip(top, likeliest, strict=True):
+        assert torch.equal(ids[1:, :2], of_values[1:])
+        assert torch.allclose(logits[1:, :2] - values[1:], (logits[1:, :1] - values[1:, :1]), atol=1e-12)
+        assert (values[1:].exp().sum(1) < 1).all()
     return {
         "logprobs": [values.tolist() for values in first],
         "kept": [values.tolist() for values in again],

@@ -123,6 +123,69 @@ def test_the_forms_of_messages_that_clients_send_make_the_same_prompt(service: S
     assert [prompt_of(form, **neutral) for form in forms] == [plain] * 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_a_prompt_that_is_echoed_has_its_log_probabilities_and_the_likeliest_tokens(
+    service: Service, client: openai.OpenAI, temperature: float
+) -> None:
+    """As lm-eval asks for them: those of a prompt do not depend on the temperature."""
+    prompts = [[5, 6, 7, 8, 9, 10], [20, 30, 4]]
+    found = client.completions.create(
+        model=service.model, prompt=prompts, max_tokens=1, temperature=temperature, logprobs=2, seed=1234, echo=True
+    )
+    tokenizer = AutoTokenizer.from_pretrained(service.model)
+    plain = AutoModelForCausalLM.from_pretrained(service.model, dtype=torch.float64)
+    for prompt, choice in zip(prompts, found.choices, strict=True):
+        logprobs = choice.logprobs
+        assert len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(prompt) + 1
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        with torch.no_grad():
+            expected = plain(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        for place, token in enumerate(prompt[1:], 1):
+            own = expected[place - 1, token].item()
+            assert logprobs.token_logprobs[place] == pytest.approx(own, abs=1e-5)
+            top = logprobs.top_logprobs[place]
+            assert max(top.values()) == pytest.approx(expected[place - 1].max().item(), abs=1e-5)
+            assert len(top) in (2, 3)
+            is_greedy = int(expected[place - 1].argmax()) == token
+            assert (logprobs.token_logprobs[place] == max(top.values())) == is_greedy
+            assert tokenizer.decode([int(expected[place - 1].argmax())]) in top
+
+
+def test_a_chat_has_the_likeliest_tokens_beside_its_own(service: Service, client: openai.OpenAI) -> None:
+    asked: Any = {"model": service.model, "messages": CHAT, "max_tokens": 4, "temperature": 0}
+    (choice,) = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices
+    for one in choice.logprobs.content:
+        assert [top.logprob for top in one.top_logprobs] == sorted((t.logprob for t in one.top_logprobs), reverse=True)
+        assert one.logprob == one.top_logprobs[0].logprob  # at temperature 0
+        assert one.token == one.top_logprobs[0].token
+
+
+def test_answers_come_as_events_if_a_client_asks_for_them(service: Service, client: openai.OpenAI) -> None:
+    asked: Any = {"model": service.model, "messages": CHAT, "max_tokens": 5, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert (last.choices, last.usage.completion_tokens) == ([], whole.usage.completion_tokens)
+    plain: Any = {"model": service.model, "prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0}
+    texts = [one.choices[0].text for one in client.completions.create(**plain, stream=True)]
+    assert "".join(texts) == client.completions.create(**plain).choices[0].text
+
+
+def test_tools_are_shown_to_the_model_or_refused_with_the_reason(service: Service, client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+    asked: Any = {"model": service.model, "messages": CHAT, "max_tokens": 2, "tools": [tool]}
+    plain = client.chat.completions.create(**{**asked, "tools": []})
+    assert client.chat.completions.create(**asked).usage.prompt_tokens > plain.usage.prompt_tokens
+    none = client.chat.completions.create(**asked, tool_choice="none")
+    assert none.usage.prompt_tokens == plain.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="a tool of type web_search is not served"):
+        client.chat.completions.create(**{**asked, "tools": [{"type": "web_search"}]})
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(openai.BadRequestError, match="a part of type image_url is not served"):
+        client.chat.completions.create(**{**asked, "tools": [], "messages": [{"role": "user", "content": [image]}]})
+
+
 def test_saved_weights_are_models(service: Service, client: openai.OpenAI) -> None:
     run = service.run()
     run.forward_backward([of_loss(datum(9, 0), "weights")], "cross_entropy").result()
@@ -195,9 +258,7 @@ def test_tinkers_lists_say_what_there_is(service: Service) -> None:
         ({"max_tokens": 100}, 400, "max_tokens=100 after 1 tokens"),
         ({"prompt": [9999]}, 400, "token 9999"),
         ({"prompt": []}, 400, "prompt: is empty"),
-        ({"stream": True}, 400, "stream"),
-        ({"logprobs": 5}, 400, "logprobs"),
-        ({"echo": True, "logprobs": 0, "temperature": 0.5}, 400, "at temperature 1"),
+        ({"logprobs": 50}, 400, "logprobs"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"n": 100_000}, 400, "limits.sequences"),
     ],

@@ -13,7 +13,7 @@ from automodel_rl.batch import LocalMicrobatch, TokenSequence, local_microbatch,
 from automodel_rl.batch.tensors import LOGPROB_GRADIENT
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
-from automodel_rl.model.logprobs import Head, target_readout, top_logits
+from automodel_rl.model.logprobs import Head, target_readout, top_logits, top_logprobs
 from tests.processes import run_command
 
 SEVEN_TOKENS = 32 * 7 * 40 * 8
@@ -119,6 +119,10 @@ def test_top_logits_are_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     values, ids = top_logits(states.detach(), Head(weight.detach()), 3)
     assert torch.equal(ids, expected.indices)
     torch.testing.assert_close(values, expected.values)
+    logprobs, ids = top_logprobs(states.detach(), Head(weight.detach()), 3)
+    expected = (states @ weight.t()).log_softmax(1).topk(3)
+    assert torch.equal(ids, expected.indices)
+    torch.testing.assert_close(logprobs, expected.values)
 
 
 def peak_bytes(function: Callable[..., Tensor]) -> int:

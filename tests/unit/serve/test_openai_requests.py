@@ -7,7 +7,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
 
-from automodel_rl.serve.openai_requests import NEUTRAL, ChatRequest, CompletionRequest, SamplingRequest
+from automodel_rl.chat_api.refusals import NEUTRAL
+from automodel_rl.serve.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 
 PAIRS = (
     (completion_create_params.CompletionCreateParamsNonStreaming, CompletionRequest),
@@ -33,7 +34,7 @@ def test_values_that_change_nothing_are_accepted_and_others_refused_by_name(
         for value in (None, *values):
             if key not in request_type.model_fields:
                 assert request_type.model_validate({**body, key: value}) == plain, (key, value)
-        for value in (7, "other", {"a": 1}, ["a"]):
+        for value in (7, "other", {"a": 1}, ["a"]) if key not in request_type.model_fields else ():
             with pytest.raises(ValidationError, match=key):
                 request_type.model_validate({**body, key: value})
     with pytest.raises(ValidationError, match="min_p is not served: leave it out, or give 0"):
