@@ -78,6 +78,7 @@ def _run(arguments: list[str]) -> int:
         "verify-checkpoint": _verify_checkpoint,
         "quickstart": _quickstart,
         "doctor": _doctor,
+        "tasks": _tasks,
         "completion": _completion,
     }
     if command not in commands:
@@ -390,6 +391,17 @@ def _quickstart(arguments: list[str]) -> int:
     if len(folders) != 1 or folders[0].startswith("-"):
         raise InputError("quickstart takes one folder, which it creates: automodel-rl quickstart runs/demo")
     return run_demo(folders[0], seed or 0, task or "problems", vllm)
+
+
+def _tasks(arguments: list[str]) -> int:
+    from automodel_rl.rollout.agents.runner import print_tasks
+
+    python, rest = _take_option("--python", arguments)
+    args, rest = _take_option("--args", rest)
+    if python is None or len(rest) != 1:
+        raise InputError("tasks takes a taskset and an interpreter: automodel-rl tasks TASKSET --python PYTHON")
+    print_tasks(rest[0], python, args or "{}")
+    return EXIT_OK
 
 
 def _take_vllm(arguments: list[str]) -> tuple[str | None, list[str]]:

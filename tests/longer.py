@@ -105,7 +105,7 @@ LONGER: dict[str, Sequence[str]] = {
     "distributed/trainers/test_resume.py::test_a_run_whose_terminal_is_closed_saves_and_stops": ALL,
     "distributed/trainers/test_resume.py::test_a_finished_run_stays_as_it_is": ("checkpoints-sft",),
     "distributed/trainers/test_chaos.py::test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one": ALL,
-    "distributed/trainers/test_conversations.py::test_odd_environments_cost_their_groups": ALL,
+    "distributed/trainers/test_conversations.py::test_odd_environments_cost_their_conversations": ALL,
     "distributed/trainers/test_grpo_generators.py::test_it_does_not_matter_in_which_process_the_generator_is": ALL,
     "distributed/trainers/test_grpo_generators.py::test_the_others_write_what_a_dead_generator_was_to_write": ALL,
     "distributed/trainers/test_grpo_generators.py::"

@@ -1,6 +1,6 @@
 """Conversations of several turns: what answers the model, and when a conversation ends at the latest."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,23 @@ AGENT_SECONDS = 600.0
 """Seconds after which an agent is ended, if the config does not say."""
 
 
+class VerifiersConfig(Section):
+    """Tasks of the package verifiers, whose agents are trained."""
+
+    taskset: str
+    """Name of the taskset: an installed package, or a module in the folder where the run starts."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the taskset."""
+
+    harness: str | None = "null"
+    """Name of the harness: the program that plays. null (the text): a chat with the tools of the task. None: the
+    taskset's own."""
+
+    python: str
+    """Interpreter of an environment with verifiers 0.4 or later."""
+
+
 class EpisodeConfig(Section):
     """The keys of `rollout` for conversations of several turns."""
 
@@ -43,6 +60,10 @@ class EpisodeConfig(Section):
     """Import path `package.module:function` of an agent: any program that calls the model by an endpoint beside the
     run, with OpenAI's or Anthropic's API. Called as function(endpoint, example: dict), plain or async, in a process of
     its own; it returns the episode's reward, or a dict with `reward` and other numbers."""
+
+    verifiers: VerifiersConfig | None = None
+    """Agents of the package verifiers, in place of `agent`. Prompts have the number of their task as `task`;
+    `automodel-rl tasks` writes them."""
 
     agent_failed: Literal["leave_out"] | Annotated[float, Field(allow_inf_nan=False)] = "leave_out"
     """Reward of an episode whose agent raises, or is ended after `episode_seconds`; its turns are trained. leave_out:
@@ -87,7 +108,12 @@ class EpisodeConfig(Section):
     @property
     def has_turns(self) -> bool:
         """Whether completions are conversations of several turns."""
-        return bool(self.tools) or self.environment is not None or self.agent is not None
+        return bool(self.tools) or self.environment is not None or self.has_agent
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether agents lead conversations."""
+        return self.agent is not None or self.verifiers is not None
 
     @property
     def agent_seconds(self) -> float:
@@ -101,7 +127,7 @@ class EpisodeConfig(Section):
                 f"environment={self.environment} with tools={list(self.tools)}: an environment brings its own tools: "
                 "give one of the two"
             )
-        if self.agent is not None:
+        if self.has_agent:
             self._check_agent()
         if self.has_turns:
             return self

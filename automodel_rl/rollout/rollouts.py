@@ -105,7 +105,7 @@ class Rollouts:
         self._numbers, self._pending = 0, dict[int, _Pending]()
         self._taken: set[int] = set()
         self.conversations: Conversations | Agents | None = None
-        if config.rollout.agent is not None:
+        if config.rollout.has_agent:
             needs_reward = ENVIRONMENT in [reward.function for reward in rewards]
             self.conversations = Agents(config, template, logs, lambda: fleet.policy_version, needs_reward=needs_reward)
         elif config.rollout.has_turns:

@@ -94,7 +94,7 @@ LACKS = (
         f.MULTIMODAL,
         f.CONVERSATIONS,
         "prompts have media, and conversations have none",
-        "leave tools and environment out",
+        "leave tools, environment and agent out",
     ),
     Lack(f.MULTIMODAL, f.AUTO_MICROBATCHES, "its memory depends on its images or audio", "give a number"),
     Lack(f.MULTIMODAL, f.SERVERS, "servers get no media", "let ranks start vLLM, with kind vllm"),

@@ -112,10 +112,10 @@ COMMANDS: dict[str, Command] = {
         "FOLDER", "says whether a checkpoint or exported folder is whole: every file as written"
     ),
     "quickstart": Command(
-        "FOLDER [--task problems|calculator|images] [--vllm PYTHON] [--seed N]",
+        "FOLDER [--task problems|calculator|agent|images] [--vllm PYTHON] [--seed N]",
         "makes a small model and data and trains it with GRPO, on a laptop",
         "It takes about five minutes on two cores. With --task calculator the model learns to call a tool, with "
-        "--task images to look at pictures. With --vllm, the interpreter of an environment with vLLM, vLLM writes the "
+        "--task agent it does so for a program that calls it by OpenAI's API, with --task images it looks at pictures. With --vllm, the interpreter of an environment with vLLM, vLLM writes the "
         "completions; a build for CPUs does. FOLDER then has model/ (random weights, a vocabulary of 500 tokens), "
         "data/, the configs sft.yaml and grpo.yaml, and both runs, whose final/ are trained models.",
         ("--task", "--vllm", "--seed"),
@@ -126,6 +126,13 @@ COMMANDS: dict[str, Command] = {
         "With the interpreter of an environment with vLLM it looks at that, too. It ends with 1 if what automodel-rl "
         "needs is not there, or in a version that it does not take, and names the command that brings it.",
         ("--vllm",),
+    ),
+    "tasks": Command(
+        "TASKSET --python PYTHON [--args JSON]",
+        "prints the tasks of a taskset for verifiers as prompts, a line of JSON each",
+        "PYTHON is the interpreter of an environment with verifiers, JSON the taskset's settings. A run with "
+        "rollout.verifiers reads such a file as data.",
+        ("--python", "--args"),
     ),
     "completion": Command(
         "bash|zsh|fish",

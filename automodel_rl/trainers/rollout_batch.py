@@ -24,7 +24,7 @@ Details = dict[tuple[int, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Row:
+class RolloutRow:
     """A row of a step: a branch of a rollout.
 
     Attributes:
@@ -40,11 +40,11 @@ class Row:
     is_first: bool
 
 
-def rows_of(groups: Sequence[Group]) -> list[Row]:
+def rows_of(groups: Sequence[Group]) -> list[RolloutRow]:
     """The rows of groups, in the order of their rollouts."""
     rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
     return [
-        Row(group, rollout, branch, episode, place == 0)
+        RolloutRow(group, rollout, branch, episode, place == 0)
         for episode, (group, rollout) in enumerate(rollouts)
         for place, branch in enumerate(rollout.branches(group.prompt))
     ]
@@ -154,7 +154,7 @@ def details_of(
     return details
 
 
-def _sequence(row: Row, config: GRPOConfig) -> TokenSequence:
+def _sequence(row: RolloutRow, config: GRPOConfig) -> TokenSequence:
     """The tokens of a row; of a completion that was cut nothing is trained, if the config says so."""
     is_masked = config.filter.mask_overlong and row.rollout.completion.finish == "length"
     return row.branch.row(row.group.prompt.media, trained=not is_masked)

@@ -139,8 +139,8 @@ def _every_pass_alike() -> Any:
 def _cut_completions_trained() -> Any:
     from automodel_rl.trainers.rollout_batch import _sequence
 
-    def unmasked(group: Any, rollout: Any, config: Any) -> Any:
-        return _sequence(group, rollout, config.model_copy(update={"filter": type(config.filter)()}))
+    def unmasked(row: Any, config: Any) -> Any:
+        return _sequence(row, config.model_copy(update={"filter": type(config.filter)()}))
 
     return patch("trainers.rollout_batch._sequence", unmasked)
 

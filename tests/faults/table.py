@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 from tests.faults import (
+    agents,
     attention_and_head,
     checkpoints,
     data_and_batches,
@@ -30,6 +31,7 @@ FAULTS: dict[str, Fault] = {
     **checkpoints.FAULTS,
     **losses.FAULTS,
     **rollouts.FAULTS,
+    **agents.FAULTS,
     **surroundings.FAULTS,
 }
 

@@ -92,7 +92,7 @@ class GRPOConfig(RolloutRunConfig):
     def _environment_rewards(self) -> "GRPOConfig":
         rollout = self.rollout
         is_asked = ENVIRONMENT in [reward.function for reward in self.rewards]
-        if is_asked and rollout.environment is None and rollout.agent is None:
+        if is_asked and rollout.environment is None and not rollout.has_agent:
             raise ValueError(
                 "rewards.function=environment: there is no rollout.environment or rollout.agent that gives rewards: "
                 "name one, or use another reward"

@@ -15,12 +15,11 @@ from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
 from automodel_rl.launch.background import in_thread
-from automodel_rl.rollout.agents.agent_server import AgentSetup
 from automodel_rl.rollout.agents.codecs import ChatCodecs
 from automodel_rl.rollout.agents.endpoint import Endpoint
 from automodel_rl.rollout.agents.episode import AgentEpisode, AgentLimits, Asked, Ended
 from automodel_rl.rollout.agents.protocol import AgentResult
-from automodel_rl.rollout.episodes.fork_pool import ForkPool
+from automodel_rl.rollout.agents.runner import AgentRunner, ForkedAgents, VerifiersAgents
 from automodel_rl.rollout.protocol import Promptlike
 from automodel_rl.rollout.seeds import mixed_seed
 
@@ -35,7 +34,7 @@ LONG_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class _Written:
+class _TurnWritten:
     """A turn that the generator wrote."""
 
     asked: Asked
@@ -43,7 +42,7 @@ class _Written:
 
 
 @dataclass(frozen=True)
-class _Lost:
+class _GeneratorLost:
     """The generator is lost."""
 
     error: BaseException
@@ -77,7 +76,6 @@ class Agents:
         needs_reward: bool,
     ):
         rollout = config.rollout
-        assert rollout.agent is not None
         self.seed, self.newest_version, self.needs_reward = config.seed, newest_version, needs_reward
         self.failed = None if rollout.agent_failed == "leave_out" else rollout.agent_failed
         self.codecs = ChatCodecs(template)
@@ -91,15 +89,16 @@ class Agents:
         )
         self.notes: dict[str, str] = {}
         self._room = threading.Semaphore(rollout.max_episodes * config.world_size)
-        self._processes = ForkPool(
-            "automodel_rl.rollout.agents.agent_server",
-            AgentSetup(rollout.agent, str(folder / "agents.log")),
-            f"agent={rollout.agent}",
-        )
+        self._runner: AgentRunner
+        if rollout.verifiers is not None:
+            self._runner = VerifiersAgents(rollout.verifiers, rollout.max_turns)
+        else:
+            assert rollout.agent is not None
+            self._runner = ForkedAgents(rollout.agent, folder / "agents.log")
         try:
             self._endpoint = Endpoint(rollout.agent_host)
         except BaseException:
-            self._processes.close()
+            self._runner.close()
             raise
 
     def episode(self, prompt: Promptlike, request: Request) -> AgentEpisode:
@@ -132,14 +131,14 @@ class Agents:
             A function that waits until all episodes are over, and returns them in order, as completions. It raises what
             the generator raises; agents go on to wait for their turns then.
         """
-        work = _Work(generator, episodes, on_finished, self._room, self._start)
+        work = _AgentWork(generator, episodes, on_finished, self._room, self._start)
         if not generator.works_alone:
             return work.finish
         return in_thread(work.finish, "agents").result
 
     def close(self) -> None:
         """Ends all agents and the endpoint."""
-        self._processes.close()
+        self._runner.close()
         self._endpoint.close()
 
     def _start(self, episode: AgentEpisode) -> None:
@@ -150,30 +149,21 @@ class Agents:
         loop = self._endpoint.loop
         episode.begin()
         address = self._endpoint.open(episode, episode.seed)
-        try:
-            number, connection = self._processes.begin()
-        except InputError as error:
-            self._end(episode, AgentResult(None), str(error))
-            return
-        timer = loop.call_later(self.limits.seconds, lambda: ended(in_time=False))
 
-        def ended(*, in_time: bool) -> None:
-            """Takes what the agent returned, or ends it."""
-            loop.remove_reader(connection.fileno())
+        def returned(result: AgentResult, error: str) -> None:
             timer.cancel()
-            result, error = AgentResult(None), f"it took longer than rollout.episode_seconds={self.limits.seconds:g}"
-            if in_time:
-                error = "its process ended before it returned"
-                with contextlib.suppress(EOFError, OSError):
-                    found, error = connection.recv()
-                    result = found or result
-            connection.close()
-            self._processes.end(number, at_once=not in_time or bool(error))
             self._end(episode, result, error and f"the agent failed: {error}")
 
-        loop.add_reader(connection.fileno(), lambda: ended(in_time=True))
-        with contextlib.suppress(OSError):  # it has ended, and the reader learns of it
-            connection.send((address, episode.example))
+        def end() -> None:
+            end_agent()
+            late = f"it took longer than rollout.episode_seconds={self.limits.seconds:g}"
+            returned(AgentResult(None), late)
+
+        timer = loop.call_later(self.limits.seconds, end)
+        try:
+            end_agent = self._runner.begin(address, episode.example, returned)
+        except InputError as error:
+            returned(AgentResult(None), str(error))
 
     def _end(self, episode: AgentEpisode, result: AgentResult, error: str) -> None:
         self._endpoint.forget(episode)
@@ -190,7 +180,7 @@ class Agents:
 
 
 @dataclass
-class _Work:
+class _AgentWork:
     """The episodes of one call of `submit`.
 
     Attributes:
@@ -204,7 +194,7 @@ class _Work:
     on_finished: OnFinished
     room: threading.Semaphore
     start: Callable[[AgentEpisode], None]
-    news: "SimpleQueue[Asked | Ended | _Written | _Lost]" = field(default_factory=SimpleQueue)
+    news: "SimpleQueue[Asked | Ended | _TurnWritten | _GeneratorLost]" = field(default_factory=SimpleQueue)
     calls: list[Asked] = field(default_factory=list)
     begun: int = 0
     over: int = 0
@@ -255,7 +245,7 @@ class _Work:
                     return
             until = time.monotonic()
 
-    def _handle(self, event: Asked | Ended | _Written | _Lost) -> None:
+    def _handle(self, event: Asked | Ended | _TurnWritten | _GeneratorLost) -> None:
         match event:
             case Asked():
                 self.calls.append(event)
@@ -263,11 +253,11 @@ class _Work:
                 self.over += 1
                 self.room.release()
                 self.on_finished(self._places[id(episode)], episode.completion)
-            case _Written(asked, completion):
+            case _TurnWritten(asked, completion):
                 call = asked.episode.waiting.get(asked.number)
                 if call is not None:
                     call.give(completion)
-            case _Lost(error):
+            case _GeneratorLost(error):
                 raise error
 
     def _ask(self) -> None:
@@ -279,10 +269,10 @@ class _Work:
             return
 
         def written(number: int, completion: Completion) -> None:
-            self.news.put(_Written(asked[number][0], completion))
+            self.news.put(_TurnWritten(asked[number][0], completion))
 
         def lost(error: BaseException) -> None:
-            self.news.put(_Lost(error))
+            self.news.put(_GeneratorLost(error))
 
         wait = self.generator.submit([call.request for _, call in asked], written, lost)
         if not self.generator.works_alone:

@@ -49,14 +49,14 @@ class AgentLimits:
 
     Attributes:
         turns: most calls.
-        row_tokens: most tokens of a row.
+        sequence_tokens: most tokens of a row.
         turn_tokens: most tokens of a turn.
         seconds: time after which the agent is ended.
         staleness: most policy versions by which a turn may be older than the newest.
     """
 
     turns: int
-    row_tokens: int
+    sequence_tokens: int
     turn_tokens: int
     seconds: float
     staleness: int
@@ -196,11 +196,11 @@ class AgentEpisode:
             if call.previous
             else self.history.opening(call.messages, tools, codec)
         )
-        room = self.limits.row_tokens - len(opening.prompt)
+        room = self.limits.sequence_tokens - len(opening.prompt)
         if room < 1:
             raise TooLongError(
-                f"the messages have {len(opening.prompt)} tokens, and a row holds {self.limits.row_tokens} with its "
-                "answer (rollout.max_prompt_tokens + rollout.max_tokens): send fewer"
+                f"the messages have {len(opening.prompt)} tokens, and with an answer they may have "
+                f"{self.limits.sequence_tokens} (rollout.max_prompt_tokens + rollout.max_tokens): send fewer"
             )
         self._num_calls += 1
         most = min(room, self.limits.turn_tokens, call.max_tokens or room)

@@ -21,8 +21,8 @@ LOCAL = "127.0.0.1,localhost"
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """Where an agent finds the model. The environment variables of OpenAI's and Anthropic's clients say the same, so a
-    client that is made without arguments, or a program that the agent starts, finds it, too.
+    """The place where an agent finds the model. The environment variables of OpenAI's and Anthropic's clients say the
+    same, so that a client made without arguments finds it, and any program that the agent starts.
 
     Attributes:
         base_url: the URL of OpenAI's API, ending with `/v1`.

@@ -26,7 +26,16 @@ REWARDS = [RewardConfig(function="length", options={"longest": 1})]
 
 def rollouts_of(crew: LocalCrew, *, replay: bool = False, on_missing: str = "live", **options: Any) -> Rollouts:
     rollout = SimpleNamespace(
-        **({"generator": TransformersGeneratorConfig(), "retries": 1, "max_staleness": 0, "has_turns": False} | options)
+        **(
+            {
+                "generator": TransformersGeneratorConfig(),
+                "retries": 1,
+                "max_staleness": 0,
+                "has_turns": False,
+                "agent": None,
+            }
+            | options
+        )
     )
     config: Any = SimpleNamespace(
         seed=0, rollout=rollout, world_size=1, router_replay=SimpleNamespace(enabled=replay, on_missing=on_missing)

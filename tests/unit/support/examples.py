@@ -309,7 +309,8 @@ EXAMPLES = (
         {"model.lora": {}},
     ),
     Breach(
-        "rollout.tools or rollout.environment with a 'llava' model: prompts have media, and conversations have none",
+        "rollout.tools, rollout.environment or rollout.agent with a 'llava' model: prompts have media, and "
+        "conversations have none",
         {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 2},
         {**LLAVA, "algorithm": "grpo"},
     ),

@@ -33,7 +33,7 @@ LOOK_UP = {
     },
 }
 
-LIMITS = AgentLimits(turns=32, row_tokens=4000, turn_tokens=400, seconds=60.0, staleness=0)
+LIMITS = AgentLimits(turns=32, sequence_tokens=4000, turn_tokens=400, seconds=60.0, staleness=0)
 
 Message = dict[str, Any]
 Ask = Callable[..., Awaitable[Message]]

@@ -12,6 +12,7 @@ from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
+from automodel_rl.rollout.seeds import turn_seed
 
 END = 99
 
@@ -132,7 +133,7 @@ def test_every_turn_is_asked_with_the_tokens_before_it_as_they_were_sampled(work
     asked = sorted((request.prompt for request in writer.asked if request.prompt[0] == 1), key=len)
     assert asked == [[1, 2], [1, 2, 2, 2, END, 1], [1, 2, 2, 2, END, 1, 6, 6, END, 2]]
     seeds = {len(request.prompt): request.seed for request in writer.asked if request.prompt[0] == 1}
-    assert seeds[2] == 5
+    assert seeds[2] == turn_seed(5, [1, 2])
     assert len(set(seeds.values())) == 3
     again, _ = run(works_alone, [[1, 2], [3]], [Echo(3), Echo(1)])
     assert {len(r.prompt): r.seed for r in again.asked if r.prompt[0] == 1} == seeds

@@ -10,7 +10,8 @@ import pytest
 
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
-from automodel_rl.rollout.episodes.environment_server import MOST_LOG_BYTES, Setup
+from automodel_rl.rollout.episodes.environment_server import Setup
+from automodel_rl.rollout.episodes.fork_server import MOST_LOG_BYTES
 from automodel_rl.rollout.episodes.protocol import Outcome, Turn
 from tests.odd_environments import RESULTS, TRICKS
 
@@ -64,7 +65,7 @@ def play(pool: EnvironmentPool, example: dict[str, Any]) -> Outcome:
         return environment.step(Turn("a vowel, too"))
     finally:
         environment.close()
-        wait_until(lambda: not descendants(pool._server.process.pid))
+        wait_until(lambda: not descendants(pool._processes._server.process.pid))
 
 
 def test_an_environment_answers_from_its_process(pool: EnvironmentPool) -> None:
@@ -74,7 +75,7 @@ def test_an_environment_answers_from_its_process(pool: EnvironmentPool) -> None:
     assert first == Outcome([{"role": "user", "content": "1, and now?"}], False, 2.0, {"vowels": 2.0})
     assert second.messages == [{"role": "user", "content": "2, and now?"}]
     environment.close()
-    wait_until(lambda: not descendants(pool._server.process.pid))
+    wait_until(lambda: not descendants(pool._processes._server.process.pid))
 
 
 MESSAGES = {
@@ -114,7 +115,7 @@ def test_what_environments_print_is_kept_up_to_a_size(pool: EnvironmentPool) -> 
 def test_a_server_that_dies_is_started_again(pool: EnvironmentPool) -> None:
     environment = pool.open({}, 5)
     environment.reset()
-    os.kill(pool._server.process.pid, 9)
+    os.kill(pool._processes._server.process.pid, 9)
     with pytest.raises(RuntimeError, match="its process ended|no server"):
         pool.open({}, 5).step(Turn("")) and environment.step(Turn(""))
     assert play(pool, {}).reward == 5

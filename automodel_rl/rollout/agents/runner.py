@@ -1,0 +1,190 @@
+"""What runs agents: processes forked for one each, or another package's worker."""
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from automodel_rl.config.episodes import VerifiersConfig
+from automodel_rl.errors import InputError
+from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
+from automodel_rl.rollout.agents.agent_server import AgentSetup
+from automodel_rl.rollout.agents.protocol import AgentEndpoint, AgentResult
+from automodel_rl.rollout.episodes.fork_pool import START_SECONDS, ForkPool
+
+Returned = Callable[[AgentResult, str], None]
+"""Called once with what an agent returned, and why it failed, or an empty text."""
+
+End = Callable[[], None]
+"""Ends an agent at once. Nothing is called after it."""
+
+
+WORKER = Path(__file__).with_name("verifiers_worker.py")
+
+
+class AgentRunner(Protocol):
+    """Runs agents. All methods but `close` are called in the endpoint's event loop."""
+
+    def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
+        """Starts an agent.
+
+        Args:
+            address: where it finds the model.
+            example: what it is to do.
+            returned: called in the event loop.
+
+        Raises:
+            InputError: it cannot be started.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends all agents."""
+        ...
+
+
+class ForkedAgents:
+    """Runs a function, each time in a process of its own.
+
+    Args:
+        agent: its import path.
+        log: file for what agents print.
+
+    Raises:
+        InputError: it cannot be imported.
+    """
+
+    def __init__(self, agent: str, log: Path):
+        setup = AgentSetup(agent, str(log))
+        self._processes = ForkPool("automodel_rl.rollout.agents.agent_server", setup, f"agent={agent}")
+        self.close = self._processes.close
+
+    def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
+        loop = asyncio.get_running_loop()
+        number, connection = self._processes.begin()
+
+        def leave(*, at_once: bool) -> None:
+            loop.remove_reader(connection.fileno())
+            connection.close()
+            self._processes.end(number, at_once=at_once)
+
+        def take() -> None:
+            result, error = AgentResult(None), "its process ended before it returned"
+            with contextlib.suppress(EOFError, OSError):
+                found, error = connection.recv()
+                result = found or result
+            leave(at_once=bool(error))
+            returned(result, error)
+
+        loop.add_reader(connection.fileno(), take)
+        with contextlib.suppress(OSError):  # it has ended, and the reader learns of it
+            connection.send((address, example))
+        return lambda: leave(at_once=True)
+
+
+class VerifiersAgents:
+    """Runs tasks of a taskset for verifiers, all in one worker with an interpreter of its own.
+
+    Args:
+        config: the taskset, and the interpreter.
+        max_turns: most calls of an episode.
+
+    Raises:
+        InputError: the worker does not start, or the taskset cannot be loaded.
+    """
+
+    def __init__(self, config: VerifiersConfig, max_turns: int):
+        self.config, self.max_turns = config, max_turns
+        self._returned: dict[int, Returned] = {}
+        self._number = 0
+        self._worker, self.num_tasks = self._start()
+        self._is_read = False
+
+    def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
+        task = example.get("task")
+        if not isinstance(task, int) or not 0 <= task < self.num_tasks:
+            raise InputError(
+                f"a prompt has task={task!r}, and {self.config.taskset} has {self.num_tasks}: give each prompt the "
+                "number of its task as `task` (automodel-rl tasks writes such prompts)"
+            )
+        if not self._is_read:
+            asyncio.get_running_loop().add_reader(self._worker.connection.fileno(), self._take)
+            self._is_read = True
+        self._number += 1
+        number = self._number
+        self._returned[number] = returned
+        try:
+            self._worker.send(("begin", number, task, address.base_url, address.key))
+        except ChildEndedError:
+            self._lose()
+
+        def end() -> None:
+            self._returned.pop(number, None)
+            with contextlib.suppress(ChildEndedError):
+                self._worker.send(("end", number))
+
+        return end
+
+    def close(self) -> None:
+        """Ends the worker."""
+        self._worker.close()
+
+    def _start(self) -> tuple[ChildProcess, int]:
+        what = f"rollout.verifiers.python={self.config.python}"
+        try:
+            worker = ChildProcess([self.config.python, str(WORKER)])
+        except OSError as problem:
+            raise InputError(f"{what}: cannot be started ({problem.strerror})") from None
+        try:
+            worker.send(self.config.model_dump() | {"max_turns": self.max_turns})
+            num_tasks, error = worker.receive(START_SECONDS)
+        except (ChildEndedError, TimeoutError):
+            num_tasks, error = 0, "its worker does not start: does this interpreter have verifiers 0.4 or later?"
+        if error:
+            worker.close()
+            raise InputError(f"{what} with taskset={self.config.taskset}: {error}")
+        return worker, num_tasks
+
+    def _take(self) -> None:
+        try:
+            number, reward, metrics, error = self._worker.connection.recv()
+        except (EOFError, OSError):
+            self._lose()
+            return
+        if number in self._returned:
+            self._returned.pop(number)(AgentResult(reward, metrics), error)
+
+    def _lose(self) -> None:
+        """All that run have failed with the worker, which is started again."""
+        if self._is_read:
+            asyncio.get_running_loop().remove_reader(self._worker.connection.fileno())
+            self._is_read = False
+        self._worker.close()
+        lost, self._returned = self._returned, {}
+        for returned in lost.values():
+            returned(AgentResult(None), "the worker of verifiers ended")
+        self._worker, self.num_tasks = self._start()
+
+
+def print_tasks(taskset: str, python: str, args: str) -> None:
+    """Prints the tasks of a taskset for verifiers as prompts.
+
+    Args:
+        taskset: the taskset's name.
+        python: an interpreter with verifiers.
+        args: its settings, JSON.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    command = [python, str(WORKER), "--tasks", taskset, args]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    except OSError as error:
+        raise InputError(f"--python {python}: cannot be started ({error.strerror})") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise InputError(f"tasks {taskset}: cannot be read with {python}: {last}")
+    print(done.stdout, end="")
