@@ -35,11 +35,16 @@ def _completion(record: dict[str, Any]) -> dict[str, Any]:
     if len(record["completion"]) > MOST_CHARACTERS:
         kept.pop("pieces", None)
     if "messages" in record:
-        kept["messages"] = [
-            {**m, "content": shortened(m["content"]) if isinstance(m["content"], str) else ""}
-            for m in record["messages"]
-        ]
+        kept["messages"] = _shortened_messages(record["messages"])
+    if "tree" in record:
+        kept["tree"] = [{**turn, "messages": _shortened_messages(turn["messages"])} for turn in record["tree"]]
     return kept
+
+
+def _shortened_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    contents = [message["content"] for message in messages]
+    texts = [shortened(content) if isinstance(content, str) else "" for content in contents]
+    return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
 
 
 def shortened(text: str) -> str:

@@ -28,8 +28,8 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
         rollouts: whether to hold completions of some steps, for a page that cannot ask for them.
 
     Returns:
-        name, title, status, failure, step, total_steps, config, versions, series (steps and values of each metric),
-        samples, examples, steps_with_rollouts, and rollouts (groups by step).
+        name, title, status, failure, step, total_steps, config, settings (its dotted keys), versions, series (steps and
+        values of each metric), samples, examples, steps_with_rollouts, and rollouts (groups by step).
 
     Raises:
         InputError: the folder holds no run.
@@ -55,6 +55,7 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
         "step": step,
         "total_steps": total,
         "config": config_text,
+        "settings": dotted(config),
         "versions": json.loads(_text(files.versions) or "{}"),
         "series": _series(records),
         "samples": _newest_of(files.samples),
@@ -62,6 +63,19 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
         "steps_with_rollouts": steps if not rollouts else chosen,
         "rollouts": {number: groups_of(files.rollouts / f"step_{number}.jsonl") for number in chosen},
     }
+
+
+def dotted(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """The settings of a config by their dotted keys.
+
+    Args:
+        values: the config, or a section of it.
+        before: the dotted key of the section, with a dot at its end.
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= dotted(value, f"{before}{name}.") if isinstance(value, dict) and value else {f"{before}{name}": value}
+    return found
 
 
 def _status(files: RunFiles, failure: str, step: int) -> str:

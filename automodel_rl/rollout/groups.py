@@ -178,6 +178,13 @@ def _conversation_record(conversation: Conversation | None) -> dict[str, Any]:
     }
 
 
+def _prompt_ids(prompt: Promptlike, rollout: Rollout) -> list[int]:
+    """The tokens that a record shows as its prompt, with what an environment began with. Agents of a group may begin
+    with different ones."""
+    conversation = rollout.completion.conversation
+    return prompt.token_ids if conversation is None or conversation.is_of_agent else conversation.prompt
+
+
 def _media_record(prompt: Promptlike) -> dict[str, Any]:
     """The paths of a prompt's media by column; for one without a file, the number of its bytes."""
     found: dict[str, list[Any]] = {}
@@ -208,9 +215,7 @@ def rollout_records(
     """
     return [
         {
-            "prompt": tokenizer.decode(
-                single_media_tokens(rollout.branches(group.prompt)[0].prompt, group.prompt.media)
-            ),
+            "prompt": tokenizer.decode(single_media_tokens(_prompt_ids(group.prompt, rollout), group.prompt.media)),
             **_media_record(group.prompt),
             "completion": rollout.text,
             "reward": _number_or_none(reward),

@@ -115,9 +115,10 @@ COMMANDS: dict[str, Command] = {
         "FOLDER [--task problems|calculator|agent|images] [--vllm PYTHON] [--seed N]",
         "makes a small model and data and trains it with GRPO, on a laptop",
         "It takes about five minutes on two cores. With --task calculator the model learns to call a tool, with "
-        "--task agent it does so for a program that calls it by OpenAI's API, with --task images it looks at pictures. With --vllm, the interpreter of an environment with vLLM, vLLM writes the "
-        "completions; a build for CPUs does. FOLDER then has model/ (random weights, a vocabulary of 500 tokens), "
-        "data/, the configs sft.yaml and grpo.yaml, and both runs, whose final/ are trained models.",
+        "--task agent it does so for a program that calls it by OpenAI's API, with --task images it looks at pictures. "
+        "With --vllm, the interpreter of an environment with vLLM, vLLM writes the completions; a build for CPUs does. "
+        "FOLDER then has model/ (random weights, a vocabulary of 500 tokens), data/, the configs sft.yaml and "
+        "grpo.yaml, and both runs, whose final/ are trained models.",
         ("--task", "--vllm", "--seed"),
     ),
     "doctor": Command(

@@ -39,6 +39,14 @@ const GROUPS = [
     { title: "Time in environments, seconds", keys: ["rollout/environment_seconds_mean"] },
     { title: "Prompt tokens that were cached, share", keys: ["rollout/cached_tokens"] },
   ]],
+  ["Agents", [
+    { title: "Rows of an episode", keys: ["rollout/rows_mean"] },
+    { title: "Forks of histories", keys: ["rollout/new_roots", "rollout/siblings"] },
+    { title: "Tokens that are context again, or left out", keys: ["rollout/context_again", "rollout/left_out_tokens"] },
+    { title: "Agents that failed or met a limit", keys: ["rollout/agents_not_done"] },
+    { title: "Requests refused, and sent again", keys: ["rollout/refused_calls", "rollout/replays"] },
+    { title: "Time of an agent, seconds", keys: ["rollout/agent_seconds_mean"] },
+  ]],
   ["Optimizer", [
     { title: "Learning rate", keys: ["train/lr"] },
     { title: "Gradient norm", keys: ["train/grad_norm"] },
@@ -76,9 +84,11 @@ function chartsOf(runs) {
   return groups.map(([name, charts]) => [name, charts.filter(isFound)]).filter(([, charts]) => charts.length);
 }
 
-// Whether every value is 0. Such a chart says no more than its title.
-function isZero(chart, runs) {
-  return runs.every((run) => chart.keys.every((key) => (run.series.get(key) || [[], []])[1].every((value) => value === 0)));
+// The value of a chart whose curves never have another one; undefined for others. Such a chart says no more than its title.
+function flatValue(chart, runs) {
+  const values = runs.flatMap((run) => chart.keys.flatMap((key) => (run.series.get(key) || [[], []])[1]));
+  const isFlat = values.every((value) => value === values[0]) && (values.length > 2 || values[0] === 0);
+  return isFlat ? values[0] : undefined;
 }
 
 // Exponential moving average, corrected for its start.

@@ -38,7 +38,7 @@ function showHead() {
   }));
 }
 
-const opened = new Set();  // charts of nothing but 0 that somebody wants to see
+const opened = new Set();  // charts of a single value that somebody wants to see
 
 function showCharts() {
   const groups = chartsOf(runs);
@@ -58,11 +58,12 @@ function showCharts() {
     zeros.replaceChildren();
     for (const chart of charts) {
       const key = `${name}/${chart.title}`;
-      if (isZero(chart, runs) && !opened.has(key)) {
-        const button = make("button", "", chart.title);
+      const flat = flatValue(chart, runs);
+      if (flat !== undefined && !opened.has(key)) {
+        const button = make("button", "", `${chart.title}: ${shown(flat)}`);
         button.title = chart.keys.join(", ");
         button.onclick = () => { opened.add(key); showCharts(); };
-        zeros.append(zeros.childElementCount ? "" : "always 0: ", button);
+        zeros.append(zeros.childElementCount ? "" : "always the same: ", button);
         continue;
       }
       if (!cards.has(key)) cards.set(key, new ChartCard(chart));
@@ -88,11 +89,30 @@ function table(values) {
   return element;
 }
 
+// What differs in the configs of several runs.
+function differences() {
+  const having = runs.filter((run) => run.settings);
+  const names = [...new Set(having.flatMap((run) => Object.keys(run.settings)))].sort();
+  const isSame = (name) => new Set(having.map((run) => JSON.stringify(run.settings[name]))).size === 1;
+  const rows = names.filter((name) => name !== "output" && !isSame(name));
+  if (having.length < 2 || !rows.length) return [];
+  const card = make("div", "card differs");
+  card.appendChild(make("div", "label", "what differs in their configs"));
+  const element = card.appendChild(make("table"));
+  const head = element.appendChild(make("tr"));
+  head.append(make("td"), ...having.map((run) => make("td", "faint", run.name)));
+  for (const name of rows) {
+    const row = element.appendChild(make("tr"));
+    row.append(make("td", "faint", name), ...having.map((run) => make("td", "", JSON.stringify(run.settings[name] ?? null))));
+  }
+  return [card];
+}
+
 function showFacts() {
   const section = byId("facts");
   const title = make("h2", "", "Config and versions");
   title.onclick = () => section.classList.toggle("closed");
-  section.replaceChildren(title, ...runs.filter((run) => run.config).map((run) => {
+  section.replaceChildren(title, ...differences(), ...runs.filter((run) => run.config).map((run) => {
     const pair = make("div", "facts");
     const config = pair.appendChild(make("div", "card"));
     config.appendChild(make("div", "label", `${run.folder}/config.yaml`));

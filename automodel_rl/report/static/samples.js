@@ -29,17 +29,51 @@ function folded(content) {
   return box;
 }
 
+// Messages as the assistant and others wrote them.
+function messagesOf(messages) {
+  return messages.map((message) => {
+    const turn = make("span", `turn ${message.role}`);
+    turn.append(make("span", "label", `${message.role}${message.name ? " " + message.name : ""}\n`));
+    const calls = (message.tool_calls || []).map((call) => `→ ${call.function.name} ${asText(call.function.arguments)}`);
+    const thoughts = message.reasoning_content ? [`(${message.reasoning_content.trim()})`] : [];
+    turn.append([...thoughts, message.content || "", ...calls].filter(Boolean).join("\n") + "\n");
+    return turn;
+  });
+}
+
+function asText(value) { return typeof value === "string" ? value : JSON.stringify(value); }
+
 // The last turns of the assistant, so many, and what answered them. What comes before belongs to the prompt.
 function turnsOf(messages, count) {
   const places = [...messages.keys()].filter((place) => messages[place].role === "assistant");
-  const first = count ? places.at(-count) : messages.length;
-  return messages.slice(first).map((message) => {
-    const turn = make("span", `turn ${message.role}`);
-    turn.append(make("span", "label", `${message.role}${message.name ? " " + message.name : ""}\n`));
-    const calls = (message.tool_calls || []).map((call) => `→ ${call.function.name} ${JSON.stringify(call.function.arguments)}`);
-    turn.append([message.content || "", ...calls].filter(Boolean).join("\n") + "\n");
-    return turn;
+  return messagesOf(messages.slice(count ? places.at(-count) : messages.length));
+}
+
+// An agent's episode as a tree: a turn below the one that it follows, and a branch for each way in which a history went on.
+function treeOf(tree) {
+  const children = new Map();
+  tree.forEach((turn, number) => {
+    const parent = turn.parent === null ? -1 : turn.parent;
+    children.set(parent, [...(children.get(parent) || []), number]);
   });
+  const branch = (first, box) => {
+    for (let number = first; number !== null;) {
+      const turn = tree[number];
+      const element = box.appendChild(make("div", turn.trained ? "node" : "node untrained"));
+      const head = element.appendChild(make("div", "chips"));
+      if (turn.reason) head.appendChild(make("span", "chip fork", turn.kind === "root" ? `new history: ${turn.reason}` : turn.reason));
+      head.appendChild(make("span", "chip", turn.trained ? `${turn.tokens} tokens trained` : `${turn.tokens} tokens left out`));
+      head.appendChild(make("span", "chip", `${turn.context} of context`));
+      element.appendChild(folded(messagesOf(turn.messages)));
+      const next = children.get(number) || [];
+      number = next.length === 1 ? next[0] : null;
+      if (next.length > 1) next.forEach((child) => branch(child, box.appendChild(make("div", "branch"))));
+    }
+  };
+  const box = make("div", "tree");
+  const roots = children.get(-1) || [];
+  roots.forEach((root) => branch(root, roots.length > 1 ? box.appendChild(make("div", "branch")) : box));
+  return box;
 }
 
 // Tokens on a ground that says how far the model's log-probability is from the generator's: blue above, orange below.
@@ -74,6 +108,7 @@ function completionCard(completion) {
   if (completion.messages) {
     chips.appendChild(chip("turns", completion.turns.turns));
     chips.appendChild(chip("calls", completion.turns.calls));
+    if (completion.turns.rows > 1) chips.appendChild(chip("rows", completion.turns.rows));
     if (completion.end !== "done") chips.appendChild(make("span", "chip minus", `ended by ${completion.end}`));
   }
   card.appendChild(textOf(completion, chips));
@@ -84,6 +119,7 @@ function completionCard(completion) {
 // The text of a completion, once: a conversation's turns, or its tokens in their place if a button among the chips is on.
 function textOf(completion, chips) {
   const tokens = () => folded(coloured(completion.pieces));
+  if (completion.tree && completion.tree.length) return treeOf(completion.tree);
   if (!completion.messages) return completion.pieces ? tokens() : folded(completion.completion);
   const turns = () => folded(turnsOf(completion.messages, completion.turns.turns));
   let text = turns();

@@ -1,5 +1,5 @@
 "use strict";
-// The last and the best value of what matters most, at the top of the page.
+// The last and the best value of what matters most, and that of the untrained model, at the top of the page.
 
 // What to sum up, as [label, metric or pattern, which values are better].
 const FIGURES = [
@@ -32,6 +32,7 @@ function showSummary(section, runs) {
       line.appendChild(make("span", "last", shown(curve[1].at(-1)))).title = `last, at step ${curve[0].at(-1)}`;
       const hasBest = key !== "train/loss" || run.algorithm !== "grpo";  // the loss of a policy says not how good it is
       if (hasBest) line.appendChild(make("span", "faint", `best ${shown(best)} at step ${step}`));
+      if (curve[0][0] === 0) line.appendChild(make("span", "faint", `untrained ${shown(curve[1][0])}`));
     });
     return tile;
   }));

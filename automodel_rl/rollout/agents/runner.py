@@ -181,7 +181,7 @@ def print_tasks(taskset: str, python: str, args: str) -> None:
     """
     command = [python, str(WORKER), "--tasks", taskset, args]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise InputError(f"--python {python}: cannot be started ({error.strerror})") from None
     if done.returncode:

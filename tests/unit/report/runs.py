@@ -72,6 +72,27 @@ def rollouts_of(step: int) -> list[dict]:
     ]
 
 
+def episode() -> dict:
+    """An agent's episode of two histories, of which the first was gone on with in two ways."""
+
+    def turn(parent: int | None, kind: str, reason: str, text: str, trained: bool = True) -> dict:
+        messages: list[dict] = [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": text}]
+        counts = {"tokens": 5, "context": 9, "trained": trained}
+        return {"parent": parent, "kind": kind, "reason": reason, "messages": messages, **counts}
+
+    tree = [
+        turn(None, "first", "", ""),
+        turn(0, "extension", "", "left out", trained=False),
+        turn(0, "sibling", "one history went on in two ways", "other"),
+        turn(None, "root", "tools changed", "new"),
+    ]
+    call = {"function": {"name": "look_up", "arguments": '{"who": "Ben"}'}}
+    tree[0]["messages"][1]["tool_calls"] = [call]
+    turns = {"turns": 4, "calls": 1, "rows": 3}
+    known = {"prompt": "q", "completion": "new", "reward": 1.0, "rewards": {"math": 1.0}, "tokens": 9, "finish": "stop"}
+    return {**known, "messages": tree[3]["messages"], "end": "done", "turns": turns, "tree": tree}
+
+
 def conversation() -> dict:
     """A record of a conversation with a call."""
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "<b>"}}}

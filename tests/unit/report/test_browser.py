@@ -11,7 +11,7 @@ from playwright.sync_api import sync_playwright
 
 from automodel_rl.observe.metrics import MetricsFile
 from automodel_rl.report.page import write_report
-from tests.unit.report.runs import conversation, make_grpo_run, make_sft_run
+from tests.unit.report.runs import conversation, episode, make_grpo_run, make_sft_run
 from tests.unit.report.test_report import served
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -131,6 +131,34 @@ def test_rollouts_are_side_by_side_and_filtered(tab: Any, tmp_path: Path) -> Non
     assert tab.locator("#examples .given").all_inner_texts() == ["What is <b>this</b>?"]
 
 
+def test_agents_show_their_turns_as_a_tree(tab: Any, tmp_path: Path) -> None:
+    run = make_grpo_run(tmp_path / "run")
+    (run / "rollouts" / "step_12.jsonl").write_text(json.dumps(episode()) + "\n")
+    write_report(tmp_path / "page.html", [run])
+    tab.goto((tmp_path / "page.html").as_uri())
+    card = tab.locator("#rollouts .completion").first
+    assert card.locator(".chips").first.locator(".chip").all_inner_texts()[-3:] == ["turns 4", "calls 1", "rows 3"]
+    assert card.locator(".tree > .branch").count() == 2  # two histories
+    first = card.locator(".tree > .branch").first
+    assert first.locator(":scope > .branch").count() == 2  # one answer that was gone on with in two ways
+    assert "→ look_up" in first.locator(":scope > .node").inner_text()
+    assert first.locator(".untrained").count() == 1
+    assert card.locator(".fork").all_inner_texts() == [
+        "one history went on in two ways",
+        "new history: tools changed",
+    ]
+
+
+def test_runs_that_are_compared_show_what_differs_in_their_configs(tab: Any, tmp_path: Path) -> None:
+    runs = [make_sft_run(tmp_path / "one"), make_grpo_run(tmp_path / "two")]
+    write_report(tmp_path / "page.html", runs)
+    tab.goto((tmp_path / "page.html").as_uri())
+    rows = [row.split("\t") for row in tab.locator(".differs tr").all_inner_texts()]
+    assert rows[0][1:] == ["one", "two"]
+    assert ["algorithm", '"sft"', '"grpo"'] in rows
+    assert not {"output", "model.path"} & {row[0] for row in rows}
+
+
 def test_conversations_show_their_turns_and_what_is_not_trained(tab: Any, tmp_path: Path) -> None:
     run = make_grpo_run(tmp_path / "run")
     (run / "rollouts" / "step_12.jsonl").write_text(json.dumps(conversation()) + "\n")
@@ -232,7 +260,10 @@ def test_charts_of_nothing_but_zeros_are_a_line_until_they_are_asked_for(tab: An
     titles = tab.locator(".card:visible .title")
     assert "Truncated, share" in titles.all_inner_texts()
     assert not {"Failed", "Skipped steps"} & {*titles.all_inner_texts()}
-    assert tab.locator(".zeros:visible").all_inner_texts() == ["always 0:\nFailed", "always 0:\nSkipped steps"]
+    assert tab.locator(".zeros:visible").all_inner_texts() == [
+        "always the same:\nFailed: 0",
+        "always the same:\nSkipped steps: 0",
+    ]
     tab.get_by_role("button", name="Failed").click()
     assert "Failed" in titles.all_inner_texts()
     assert tab.locator(".zeros:visible").count() == 1
