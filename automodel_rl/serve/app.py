@@ -1,5 +1,6 @@
 """The HTTP server's routes: the key, the limit of a body, and errors; `Service` does the rest."""
 
+import asyncio
 import hmac
 import html
 import traceback
@@ -13,11 +14,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from automodel_rl.chat_api import chat_completions
+from automodel_rl.chat_api.openai_requests import ChatRequest, CompletionRequest
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError, innermost
+from automodel_rl.rollout.openai_answers import OpenAIAnswers, completion_events
 from automodel_rl.serve import requests
-from automodel_rl.serve.openai import Completions, completion_events
-from automodel_rl.serve.openai_requests import ChatRequest, CompletionRequest
+from automodel_rl.serve.openai import Completions
 from automodel_rl.serve.results import Result
 from automodel_rl.serve.saved_weights import UnwritableError
 from automodel_rl.serve.service import Service
@@ -119,14 +121,14 @@ class _Routes:
 
         async def complete(request: Request) -> Response:
             body = CompletionRequest.model_validate_json(await self._body(request) or b"{}")
-            found = await completions.complete(body)
+            found = await (await _opened(completions)).complete(body)
             if body.stream:
                 return _events(completion_events(found, body.with_usage))
             return JSONResponse(found)
 
         async def chat(request: Request) -> Response:
             body = ChatRequest.model_validate_json(await self._body(request) or b"{}")
-            answers = await completions.chat(body)
+            answers = await (await _opened(completions)).chat(body)
             if body.stream:
                 return _events(chat_completions.events(answers, body.with_usage))
             shown = {name: answers[0].extras[name] for name in ("prompt_token_ids",) if name in answers[0].extras}
@@ -235,6 +237,11 @@ class _Routes:
         if not hmac.compare_digest(request.query_params.get("key", "").encode(), self.key):
             return HTMLResponse("<p>Open this page with ?key=KEY, as the server printed it.</p>", 401)
         return HTMLResponse(page(self.service))
+
+
+async def _opened(completions: Completions) -> OpenAIAnswers:
+    """What makes answers, which opens the tokenizer for the first request."""
+    return await asyncio.to_thread(lambda: completions.answers)
 
 
 def _events(events: Iterator[str]) -> Response:

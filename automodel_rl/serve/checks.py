@@ -10,7 +10,8 @@ from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Sampling
 from automodel_rl.hf.opened_model import OpenedModel
-from automodel_rl.serve.messages import Datum, RunShape, SamplePrompt
+from automodel_rl.rollout.sampled import SamplePrompt
+from automodel_rl.serve.messages import Datum, RunShape
 from automodel_rl.serve.requests import LARGEST, CreateModelBody, OptimizerKind, SampleBody, number_of
 
 TARGETS = "target_tokens"

@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.messages import (
     CreateRun,
     Forget,
     Keep,
     Load,
-    Refused,
     RunOptimizerStep,
     RunPass,
     SampleJob,

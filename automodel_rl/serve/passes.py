@@ -2,9 +2,10 @@
 
 from automodel_rl.errors import InputError
 from automodel_rl.policy.policy import Policy
+from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve import jobs
 from automodel_rl.serve.joint_batch import JointBatch
-from automodel_rl.serve.messages import LossResult, Refused, RunPass, Spoil
+from automodel_rl.serve.messages import LossResult, RunPass, Spoil
 from automodel_rl.serve.runs import GONE, Runs
 
 

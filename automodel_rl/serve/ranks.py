@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from automodel_rl.launch.admission import admits
+from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.joining import answers_of, joined, take_together
-from automodel_rl.serve.messages import Done, Ready, Refused, ServiceJob, StopAsked, Together
+from automodel_rl.serve.messages import Done, Ready, ServiceJob, StopAsked, Together
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
 
 

@@ -8,13 +8,13 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
+
+from automodel_rl.chat_api.values import Body, Seed, StopText, StopTexts, Temperature, Text, Token, TopK, TopP
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 """A name of saved weights. It becomes the name of a folder."""
 
-Text = Annotated[str, Field(max_length=1024)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Name = Annotated[str, Field(pattern=NAME)]
 
 LARGEST = 1e30
@@ -22,15 +22,6 @@ LARGEST = 1e30
 
 SMALLEST = 1e-30
 """Smallest number of those that divide: fp32 has all its digits from 1.2e-38 on."""
-
-LEAST_TEMPERATURE = 0.01
-"""Smallest temperature besides 0. vLLM takes this one in place of a smaller one."""
-
-
-def _known_temperature(value: float) -> float:
-    if 0 < value < LEAST_TEMPERATURE:
-        raise ValueError(f"must be 0, which takes the likeliest token, or at least {LEAST_TEMPERATURE}")
-    return value
 
 
 def _known_norm(value: float) -> float:
@@ -56,18 +47,8 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
 
 Metadata = Annotated[dict[str, Any], AfterValidator(_storable)]
 Seconds = Annotated[float, Field(gt=0, le=3.2e9, allow_inf_nan=False)]
-Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_known_temperature)]
-TopP = Annotated[float, Field(ge=1e-6, le=1)]
-TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 Number = Annotated[int, Field(ge=0, lt=2**31)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-StopTexts = Annotated[list[StopText], Field(max_length=64)]
 StopTokens = Annotated[list[Token], Field(max_length=64)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
 
 
 class NoBody(Body):

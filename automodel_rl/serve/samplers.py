@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from automodel_rl.errors import InputError
+from automodel_rl.rollout.sampled import SamplePrompt
 from automodel_rl.serve import checks
-from automodel_rl.serve.messages import SampleJob, SamplePrompt, ServiceJob
+from automodel_rl.serve.messages import SampleJob, ServiceJob
 from automodel_rl.serve.requests import SampleBody, SamplingSessionBody
 from automodel_rl.serve.results import digest_of
 from automodel_rl.serve.tables import UnknownError, Weights

@@ -12,7 +12,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from automodel_rl.errors import InputError
-from automodel_rl.serve.messages import Datum, Sampled
+from automodel_rl.rollout.sampled import Sampled
+from automodel_rl.serve.messages import Datum
 
 PACKAGE = "automodel_rl"
 

@@ -18,23 +18,12 @@ from automodel_rl.observe.peak_memory import peak_memory
 from automodel_rl.policy.crew import TreeCrew
 from automodel_rl.policy.jobs import Job
 from automodel_rl.policy.policy import Policy
+from automodel_rl.rollout.sampled import Refused
+from automodel_rl.rollout.sampler import Sampler
 from automodel_rl.serve import jobs, messages
 from automodel_rl.serve.checks import check_model
-from automodel_rl.serve.messages import (
-    Done,
-    Ready,
-    Refused,
-    RunPass,
-    SampledSequence,
-    SampleJob,
-    SamplePrompt,
-    ScoredTokens,
-    Stop,
-    StopAsked,
-    Together,
-)
+from automodel_rl.serve.messages import Done, Ready, RunPass, SampleJob, Stop, StopAsked, Together
 from automodel_rl.serve.passes import Passes
-from automodel_rl.serve.sampler import answers, complete, score, score_with_top
 from automodel_rl.serve.service_rank import ServiceRank
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
 
@@ -63,6 +52,7 @@ class ServiceWorker:
         crew.ask(jobs.OpenRuns())
         self.fleet.start(config.generator_spec)
         self.passes = Passes(self.policy, rank.runs)
+        self.sampler = Sampler(self.policy, self.fleet)
         self._shown: tuple[str | None, str | None] | None = None
 
     def work(self, signals: list[int]) -> None:
@@ -108,37 +98,17 @@ class ServiceWorker:
 
     def _sample(self, job: SampleJob) -> Any:
         prompts = job.prompts
-        scored = [place for place, prompt in enumerate(prompts) if prompt.with_logprobs]
         weights = (job.kept, job.folder)
 
         def show() -> None:
             self.crew.ask(jobs.Show(job.kept, None if job.folder is None else Path(job.folder), job.shape))
 
-        ranked = [place for place, prompt in enumerate(prompts) if prompt.num_top]
-        if scored or ranked or weights != self._shown:  # kept and saved weights never change
-            show()
+        if weights != self._shown or any(prompt.with_logprobs or prompt.num_top for prompt in prompts):
+            show()  # kept and saved weights never change
         if weights != self._shown:
             self.fleet.sync()
             self._shown = weights
-        found = score(self.policy, [prompts[place].tokens for place in scored]) if scored else []
-        sequences = complete(self.fleet, prompts, show)
-        return answers(sequences, dict(zip(scored, found, strict=True)), self._ranked(prompts, sequences, ranked))
-
-    def _ranked(
-        self, prompts: list[SamplePrompt], sequences: list[list[SampledSequence] | Refused], places: list[int]
-    ) -> dict[int, list[ScoredTokens]]:
-        """Prompts with their completions, scored, of those that ask for the likeliest tokens, by their places."""
-        rows: list[tuple[int, list[int]]] = []
-        for place in places:
-            of_prompt = sequences[place]
-            if not isinstance(of_prompt, Refused):
-                completions = [sequence.tokens for sequence in of_prompt] or [[]]
-                rows += [(place, [*prompts[place].tokens, *tokens]) for tokens in completions]
-        scored = score_with_top(self.policy, [row for _, row in rows], [prompts[place].num_top for place, _ in rows])
-        found: dict[int, list[ScoredTokens]] = {place: [] for place in places}
-        for (place, _), one in zip(rows, scored, strict=True):
-            found[place].append(one)
-        return found
+        return self.sampler.answer(prompts, show)
 
 
 def _noted_signals() -> list[int]:

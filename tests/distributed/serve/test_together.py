@@ -12,13 +12,13 @@ from automodel_rl.batch import Packing
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.policy.crew import TreeCrew
+from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve import jobs
 from automodel_rl.serve.messages import (
     CreateRun,
     Datum,
     Keep,
     LossResult,
-    Refused,
     RunOptimizerStep,
     RunPass,
     RunShape,

@@ -15,8 +15,11 @@ from starlette.testclient import TestClient
 
 from automodel_rl.config import LoraConfig, ModelConfig, ServeConfig, ServeLimitsConfig
 from automodel_rl.errors import InputError
+from automodel_rl.rollout.openai_answers import OpenAIAnswers
+from automodel_rl.rollout.sampled import Sampled
 from automodel_rl.serve.app import make_app
-from automodel_rl.serve.messages import LossResult, RunOptimizerStep, RunPass, Sampled, SampleJob, ServiceJob, Spoil
+from automodel_rl.serve.messages import LossResult, RunOptimizerStep, RunPass, SampleJob, ServiceJob, Spoil
+from automodel_rl.serve.openai import Completions
 from automodel_rl.serve.saved_weights import SavedWeights, about
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.wire import INT64, MESSAGES
@@ -287,10 +290,16 @@ OF_OPENAI = (
 def test_broken_requests_of_openais_api_are_refused(
     client: TestClient, ranks: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_tokenizer(*_: Any, **__: Any) -> None:
-        raise InputError("there is no tokenizer here")
+    class NoTokenizer:
+        chat_template = None
 
-    monkeypatch.setattr("automodel_rl.serve.openai.OpenedModel.open", no_tokenizer)
+        def __call__(self, *_: Any) -> None:
+            raise InputError("there is no tokenizer here")
+
+        decode = __call__
+
+    answers = property(lambda self: OpenAIAnswers(NoTokenizer(), (), self._sample))  # type: ignore[arg-type]
+    monkeypatch.setattr(Completions, "answers", answers)
     random_ = random.Random(0)
     good = {"model": "base", "prompt": [1, 2], "max_tokens": 4}
     with client:

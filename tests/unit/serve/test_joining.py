@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 
 from automodel_rl.generator_messages import Sampling
+from automodel_rl.rollout.sampled import Refused, SamplePrompt
 from automodel_rl.serve.joining import answers_of, joined, take_together
 from automodel_rl.serve.messages import (
     Datum,
     Forget,
-    Refused,
     RunOptimizerStep,
     RunPass,
     RunShape,
     SampleJob,
-    SamplePrompt,
     ServiceJob,
     Together,
 )

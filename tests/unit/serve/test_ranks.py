@@ -7,7 +7,8 @@ from multiprocessing.connection import Client, Connection
 
 import pytest
 
-from automodel_rl.serve.messages import Done, Forget, Ready, Refused, SampleJob
+from automodel_rl.rollout.sampled import Refused
+from automodel_rl.serve.messages import Done, Forget, Ready, SampleJob
 from automodel_rl.serve.ranks import Ranks, RanksLostError, RefusedError
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
 

@@ -7,8 +7,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import ValidationError
 
+from automodel_rl.chat_api.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 from automodel_rl.chat_api.refusals import NEUTRAL
-from automodel_rl.serve.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 
 PAIRS = (
     (completion_create_params.CompletionCreateParamsNonStreaming, CompletionRequest),

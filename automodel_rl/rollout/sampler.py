@@ -14,14 +14,56 @@ from automodel_rl.generator_messages import Request
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.policy.policy import Policy
+from automodel_rl.rollout.sampled import Refused, Sampled, SampledSequence, SamplePrompt, ScoredTokens
 from automodel_rl.rollout.seeds import mixed_seed
-from automodel_rl.serve.messages import Refused, Sampled, SampledSequence, SamplePrompt, ScoredTokens
 
 MOST_ATTEMPTS = 3
 """Attempts at a sample, with failed generators started again in between."""
 
 
-def complete(
+class Sampler:
+    """Samples from the weights that a policy has, and scores prompts under them.
+
+    Args:
+        policy: the model.
+        fleet: its generators, which have the same weights.
+    """
+
+    def __init__(self, policy: Policy, fleet: Fleet):
+        self.policy, self.fleet = policy, fleet
+
+    def answer(self, prompts: list[SamplePrompt], show: Callable[[], None]) -> list[Sampled | Refused]:
+        """The answer to each prompt. A prompt is refused by itself if one of its completions failed.
+
+        Args:
+            prompts: the prompts.
+            show: gives the trained model these weights, for generators that are started again.
+
+        Raises:
+            InputError: generators fail again and again.
+        """
+        asking = [place for place, prompt in enumerate(prompts) if prompt.with_logprobs]
+        found = _score(self.policy, [prompts[place].tokens for place in asking]) if asking else []
+        sequences = _complete(self.fleet, prompts, show)
+        return _answers(sequences, dict(zip(asking, found, strict=True)), self._ranked(prompts, sequences))
+
+    def _ranked(
+        self, prompts: list[SamplePrompt], sequences: list[list[SampledSequence] | Refused]
+    ) -> dict[int, list[ScoredTokens]]:
+        """Prompts with their completions, scored, of those that ask for the likeliest tokens, by their places."""
+        rows: list[tuple[int, list[int]]] = []
+        for place, (prompt, of_prompt) in enumerate(zip(prompts, sequences, strict=True)):
+            if prompt.num_top and not isinstance(of_prompt, Refused):
+                completions = [sequence.tokens for sequence in of_prompt] or [[]]
+                rows += [(place, [*prompt.tokens, *tokens]) for tokens in completions]
+        scored = _score_with_top(self.policy, [row for _, row in rows], [prompts[place].num_top for place, _ in rows])
+        found: dict[int, list[ScoredTokens]] = {}
+        for (place, _), one in zip(rows, scored, strict=True):
+            found.setdefault(place, []).append(one)
+        return found
+
+
+def _complete(
     fleet: Fleet, prompts: list[SamplePrompt], show: Callable[[], None]
 ) -> list[list[SampledSequence] | Refused]:
     """Completions of each prompt, with the weights that generators got last. A prompt is refused by itself if one of
@@ -58,12 +100,12 @@ def complete(
     raise InputError(f"sampling fails again and again ({problem})")
 
 
-def score(policy: Policy, rows: list[list[int]]) -> list[torch.Tensor]:
+def _score(policy: Policy, rows: list[list[int]]) -> list[torch.Tensor]:
     """Log-probabilities of the tokens of each row, fp32 [n], the first 0, by the trained model."""
     return [logprobs.float() for logprobs in policy.logprobs(_batch(rows))]
 
 
-def score_with_top(policy: Policy, rows: list[list[int]], num_top: list[int]) -> list[ScoredTokens]:
+def _score_with_top(policy: Policy, rows: list[list[int]], num_top: list[int]) -> list[ScoredTokens]:
     """Log-probabilities of the tokens of each row, and of the likeliest ones, by the trained model.
 
     Args:
@@ -91,7 +133,22 @@ def _batch(rows: list[list[int]]) -> Batch:
     return Batch(TokenSequence(torch.tensor(row), torch.ones(len(row), dtype=torch.bool)) for row in rows)
 
 
-def answers(
+NOT_FINITE = Refused("log-probabilities are NaN or infinite under these weights: sample from others")
+
+
+def _sequences(completions: list[Completion]) -> list[SampledSequence] | Refused:
+    """The completions of a prompt, or why there are none."""
+    found = []
+    for completion in completions:
+        if completion.finish == "error":
+            return Refused(f"a completion failed ({completion.error})")
+        if not all(map(math.isfinite, completion.logprobs)):
+            return NOT_FINITE
+        found.append(SampledSequence(completion.token_ids, completion.logprobs, completion.finish))
+    return found
+
+
+def _answers(
     sequences: list[list[SampledSequence] | Refused],
     logprobs: dict[int, torch.Tensor],
     scored: dict[int, list[ScoredTokens]],
@@ -112,19 +169,4 @@ def answers(
             found.append(NOT_FINITE)
         else:
             found.append(Sampled(of_prompt, None if own is None else own.numpy(), rows))
-    return found
-
-
-NOT_FINITE = Refused("log-probabilities are NaN or infinite under these weights: sample from others")
-
-
-def _sequences(completions: list[Completion]) -> list[SampledSequence] | Refused:
-    """The completions of a prompt, or why there are none."""
-    found = []
-    for completion in completions:
-        if completion.finish == "error":
-            return Refused(f"a completion failed ({completion.error})")
-        if not all(map(math.isfinite, completion.logprobs)):
-            return NOT_FINITE
-        found.append(SampledSequence(completion.token_ids, completion.logprobs, completion.finish))
     return found

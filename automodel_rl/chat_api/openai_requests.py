@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from automodel_rl.chat_api.refusals import NEUTRAL, is_neutral, refusal
-from automodel_rl.serve.requests import Body, Seed, StopText, StopTexts, Temperature, Text, Token, TopK, TopP
+from automodel_rl.chat_api.values import Body, Seed, StopText, StopTexts, Temperature, Text, Token, TopK, TopP
 
 MOST_TOP = 20
 """Most tokens whose log-probabilities are given beside each token's own."""
