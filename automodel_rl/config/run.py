@@ -15,6 +15,7 @@ from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import RolloutConfig, RouterReplayConfig, WeightSyncConfig
+from automodel_rl.config.validation import ValidationConfig
 
 Records = Literal["chats", "pairs", "prompts"]
 
@@ -242,6 +243,7 @@ class RolloutRunConfig(RunConfig):
     rollout: RolloutConfig
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
+    validation: ValidationConfig = ValidationConfig()
 
     @property
     def reads(self) -> Records:

@@ -27,6 +27,7 @@ class Prompt:
         number: the prompt's place in the stream.
         messages: the messages of the prompt.
         media: the images and clips among the tokens, in order.
+        source: the number of the source that it comes from.
     """
 
     token_ids: list[int]
@@ -34,6 +35,7 @@ class Prompt:
     number: int
     messages: list[Message] = field(default_factory=list)
     media: tuple[Media, ...] = ()
+    source: int = 0
 
 
 class PromptStream:
@@ -109,7 +111,7 @@ class PromptStream:
             # Rewards get files that they can open, wherever the record's paths begin.
             if paths := [part["path"] for part in parts if part["type"] == kind]:
                 example[column] = [list(path.paths) if isinstance(path, Frames) else path for path in paths]
-        return Prompt(opening.input_ids.tolist(), example, number, chat.messages, opening.media)
+        return Prompt(opening.input_ids.tolist(), example, number, chat.messages, opening.media, draw[0])
 
     def every_prompt(self) -> list[Prompt]:
         """All prompts that are short enough, each once, in the order of the files."""

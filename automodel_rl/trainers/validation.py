@@ -1,15 +1,19 @@
 """Validation of a policy on held-out prompts."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from automodel_rl.batch import single_media_tokens
 from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.prompts import Prompt
 from automodel_rl.errors import RolloutError
+from automodel_rl.rollout.evaluations.evaluations import Evaluations
 from automodel_rl.rollout.groups import first_error, pass_rates
 from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rewards.counts import error_rates, metric_means
 from automodel_rl.rollout.rollouts import Rollouts
+from automodel_rl.rollout.seeds import mixed_seed
 from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.samples import Sample
 from automodel_rl.trainers.step import Step
@@ -32,11 +36,30 @@ class Validation:
         held_out = run.prompts(rollouts.schemas, held_out=True)
         self.prompts = held_out.every_prompt()
         self.num_overlong = held_out.num_overlong
+        names = [Path(source.path).stem for source in config.data.validation]
+        self.sources = [name if names.count(name) == 1 else f"{name}_{n}" for n, name in enumerate(names)]
+        handle, variables = run.handle, config.data.chat_template_kwargs
+        self.evaluations = Evaluations(
+            config.validation,
+            run.policy,
+            rollouts.fleet,
+            run.tokenizer,
+            completion_ends(handle.source, handle.whole_config, run.tokenizer, variables),
+            min(config.longest_sequence, run.policy.packing.capacity),
+            mixed_seed("evaluation", config.seed) % 2**31,
+            str(handle.source),
+            run.directory.environments,
+            run.say,
+        )
 
     @property
     def baseline(self) -> Callable[[], dict[str, float]] | None:
         """Measures the untrained model; None if the config asks for no such measure."""
-        return self.measure if self.prompts and self.config.length.validate_every else None
+        return self.measure if self._has_something and self.config.length.validate_every else None
+
+    @property
+    def _has_something(self) -> bool:
+        return bool(self.prompts) or self.evaluations.are_asked_for
 
     def measure_in(self, step: Step) -> None:
         """Adds validation metrics to the metrics of a step that validates.
@@ -44,7 +67,7 @@ class Validation:
         Raises:
             RolloutError: every completion failed or got no reward. A checkpoint of the step is saved.
         """
-        if not (self.prompts and self.run.validates):
+        if not (self._has_something and self.run.validates):
             return
         try:
             with step.time("validate"):
@@ -54,6 +77,14 @@ class Validation:
             raise
 
     def measure(self) -> dict[str, float]:
+        """Metrics of held-out prompts and of evaluations.
+
+        Raises:
+            RolloutError: every completion failed or got no reward.
+        """
+        return (self._measure_prompts() if self.prompts else {}) | self.evaluations.measure()
+
+    def _measure_prompts(self) -> dict[str, float]:
         """Metrics of completions of each held-out prompt: mean reward, error rates of rewards, and rates of passing if
         the config says which reward decides it.
 
@@ -85,7 +116,21 @@ class Validation:
             **{f"val/{name}": rate for name, rate in rates.items()},
             **{f"val/error_rate_{n}": rate for n, rate in error_rates(called, self.config.reward_names).items()},
             **{f"val/{name}": mean for name, mean in metric_means(scores, self.config.reward_names).items()},
+            **self._of_sources(pairs),
         }
+
+    def _of_sources(self, pairs: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> dict[str, float]:
+        """The mean reward, and rates of passing, of each source of held-out prompts, if there are several."""
+        found: dict[str, float] = {}
+        for number, name in enumerate(self.sources if len(self.sources) > 1 else ()):
+            of_source = [[rollout.score for rollout in group] for prompt, group in pairs if prompt.source == number]
+            if not of_source:
+                continue
+            scores = [score for of_prompt in of_source for score in of_prompt]
+            found[f"val/{name}/reward_mean"] = sum(score.total for score in scores) / len(scores)
+            rates = {} if self.config.passing is None else pass_rates(of_source, *self.config.passing)
+            found |= {f"val/{name}/{rate}": value for rate, value in rates.items()}
+        return found
 
     def _sample(self, prompt: Prompt, group: Sequence[Rollout]) -> Sample:
         return Sample(

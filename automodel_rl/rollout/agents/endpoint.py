@@ -3,17 +3,11 @@
 It writes answers whole; where a client asks for events, the whole answer comes as few of them.
 """
 
-import asyncio
-import json
-import socket
-import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,15 +17,10 @@ from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.rollout.agents.episode import AgentEpisode, NoMoreCallsError, TooLongError, identity_of
 from automodel_rl.rollout.agents.protocol import MODEL, AgentEndpoint
-
-MOST_BYTES = 2**25
-"""Largest body of a request."""
+from automodel_rl.rollout.http_thread import HttpThread, body_of, described, parsed, refusal
 
 MOST_ENDED = 100_000
 """Most keys of ended episodes that are known as such."""
-
-KEEP_ALIVE_SECONDS = 600
-"""How long an idle connection stays open. Clients that find one closed ask again."""
 
 BASES = ("/v1", "/e/{key}/v1")
 """The beginnings of all paths: the key is in a header, or in the path."""
@@ -46,7 +35,7 @@ class _UnknownKeyError(Exception):
 
 
 class Endpoint:
-    """An HTTP server in a thread of its own.
+    """Answers the calls of episodes.
 
     Args:
         host: the address where it listens.
@@ -57,30 +46,10 @@ class Endpoint:
     """
 
     def __init__(self, host: str):
-        self.loop = asyncio.new_event_loop()
-        try:
-            self._listener = socket.create_server((host, 0), backlog=1024)
-        except OSError as error:
-            raise InputError(f"rollout.agent_host={host}: cannot listen there ({error.strerror})") from None
-        self.url = f"http://{host}:{self._listener.getsockname()[1]}"
         self._episodes: dict[str, AgentEpisode] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        config = uvicorn.Config(
-            Starlette(routes=self._routes()),
-            log_level="critical",
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends the server."""
-        self._server.should_exit = True
-        self._thread.join()
+        self._server = HttpThread(host, self._routes(), "rollout.agent_host")
+        self.loop, self.url, self.close = self._server.loop, self._server.url, self._server.close
 
     def open(self, episode: AgentEpisode, seed: int) -> AgentEndpoint:
         """Lets an episode be called. Called in the event loop.
@@ -102,16 +71,6 @@ class Endpoint:
         self._ended[episode.key] = None
         while len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_until_complete(self._server.serve(sockets=[self._listener]))
-            for task in asyncio.all_tasks(self.loop):  # calls whose agents are gone
-                task.cancel()
-            self.loop.run_until_complete(asyncio.sleep(0))
-        finally:
-            self.loop.close()
 
     def _routes(self) -> list[Route]:
         def chat_reply(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
@@ -136,9 +95,9 @@ class Endpoint:
     def _answered(self, read: Read, reply: Reply, events: Events) -> Callable[[Request], Awaitable[Response]]:
         async def work(request: Request) -> Response:
             episode = self._episode(request)
-            raw = await _body(request)
+            raw = await body_of(request)
             try:
-                body = _parsed(raw)
+                body = parsed(raw)
                 call = read(body)
                 retries = request.headers.get("x-stainless-retry-count", "0")
                 given = request.headers.get("idempotency-key", "")
@@ -156,16 +115,16 @@ class Endpoint:
 
     async def _counted(self, request: Request) -> Response:
         episode = self._episode(request)
-        call = anthropic.read(_parsed(await _body(request)), counts_only=True)
+        call = anthropic.read(parsed(await body_of(request)), counts_only=True)
         return JSONResponse({"input_tokens": episode.count_tokens(call)})
 
     async def _models(self, request: Request) -> Response:
         self._episode(request)
-        return JSONResponse({"object": "list", "data": [_described(MODEL)]})
+        return JSONResponse({"object": "list", "data": [described(MODEL)]})
 
     async def _model(self, request: Request) -> Response:
         self._episode(request)
-        return JSONResponse(_described(request.path_params["name"]))
+        return JSONResponse(described(request.path_params["name"]))
 
     def _episode(self, request: Request) -> AgentEpisode:
         """The episode whose key a request has.
@@ -184,29 +143,6 @@ class Endpoint:
         raise _UnknownKeyError
 
 
-def _described(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "local"}
-
-
-async def _body(request: Request) -> bytes:
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MOST_BYTES:
-            raise InputError(f"the request is larger than {MOST_BYTES} bytes: send less")
-    return bytes(data)
-
-
-def _parsed(raw: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise InputError(f"the request is no JSON ({error})") from None
-    if not isinstance(body, dict):
-        raise InputError(f"the request is {body!r:.80}: send an object")
-    return body
-
-
 def _safe(work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     """Work whose errors are answers. Clients ask again after 408, 409, 429 and 5xx, so that refusals are 4xx others."""
 
@@ -214,26 +150,20 @@ def _safe(work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request],
         try:
             return await work(request)
         except NoMoreCallsError as error:
-            return _error(400, str(error), "episode_over")
+            return refusal(400, str(error), "episode_over")
         except TooLongError as error:
-            return _error(400, str(error), "context_length_exceeded")
+            return refusal(400, str(error), "context_length_exceeded")
         except InputError as error:
-            return _error(400, str(error), "invalid_request")
+            return refusal(400, str(error), "invalid_request")
         except _UnknownKeyError:
-            return _error(401, "the key is that of no episode: send AgentEndpoint.key", "invalid_api_key")
+            return refusal(401, "the key is that of no episode: send AgentEndpoint.key", "invalid_api_key")
         except Exception as error:
             traceback.print_exc()
-            return _error(400, f"the endpoint failed at this request ({innermost(error)})", "failed")
+            return refusal(400, f"the endpoint failed at this request ({innermost(error)})", "failed")
 
     return safe
 
 
 async def _not_served(request: Request) -> Response:
     served = "chat/completions, responses, messages, messages/count_tokens and models below /v1 are"
-    return _error(404, f"{request.method} {request.url.path} is not served: {served}", "not_served")
-
-
-def _error(status: int, text: str, code: str) -> Response:
-    """An error, as both OpenAI's and Anthropic's clients read it."""
-    error = {"message": text, "type": "invalid_request_error", "code": code, "param": None}
-    return JSONResponse({"type": "error", "error": error}, status, {"x-should-retry": "false"})
+    return refusal(404, f"{request.method} {request.url.path} is not served: {served}", "not_served")

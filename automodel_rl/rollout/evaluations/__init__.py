@@ -1,0 +1,1 @@
+"""Evaluations of a run's model by lm-eval and inspect-ai, on the run's own generators."""

@@ -1,0 +1,163 @@
+"""Runs evaluations: starts a harness, answers what it asks, and reads its results."""
+
+import contextlib
+import os
+import queue
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_rl.config.validation import InspectConfig, LmEvalConfig, ValidationConfig
+from automodel_rl.errors import InputError
+from automodel_rl.generators.fleet import Fleet
+from automodel_rl.policy.policy import Policy
+from automodel_rl.rollout.evaluations.endpoint import Asked, EvaluationEndpoint
+from automodel_rl.rollout.evaluations.harnesses import (
+    inspect_command,
+    inspect_results,
+    lm_eval_command,
+    lm_eval_results,
+)
+from automodel_rl.rollout.sampler import Sampler
+
+LOOK_SECONDS = 0.5
+"""Seconds between two looks whether a harness has ended."""
+
+PAUSE_SECONDS = 0.05
+"""How long further requests are waited for, so that they are answered together."""
+
+KEY = "a key that nobody checks"
+"""What harnesses send as the endpoint's key."""
+
+
+class Evaluations:
+    """Measures the model that generators have.
+
+    Args:
+        config: the harnesses and their tasks.
+        policy: scores texts.
+        fleet: writes completions.
+        tokenizer: the model's tokenizer.
+        ends: the tokens that end a completion.
+        longest: most tokens of a prompt with its completion.
+        seed: the run's seed.
+        folder: the model's folder, where harnesses find the tokenizer.
+        logs: the folder for what harnesses print.
+        say: prints a line.
+
+    Raises:
+        InputError: a harness is not installed.
+    """
+
+    def __init__(
+        self,
+        config: ValidationConfig,
+        policy: Policy,
+        fleet: Fleet,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: set[int],
+        longest: int,
+        seed: int,
+        folder: str,
+        logs: Path,
+        say: Callable[[str], None],
+    ):
+        self.config, self.tokenizer, self.ends, self.longest, self.seed = config, tokenizer, ends, longest, seed
+        self.sampler = Sampler(policy, fleet)
+        self.folder, self.logs, self.say = folder, logs, say
+        for harness, module in ((config.lm_eval, "lm_eval"), (config.inspect, "inspect_ai")):
+            if harness is not None:
+                _check_installed(harness, module)
+
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether there is something to measure."""
+        return self.config.lm_eval is not None or self.config.inspect is not None
+
+    def measure(self) -> dict[str, float]:
+        """The metrics of all tasks, under `val/`. A harness that fails costs its own metrics, and a line."""
+        found: dict[str, float] = {}
+        if self.config.lm_eval is not None:
+            found |= self._run("lm_eval", self.config.lm_eval)
+        if self.config.inspect is not None:
+            found |= self._run("inspect", self.config.inspect)
+        return {f"val/{name}": value for name, value in found.items()}
+
+    def _run(self, name: str, config: LmEvalConfig | InspectConfig) -> dict[str, float]:
+        began = time.monotonic()
+        with self._endpoint() as endpoint, tempfile.TemporaryDirectory(prefix="automodel_rl_") as folder:
+            if isinstance(config, LmEvalConfig):
+                command = lm_eval_command(config, endpoint.url, self.folder, self.longest, Path(folder))
+            else:
+                command = inspect_command(config, endpoint.url, Path(folder))
+            self.logs.mkdir(parents=True, exist_ok=True)
+            log = self.logs / f"{name}.log"
+            with log.open("w") as output:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment()
+                )
+                try:
+                    self._answer(process, endpoint)
+                finally:
+                    process.kill()
+                    process.wait()
+            try:
+                if process.returncode:
+                    last = (log.read_text(errors="replace").strip().splitlines() or ["no word"])[-1]
+                    raise InputError(f"it ended with {process.returncode}: {last[:300]}")
+                found = lm_eval_results(Path(folder)) if name == "lm_eval" else inspect_results(Path(folder))
+            except InputError as error:
+                self.say(f"warning: validation.{name} failed: {error}; {log} has more")
+                return {}
+        self.say(f"{name}: {', '.join(config.tasks)} in {time.monotonic() - began:.0f} s")
+        return found
+
+    @contextlib.contextmanager
+    def _endpoint(self) -> Iterator[EvaluationEndpoint]:
+        endpoint = EvaluationEndpoint(self.tokenizer, self.ends, self.longest, self.seed)
+        try:
+            yield endpoint
+        finally:
+            endpoint.close()
+
+    def _answer(self, process: "subprocess.Popen[bytes]", endpoint: EvaluationEndpoint) -> None:
+        """Answers what a harness asks until it has ended."""
+        while process.poll() is None:
+            with contextlib.suppress(queue.Empty):
+                asked = [endpoint.asked.get(timeout=LOOK_SECONDS)]
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        asked.append(endpoint.asked.get(timeout=PAUSE_SECONDS))
+                self._sample(asked)
+
+    def _sample(self, asked: list[Asked]) -> None:
+        prompts = [prompt for one in asked for prompt in one.prompts]
+        try:
+            answers = iter(self.sampler.answer(prompts, lambda: None))
+        except BaseException as error:
+            for one in asked:
+                one.answers.set_exception(InputError(str(error)))
+            raise
+        for one in asked:
+            one.answers.set_result([next(answers) for _ in one.prompts])
+
+
+def _check_installed(config: LmEvalConfig | InspectConfig, module: str) -> None:
+    """Raises InputError if an interpreter has no such module."""
+    try:
+        done = subprocess.run([config.python, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise InputError(f"validation: python={config.python}: cannot be started ({error.strerror})") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        raise InputError(f"validation: python={config.python} has no {module} ({last}): install it there")
+
+
+def _environment() -> dict[str, str]:
+    """Environment variables of a harness."""
+    local = {name: ",".join(filter(None, (os.environ.get(name), "127.0.0.1"))) for name in ("no_proxy", "NO_PROXY")}
+    return {**os.environ, **local, "OPENAI_API_KEY": KEY, "RUN_API_KEY": KEY}

@@ -1,0 +1,118 @@
+"""The commands of evaluation harnesses, and what their results say."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from automodel_rl.config.validation import InspectConfig, LmEvalConfig
+from automodel_rl.errors import InputError
+from automodel_rl.rollout.evaluations.endpoint import MODEL
+
+AT_ONCE = 32
+"""Most requests of a harness at once."""
+
+
+def lm_eval_command(config: LmEvalConfig, url: str, tokenizer: str, longest: int, folder: Path) -> list[str]:
+    """The command of lm-eval.
+
+    Args:
+        config: what is evaluated.
+        url: the endpoint's URL.
+        tokenizer: the folder of the model's tokenizer.
+        longest: most tokens of a prompt with its completion.
+        folder: where results go.
+    """
+    settings = {"model": MODEL, "num_concurrent": AT_ONCE, "max_length": longest, "max_retries": 1, "timeout": 3600}
+    if config.chat:
+        kind, path = "local-chat-completions", "chat/completions"
+    else:
+        kind, path = "local-completions", "completions"
+        settings |= {"tokenizer": tokenizer, "tokenizer_backend": "huggingface"}
+    settings["base_url"] = f"{url}/{path}"
+    command = [config.python, "-m", "lm_eval", "--model", kind, "--tasks", ",".join(config.tasks)]
+    command += ["--model_args", ",".join(f"{name}={value}" for name, value in settings.items())]
+    command += ["--output_path", str(folder), *(["--apply_chat_template"] if config.chat else [])]
+    return command + _options(config, include_path=config.include)
+
+
+def lm_eval_results(folder: Path) -> dict[str, float]:
+    """The metrics of lm-eval, by task and name.
+
+    Args:
+        folder: where results are.
+
+    Raises:
+        InputError: there are none.
+    """
+    found: dict[str, float] = {}
+    for task, metrics in _newest(folder, "results_*.json")["results"].items():
+        for name, value in metrics.items():
+            metric, _, rule = name.partition(",")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and metric != "sample_len" and not metric.endswith("_stderr"):
+                found[f"{task}/{metric}{'' if rule in ('', 'none') else f'_{rule}'}"] = float(value)
+    return found
+
+
+def inspect_command(config: InspectConfig, url: str, folder: Path) -> list[str]:
+    """The command of inspect-ai.
+
+    Args:
+        config: what is evaluated.
+        url: the endpoint's URL.
+        folder: where results go.
+    """
+    command = [
+        config.python,
+        "-m",
+        "inspect_ai",
+        "eval",
+        *map(_relative, config.tasks),
+        "--model",
+        f"openai-api/run/{MODEL}",
+    ]
+    command += ["--model-base-url", url, "--log-dir", str(folder), "--log-format", "json", "--display", "plain"]
+    return [*command, "--max-connections", str(AT_ONCE), *_options(config)]
+
+
+def inspect_results(folder: Path) -> dict[str, float]:
+    """The metrics of inspect-ai, by task, score and name.
+
+    Args:
+        folder: where results are.
+
+    Raises:
+        InputError: there are none, or a task did not come to its end.
+    """
+    found: dict[str, float] = {}
+    logs = [json.loads(file.read_text()) for file in sorted(folder.rglob("*.json"))]
+    for log in (log for log in logs if "eval" in log):
+        task = str(log["eval"]["task"]).rpartition("/")[2]
+        if log.get("status") != "success":
+            raise InputError(f"{task} ended with {log.get('status')}: {(log.get('error') or {}).get('message', '')}")
+        for score in (log.get("results") or {}).get("scores", []):
+            for name, metric in score["metrics"].items():
+                if name != "stderr":
+                    found[f"{task}/{score['name']}_{name}"] = float(metric["value"])
+    if not found:
+        raise InputError("it wrote no results")
+    return found
+
+
+def _relative(task: str) -> str:
+    """A task whose file, if it has one, begins here: inspect-ai takes no other path."""
+    return os.path.relpath(task) if os.path.isabs(task) else task
+
+
+def _options(config: LmEvalConfig | InspectConfig, **more: Any) -> list[str]:
+    given = {"limit": config.limit, **more, **config.options}
+    return [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
+
+
+def _newest(folder: Path, pattern: str) -> dict[str, Any]:
+    files = sorted(folder.rglob(pattern), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise InputError("it wrote no results")
+    found: dict[str, Any] = json.loads(files[-1].read_text())
+    return found

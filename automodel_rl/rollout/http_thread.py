@@ -1,0 +1,113 @@
+"""An HTTP server in a thread of its own, with an event loop."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from automodel_rl.errors import InputError
+
+MOST_BYTES = 2**25
+"""Largest body of a request."""
+
+KEEP_ALIVE_SECONDS = 600
+"""How long an idle connection stays open. Clients that find one closed ask again."""
+
+
+class HttpThread:
+    """A server.
+
+    Args:
+        host: the address where it listens, at a free port.
+        routes: what it serves.
+        what: the config's key for the address, for errors.
+
+    Attributes:
+        loop: its event loop.
+        url: its address, without a path.
+
+    Raises:
+        InputError: it cannot listen there.
+    """
+
+    def __init__(self, host: str, routes: Sequence[Route], what: str):
+        self.loop = asyncio.new_event_loop()
+        try:
+            self._listener = socket.create_server((host, 0), backlog=1024)
+        except OSError as error:
+            raise InputError(f"{what}={host}: cannot listen there ({error.strerror})") from None
+        self.url = f"http://{host}:{self._listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            Starlette(routes=list(routes)),
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="endpoint")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+            for task in asyncio.all_tasks(self.loop):  # calls whose clients are gone
+                task.cancel()
+            self.loop.run_until_complete(asyncio.sleep(0))
+        finally:
+            self.loop.close()
+
+
+async def body_of(request: Request) -> bytes:
+    """The body of a request.
+
+    Raises:
+        InputError: it is too large.
+    """
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > MOST_BYTES:
+            raise InputError(f"the request is larger than {MOST_BYTES} bytes: send less")
+    return bytes(data)
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """A body as an object.
+
+    Raises:
+        InputError: it is no JSON, or no object.
+    """
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise InputError(f"the request is no JSON ({error})") from None
+    if not isinstance(body, dict):
+        raise InputError(f"the request is {body!r:.80}: send an object")
+    return body
+
+
+def refusal(status: int, text: str, code: str) -> Response:
+    """An error, as both OpenAI's and Anthropic's clients read it, and do not ask again."""
+    error = {"message": text, "type": "invalid_request_error", "code": code, "param": None}
+    return JSONResponse({"type": "error", "error": error}, status, {"x-should-retry": "false"})
+
+
+def described(name: str) -> dict[str, Any]:
+    """A model, as a list of models has it."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "local"}

@@ -1,0 +1,74 @@
+"""Evaluations by harnesses in a run: what they get of the model is what the model computes, on its own generators."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from automodel_rl.errors import InputError
+from tests.distributed.trainers.runs import Settings, metrics_of, settings_of, train
+from tests.rank_pool import RankPool
+
+STAND_INS = Path(__file__).parents[2] / "harness_stand_ins"
+
+IDS = [[5, 6, 7, 8, 9], [20, 30, 4], [7, 7]]
+
+
+def values(workspace: Path, output: Path, **changes: Any) -> Settings:
+    return settings_of("grpo", workspace, output, length={"steps": 2, "validate_every": 1}, **changes)
+
+
+def train_with_stand_ins(settings: Settings) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(STAND_INS))
+        train(settings)
+
+
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"dp_shard": 2}], ids=str)
+def test_evaluations_measure_the_model_that_generators_have(
+    ranks: RankPool, workspace: Path, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    lm_eval = {"tasks": ["sums"], "python": sys.executable, "options": {"ids": str(IDS).replace(" ", "")}}
+    validation = {"lm_eval": lm_eval, "inspect": {"tasks": ["chat"], "python": sys.executable}}
+    settings = values(workspace, tmp_path / "run", parallel=parallel, validation=validation)
+    settings["data"]["validation"] *= 2
+    ranks(2).run(train_with_stand_ins, settings)
+    first, *_, last = [row for row in metrics_of(tmp_path / "run") if "val/sums/sum" in row]
+    for row, folder in ((first, workspace / "model"), (last, tmp_path / "run" / "final")):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        logits = [model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for ids in IDS]
+        own = [of.gather(1, torch.tensor(ids[1:])[:, None]).sum().item() for of, ids in zip(logits, IDS, strict=True)]
+        greedy = [of.argmax(1).tolist() == ids[1:] for of, ids in zip(logits, IDS, strict=True)]
+        assert row["val/sums/sum"] == pytest.approx(sum(own), abs=1e-5)
+        assert row["val/sums/acc_strict"] == pytest.approx(sum(greedy) / 3)
+        assert "val/sums/sum_stderr" not in row
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": "1 + 2 is"}], add_generation_prompt=True)
+        written = model.generate(torch.tensor([ids["input_ids"]]), max_new_tokens=4, do_sample=False)
+        text = tokenizer.decode(written[0, len(ids["input_ids"]) :], skip_special_tokens=True)
+        assert row["val/chat/length_mean"] == len(text)
+    assert first["val/held_out_0/reward_mean"] == first["val/held_out_1/reward_mean"] == first["val/reward_mean"]
+
+
+def test_a_harness_that_fails_costs_its_metrics_alone(
+    ranks: RankPool, workspace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lm_eval = {"tasks": ["broken"], "python": sys.executable}
+    ranks(1).run(train_with_stand_ins, values(workspace, tmp_path / "run", validation={"lm_eval": lm_eval}))
+    assert all("val/reward_mean" in row for row in metrics_of(tmp_path / "run") if row["step"])
+    assert "no such task" in (tmp_path / "run" / "environments" / "lm_eval.log").read_text()
+
+
+def refused(settings: Settings) -> str:
+    with pytest.raises(InputError) as error:
+        train(settings)
+    return str(error.value)
+
+
+def test_a_harness_that_is_not_there_is_refused_at_the_start(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    lm_eval = {"tasks": ["sums"], "python": sys.executable}
+    (text,) = ranks(1).run(refused, values(workspace, tmp_path / "run", validation={"lm_eval": lm_eval}))
+    assert "has no lm_eval (ModuleNotFoundError: No module named 'lm_eval'): install it there" in text
