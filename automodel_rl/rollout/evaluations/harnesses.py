@@ -63,16 +63,9 @@ def inspect_command(config: InspectConfig, url: str, folder: Path) -> list[str]:
         url: the endpoint's URL.
         folder: where results go.
     """
-    command = [
-        config.python,
-        "-m",
-        "inspect_ai",
-        "eval",
-        *map(_relative, config.tasks),
-        "--model",
-        f"openai-api/run/{MODEL}",
-    ]
-    command += ["--model-base-url", url, "--log-dir", str(folder), "--log-format", "json", "--display", "plain"]
+    command = [config.python, "-m", "inspect_ai", "eval", *map(_relative, config.tasks)]
+    command += ["--model", f"openai-api/run/{MODEL}", "--model-base-url", url]
+    command += ["--log-dir", str(folder), "--log-format", "json", "--display", "plain"]
     return [*command, "--max-connections", str(AT_ONCE), *_options(config)]
 
 

@@ -50,7 +50,11 @@ def test_evaluations_measure_the_model_that_generators_have(
         written = model.generate(torch.tensor([ids["input_ids"]]), max_new_tokens=4, do_sample=False)
         text = tokenizer.decode(written[0, len(ids["input_ids"]) :], skip_special_tokens=True)
         assert row["val/chat/length_mean"] == len(text)
-    assert first["val/held_out_0/reward_mean"] == first["val/held_out_1/reward_mean"] == first["val/reward_mean"]
+    assert (
+        first["val/held_out_prompts_0/reward_mean"]
+        == first["val/held_out_prompts_1/reward_mean"]
+        == first["val/reward_mean"]
+    )
 
 
 def test_a_harness_that_fails_costs_its_metrics_alone(
