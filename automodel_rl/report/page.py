@@ -52,6 +52,11 @@ def plotly() -> str:
     return (files("plotly") / "package_data" / "plotly.min.js").read_text()
 
 
+def stylesheet() -> str:
+    """The style of the page, for other pages, too."""
+    return _static("page.css")
+
+
 @cache
 def _static(name: str) -> str:
     return (files("automodel_rl.report") / "static" / name).read_text()

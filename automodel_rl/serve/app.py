@@ -2,7 +2,6 @@
 
 import asyncio
 import hmac
-import html
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from automodel_rl.errors import InputError, innermost
 from automodel_rl.rollout.openai_answers import OpenAIAnswers, completion_events
 from automodel_rl.serve import requests
 from automodel_rl.serve.openai import Completions
+from automodel_rl.serve.page import page, state_of
 from automodel_rl.serve.results import Result
 from automodel_rl.serve.saved_weights import UnwritableError
 from automodel_rl.serve.service import Service
@@ -65,6 +65,7 @@ class _Routes:
     def __init__(self, service: Service, config: ServeConfig, key: str):
         self.service, self.config, self.key = service, config, key.encode()
         self.most_bytes = int(config.limits.body_mib * 2**20)
+        self.completions = Completions(service, config)
 
     def all(self) -> list[Route]:
         service = self.service
@@ -107,11 +108,12 @@ class _Routes:
             self._route("training_runs/{run}/checkpoints/{kind}/{name}", "DELETE", self._asked(self._delete)),
             self._route("training_runs/{run}/checkpoints/{kind}/{name}/ttl", "PUT", self._set_ttl),
             Route("/", self._page, methods=["GET"]),
+            Route("/state", self._state, methods=["GET"]),
         ]
         return [*routes, *self._of_openai(), *(self._route("{path:path}", None, _not_served, base) for base in BASES)]
 
     def _of_openai(self) -> list[Route]:
-        completions = Completions(self.service, self.config)
+        completions = self.completions
 
         async def models(request: Request) -> Response:
             return JSONResponse(completions.models)
@@ -236,7 +238,15 @@ class _Routes:
     async def _page(self, request: Request) -> Response:
         if not hmac.compare_digest(request.query_params.get("key", "").encode(), self.key):
             return HTMLResponse("<p>Open this page with ?key=KEY, as the server printed it.</p>", 401)
-        return HTMLResponse(page(self.service))
+        return HTMLResponse(page())
+
+    async def _state(self, request: Request) -> Response:
+        if not hmac.compare_digest(request.query_params.get("key", "").encode(), self.key):
+            return _error(401, "the key is missing or wrong")
+        tokenizer = None
+        if self.service.history.samples:
+            tokenizer = (await _opened(self.completions)).tokenizer
+        return JSONResponse(state_of(self.service, tokenizer))
 
 
 async def _opened(completions: Completions) -> OpenAIAnswers:
@@ -290,27 +300,3 @@ def line_of(error: ValidationError) -> str:
 
 def _error(status: int, text: str) -> Response:
     return JSONResponse({"detail": text, "error": {"message": text}}, status)  # as each of the two APIs has it
-
-
-def page(service: Service) -> str:
-    """The server's state as a page, which loads itself again."""
-    rows = [
-        (name, run.shape.rank, run.next - 1, len(run.waiting), run.lost or "goes on")
-        for name, run in service.runs.items()
-    ]
-    head = ("run", "rank", "requests", "waiting", "state")
-    table = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in [head, *rows]
-    )
-    numbers = (
-        f"{len(service.sessions)} sessions, {len(service.samplers.table)} samplers, {len(service.saved)} saved weights "
-        f"({service.saved.num_bytes / 2**20:.1f} MiB), {service.ranks.num_waiting} jobs wait, "
-        f"{service.ranks.num_joint} passes were of several runs, "
-        f"{service.throughput.total:,} tokens in forward and backward, {service.throughput.per_second:,.0f} a second "
-        f"in the last minute, rank 0 has used {service.ranks.peak_bytes / 2**30:.2f} GiB"
-    )
-    return (
-        "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=2><title>automodel-rl serve</title>"
-        "<style>body{font:15px system-ui;margin:2rem}td{padding:.2rem 1rem .2rem 0}</style>"
-        f"<h1>{html.escape(service.config.base_name)}</h1><p>{numbers}</p><table>{table}</table>"
-    )

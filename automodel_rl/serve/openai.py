@@ -102,13 +102,15 @@ class Completions:
             jobs = [dataclasses.replace(job, num_samples=0) for job in jobs]
         self._num_waiting += 1
         try:
-            return await asyncio.wrap_future(self.service.ranks.submit(self.service.samplers.job(weights, jobs)))
+            found = await asyncio.wrap_future(self.service.ranks.submit(self.service.samplers.job(weights, jobs)))
         except RefusedError as error:
             raise InputError(str(error)) from None
         except RanksLostError:
             raise BusyError("the ranks ended while they sampled, and are started again: ask again") from None
         finally:
             self._num_waiting -= 1
+        self.service.history.add_samples(body.model, jobs, found)
+        return found
 
     def _weights(self, name: str) -> Weights:
         if name == self.config.base_name:

@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class RefusedError(Exception):
 class _Order:
     job: ServiceJob
     result: Future
+    since: float = field(default_factory=time.monotonic)
 
     def settle(self, answer: Any) -> None:
         """Gives the answer, or raises it if it is an error, unless nobody waits for it any more."""
@@ -74,6 +75,7 @@ class Ranks:
         self._listener = Listener(address, "AF_UNIX")
         os.environ[ADDRESS_VARIABLE], os.environ[KEY_VARIABLE] = address, self._key.hex()
         self._orders: deque[_Order] = deque()
+        self._running: list[_Order] = []
         self._came = threading.Condition()
         self._admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         for work in (self._accept, self._serve):
@@ -83,6 +85,14 @@ class Ranks:
     def num_waiting(self) -> int:
         """Number of jobs that wait."""
         return len(self._orders)
+
+    @property
+    def orders(self) -> list[tuple[ServiceJob, float, bool]]:
+        """The jobs that run and those that wait: each with the seconds since it came, and whether it runs."""
+        now = time.monotonic()
+        with self._came:
+            both = [(order, True) for order in self._running] + [(order, False) for order in self._orders]
+        return [(order.job, now - order.since, runs) for order, runs in both]
 
     def submit(self, job: ServiceJob) -> Future:
         """Adds a job to the end of the queue.
@@ -119,7 +129,7 @@ class Ranks:
     def _serve(self) -> None:
         while True:
             connection = self._admitted.get()
-            running: list[_Order] = []
+            running = self._running = []
             try:
                 self._run(connection, running)
             except (EOFError, OSError):

@@ -56,7 +56,12 @@ class Samplers:
         if not self.service.results.repeats(request, digest):
             prompt = checks.prompt_of(body, self.config, self.service.ranks.vocab_size)
             self.service.check_room()
-            self.service.start(request, digest, None, self.job(weights, [prompt]), lambda a: write_samples(a[0]))
+
+            def done(answers: Any) -> Any:
+                self.service.history.add_samples(body.sampling_session_id, [prompt], answers)
+                return write_samples(answers[0])
+
+            self.service.start(request, digest, None, self.job(weights, [prompt]), done)
         return {"request_id": request, "sample_sequence_ids": names}
 
     def job(self, weights: Weights, prompts: list[SamplePrompt]) -> ServiceJob:

@@ -121,6 +121,7 @@ class Server:
         while True:
             await asyncio.sleep(TIDY_SECONDS)
             try:
+                self.service.look(TIDY_SECONDS)
                 self.service.tidy()
             except Exception as error:  # the next time may do better
                 print(f"warning: {innermost(error)}", file=sys.stderr, flush=True)

@@ -11,9 +11,11 @@ from typing import Any
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.serve import checks
+from automodel_rl.serve.history import ServiceHistory
 from automodel_rl.serve.lists import Lists
 from automodel_rl.serve.messages import (
     CreateRun,
+    Datum,
     Forget,
     Keep,
     Load,
@@ -63,7 +65,7 @@ class Service:
         self.runs: dict[str, ServedRun] = {}
         self.samplers, self.lists = Samplers(self), Lists(self)
         self.is_stopping = False
-        self.throughput = Throughput()
+        self.throughput, self.history, self._sampled = Throughput(), ServiceHistory(), 0
         self._tasks: set[asyncio.Task] = set()
 
     # Sessions
@@ -84,6 +86,12 @@ class Service:
         self.session(session)
         self._end_session(session)
         return {}
+
+    def look(self, seconds: float) -> None:
+        """Notes how the server is, so many seconds after it did so last."""
+        sampled, self._sampled = self.history.num_sampled - self._sampled, self.history.num_sampled
+        ranks = self.ranks
+        self.history.look(ranks.num_waiting, self.throughput.per_second, sampled / seconds, ranks.peak_bytes)
 
     def tidy(self) -> None:
         """Ends sessions without a sign of life, fails requests whose turn cannot come, and lets old results go."""
@@ -111,6 +119,8 @@ class Service:
         self.sessions.pop(session, None)
         runs = [name for name, run in self.runs.items() if run.session == session]
         gone = [self.runs.pop(name) for name in runs]
+        for name in runs:
+            self.history.runs.pop(name, None)
         for run in gone:
             run.lost = "the session of this run has ended"
             for start in run.waiting.values():
@@ -152,10 +162,13 @@ class Service:
             data = checks.for_loss([read_datum(datum) for datum in message.data], loss)
             checks.check_data(data, loss, self.config, self.ranks.vocab_size)
             shape = self.runs[message.model_id].shape
-            return RunPass(message.model_id, loss, settings, data, message.forward_only, shape), done
+            job = RunPass(message.model_id, loss, settings, data, message.forward_only, shape)
+            return job, lambda answer: done(answer, data)
 
-        def done(answer: Any) -> Result:
+        def done(answer: Any, data: list[Datum]) -> Result:
             self.throughput.add(sum(map(len, answer.logprobs)))
+            if not message.forward_only:
+                self.history.of_run(message.model_id).add_pass(answer.loss, data)
             return write_output(answer.logprobs, {"loss:sum": answer.loss})
 
         checks.check_numbers(message)
@@ -166,7 +179,12 @@ class Service:
         def work() -> Work:
             if body.adam_params is None:
                 raise InputError("optim_step needs adam_params: AdamW is the optimizer that is served")
-            return RunOptimizerStep(body.model_id, body.adam_params.settings), lambda metrics: {"metrics": metrics}
+
+            def done(metrics: Any) -> Result:
+                self.history.of_run(str(body.model_id)).add_step()
+                return {"metrics": metrics}
+
+            return RunOptimizerStep(body.model_id, body.adam_params.settings), done
 
         return self._turn(body.model_id, body.seq_id, digest_of("optim_step", body), work)
 

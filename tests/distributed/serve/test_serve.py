@@ -1,8 +1,8 @@
 """The service with its real client: one step of every loss, several clients, sampling, and what survives a kill."""
 
+import json
 import math
 import os
-import re
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -185,10 +185,9 @@ def test_clients_that_wait_meet_in_one_pass_and_get_what_they_get_alone(service:
 
 def num_joint(service: Service) -> int:
     """Passes of several runs, as the page says."""
-    with urllib.request.urlopen(f"{service.url}/?key={service.key}") as page:
-        found = re.search(r"(\d+) passes were of several runs", page.read().decode())
-    assert found is not None
-    return int(found[1])
+    with urllib.request.urlopen(f"{service.url}/state?key={service.key}") as state:
+        found: int = json.load(state)["numbers"]["passes of several runs"]
+    return found
 
 
 def test_a_sampler_keeps_its_weights_and_its_log_probabilities_are_those_of_training(service: Service) -> None:

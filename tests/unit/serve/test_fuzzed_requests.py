@@ -38,6 +38,7 @@ class Answering:
 
     def __init__(self) -> None:
         self.jobs: list[ServiceJob] = []
+        self.orders: list[Any] = []
 
     def submit(self, job: ServiceJob) -> Future:
         self.jobs.append(job)
@@ -508,10 +509,19 @@ def in_loop(work: Callable[[], None]) -> Callable[[], Any]:
     return call
 
 
-def test_the_page_needs_the_key(client: TestClient) -> None:
+def test_the_page_and_what_it_shows_need_the_key(client: TestClient) -> None:
     with client:
-        assert client.get("/").status_code == 401
-        assert "<h1>base</h1>" in client.get("/", params={"key": KEY}).text
-        GoodClient(client).step()
-        page = client.get("/", params={"key": KEY}).text
-        assert "3 tokens in forward and backward, 0 a second in the last minute, rank 0 has used 0.00 GiB" in page
+        assert client.get("/").status_code == client.get("/state").status_code == 401
+        assert "<title>automodel_rl serve</title>" in client.get("/", params={"key": KEY}).text
+        good = GoodClient(client)
+        good.step()
+        service = service_of(client)
+        client.portal.call(in_loop(lambda: service.look(5.0)))  # type: ignore[union-attr]
+        state = client.get("/state", params={"key": KEY}).json()
+    assert state["model"] == "base"
+    assert (state["numbers"]["tokens trained"], state["numbers"]["jobs that wait"]) == (3, 0)
+    (run,) = state["runs"]
+    assert (run["name"], run["rank"], run["steps"], run["state"]) == (good.run, 4, 1, "goes on")
+    assert run["curve"] == {"step": [1], "loss": [pytest.approx(1 / 3)], "advantage": [None]}
+    assert [len(values) for values in state["looks"].values()] == [1] * 5
+    assert state["orders"] == state["samples"] == []
