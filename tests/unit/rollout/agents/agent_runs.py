@@ -18,8 +18,9 @@ LONGEST = 60.0
 def agent_rollouts(
     crew: LocalCrew, template: ChatTemplate, folder: Path, agent: str, reward: str = "environment", **options: Any
 ) -> Rollouts:
-    """Rollouts of an agent of `tests.odd_agents`."""
-    given = {"prompts": 2, "agent": f"tests.odd_agents:{agent}", "retries": 1, "episode_seconds": LONGEST, **options}
+    """Rollouts of an agent: one of `tests.odd_agents`, or an import path."""
+    path = agent if ":" in agent else f"tests.odd_agents:{agent}"
+    given = {"prompts": 2, "agent": path, "retries": 1, "episode_seconds": LONGEST, **options}
     rollout = RolloutConfig.model_validate(given)
     config: Any = SimpleNamespace(
         seed=0,
