@@ -77,6 +77,8 @@ LONGER: dict[str, Sequence[str]] = {
     "distributed/tools/test_verify.py::test_planted_bugs_of_modules_show_where_they_strike": ("off by one",),
     "distributed/tools/test_verify.py::test_sound_layouts_are_equal": ("gemma2",),
     "distributed/tools/test_verify.py::test_modules_of_a_config_get_a_verdict": ALL,
+    # Clients that pip installs; their requests are replayed in each commit.
+    "unit/rollout/agents/test_real_clients.py::test_a_real_client_trains_what_was_sampled": ALL,
     # Whole runs, where another run of each commit goes the same way.
     "distributed/trainers/test_real_vllm.py::test_a_run_that_stops_and_loses_its_vllm_goes_on_to_the_same_losses": ALL,
     "distributed/trainers/test_real_vllm.py::"

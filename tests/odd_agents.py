@@ -196,3 +196,11 @@ def impatient(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
     return float(
         len(client.chat.completions.create(model=endpoint.model, messages=messages).choices[0].message.content)
     )
+
+
+def command(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
+    """A program of the command line, which finds the endpoint by itself."""
+    done = subprocess.run(example["command"], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode or "done" not in done.stdout:
+        raise RuntimeError(done.stderr[-150:])
+    return 1.0

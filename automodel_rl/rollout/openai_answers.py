@@ -24,7 +24,7 @@ NOTHING = SampledSequence([], [], "length")
 """What is sampled where a request asks for no token."""
 
 
-class Sample(Protocol):
+class SampleFunction(Protocol):
     """Samples for a request."""
 
     async def __call__(
@@ -60,7 +60,7 @@ class OpenAIAnswers:
         sample: samples for a request.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], sample: Sample):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], sample: SampleFunction):
         self.tokenizer, self.ends, self._sample = tokenizer, ends, sample
 
     async def complete(self, body: CompletionRequest) -> dict[str, Any]:

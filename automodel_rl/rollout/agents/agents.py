@@ -88,6 +88,7 @@ class Agents:
             rollout.max_staleness,
         )
         self.notes: dict[str, str] = {}
+        self._overridden: dict[str, object] = {}
         self._room = threading.Semaphore(rollout.max_episodes * config.world_size)
         self._runner: AgentRunner
         if rollout.verifiers is not None:
@@ -168,8 +169,9 @@ class Agents:
     def _end(self, episode: AgentEpisode, result: AgentResult, error: str) -> None:
         self._endpoint.forget(episode)
         episode.finish(result, self.failed, error, needs_reward=self.needs_reward)
-        if episode.overridden:
-            asked = ", ".join(f"{name}={value}" for name, value in sorted(episode.overridden.items()))
+        self._overridden |= episode.overridden
+        if self._overridden:
+            asked = ", ".join(f"{name}={value}" for name, value in sorted(self._overridden.items()))
             self.notes["overridden"] = (
                 f"agents ask for {asked}: the run decides how turns are sampled, and the model whether it calls a tool"
             )

@@ -29,7 +29,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 @dataclass(eq=False)
-class Asked:
+class AskedPrompts:
     """Prompts of a request, which the program's thread answers.
 
     Attributes:
@@ -57,7 +57,7 @@ class EvaluationEndpoint:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: set[int], longest: int, seed: int):
         self.longest, self.seed, self.vocab_size = longest, seed, len(tokenizer)
-        self.asked: queue.SimpleQueue[Asked] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[AskedPrompts] = queue.SimpleQueue()
         self._answers = OpenAIAnswers(tokenizer, ends, self._sample)
         routes = [
             Route("/v1/completions", self._served(CompletionRequest, self._complete), methods=["POST"]),
@@ -126,7 +126,7 @@ class EvaluationEndpoint:
             seed = self.seed if body.seed is None else body.seed
             num_samples = 0 if max_tokens == 0 else body.n
             made.append(SamplePrompt(tokens, num_samples, seed + place, sampling, with_logprobs, num_top))
-        asked = Asked(made)
+        asked = AskedPrompts(made)
         self.asked.put(asked)
         found = await asyncio.wrap_future(asked.answers)
         sampled = [answer for answer in found if isinstance(answer, Sampled)]

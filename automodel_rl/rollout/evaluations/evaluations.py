@@ -15,7 +15,7 @@ from automodel_rl.config.validation import InspectConfig, LmEvalConfig, Validati
 from automodel_rl.errors import InputError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.policy.policy import Policy
-from automodel_rl.rollout.evaluations.endpoint import Asked, EvaluationEndpoint
+from automodel_rl.rollout.evaluations.endpoint import AskedPrompts, EvaluationEndpoint
 from automodel_rl.rollout.evaluations.harnesses import (
     inspect_command,
     inspect_results,
@@ -134,7 +134,7 @@ class Evaluations:
                         asked.append(endpoint.asked.get(timeout=PAUSE_SECONDS))
                 self._sample(asked)
 
-    def _sample(self, asked: list[Asked]) -> None:
+    def _sample(self, asked: list[AskedPrompts]) -> None:
         prompts = [prompt for one in asked for prompt in one.prompts]
         try:
             answers = iter(self.sampler.answer(prompts, lambda: None))

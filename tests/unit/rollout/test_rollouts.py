@@ -32,7 +32,7 @@ def rollouts_of(crew: LocalCrew, *, replay: bool = False, on_missing: str = "liv
                 "retries": 1,
                 "max_staleness": 0,
                 "has_turns": False,
-                "agent": None,
+                "has_agent": False,
             }
             | options
         )

@@ -17,15 +17,12 @@ from tests.unit.rollout.agents.agent_runs import agent_rollouts, prompts
 from tests.unit.rollout.agents.scripted import Message, Script, said, user
 from tests.unit.rollout.agents.test_clients import calling
 
-FOLDER = Path(__file__).parents[4] / "configs" / "agents"
-
 Run = Callable[..., Rollout]
 
 
 @pytest.fixture
 def run_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Runs one episode of a recipe's agent, given the turns that the model writes."""
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER))
     ends: list[Callable[[], None]] = []
 
     def run(agent: str, turns: Sequence[Message], question: str, **example: Any) -> Rollout:
@@ -56,7 +53,7 @@ def test_a_coding_agent_shows_the_model_what_its_tests_print(run_agent: Run) -> 
         pytest.skip("needs user namespaces")
     wrong, right = (said(f"```python\ndef double(x):\n    return x * {n}\n```") for n in (3, 2))
     tests = ["assert double(0) == 0", "assert double(3) == 6"]
-    rollout = run_agent("coding_agent:solve", [wrong, right], "Write double.", tests=tests)
+    rollout = run_agent("configs.agents.coding_agent:solve", [wrong, right], "Write double.", tests=tests)
     assert rollout.score.total == pytest.approx(0.9)
     conversation = rollout.completion.conversation
     assert conversation is not None
@@ -76,7 +73,7 @@ def test_a_task_in_a_folder_is_scored_by_its_tests(run_agent: Run, tmp_path: Pat
         (task / name).parent.mkdir(parents=True, exist_ok=True)
         (task / name).write_text(text)
     turns = [calling("bash", command="cat notes"), calling("bash", command=command), said("Done.")]
-    rollout = run_agent("terminal_agent:solve", turns, "Begin.", task=str(task))
+    rollout = run_agent("configs.agents.terminal_agent:solve", turns, "Begin.", task=str(task))
     conversation = rollout.completion.conversation
     assert conversation is not None
     assert rollout.score.total == reward
