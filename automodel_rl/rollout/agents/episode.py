@@ -19,7 +19,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion, Conversation
 from automodel_rl.rollout.agents.codecs import ChatCodecs, answer_of
-from automodel_rl.rollout.agents.history import History, Opening
+from automodel_rl.rollout.agents.history import History, Opening, digest_of
 from automodel_rl.rollout.agents.protocol import MODEL, AgentResult
 from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, MALFORMED, SECONDS, TURNS
 from automodel_rl.rollout.seeds import turn_seed
@@ -172,6 +172,7 @@ class AgentEpisode:
         task = self._answers.get(identity) if is_retry else None
         if task is None:
             task = asyncio.ensure_future(self._answer(call))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # a client may be gone
             self._answers[identity] = task
             while len(self._answers) > MOST_REPLAYS:
                 self._answers.popitem(last=False)
@@ -226,7 +227,7 @@ class AgentEpisode:
         return len(codec.opening(call.messages))
 
     async def _sampled(self, opening: Opening, max_tokens: int, stop: tuple[str, ...]) -> Completion:
-        digest = hashlib.sha256(repr(opening.prompt).encode()).digest()
+        digest = digest_of(opening.prompt)
         seed = turn_seed(self.first.seed, opening.prompt, self._asked[digest])
         self._asked[digest] += 1
         sampling = self.first.sampling
@@ -265,7 +266,10 @@ class AgentEpisode:
         """
         self.is_over = True
         with self._lock:
-            self.waiting.clear()
+            left, self.waiting = self.waiting, {}
+        for call in left.values():  # of an agent that did not wait for its answers
+            if not call.future.done():
+                call.future.set_exception(NoMoreCallsError("the episode of this key is over"))
         turns, reward = self.history.turns, result.reward
         if error and failed is not None:
             reward = failed

@@ -172,7 +172,7 @@ class History:
             turn: the turn as it was read.
             answer: what the agent gets.
         """
-        parent, digest, kind, reason = opening.parent, _digest_of(opening.prompt), opening.kind, opening.reason
+        parent, digest, kind, reason = opening.parent, digest_of(opening.prompt), opening.kind, opening.reason
         if parent is not None and parent.children:  # others may have followed it while this one was written
             kind, reason = "sibling", "one history went on in two ways"
         if kind != "first" and any(one.digest == digest for one in self.turns):
@@ -195,15 +195,6 @@ class History:
         if parent is not None:
             parent.children.append(new)
         return new
-
-    def num_alike(self, prompt: Sequence[int]) -> int:
-        """Number of turns with this prompt.
-
-        Args:
-            prompt: the tokens before a turn.
-        """
-        digest = _digest_of(prompt)
-        return sum(turn.digest == digest for turn in self.turns)
 
     @property
     def leaves(self) -> list[SampledTurn]:
@@ -283,8 +274,12 @@ class History:
         return Opening(None, [*messages], prompt, prompt, kind, reason)
 
 
-def _digest_of(prompt: Sequence[int]) -> bytes:
-    """Tells apart prompts."""
+def digest_of(prompt: Sequence[int]) -> bytes:
+    """Tells apart prompts.
+
+    Args:
+        prompt: token ids.
+    """
     return hashlib.sha256(np.asarray(prompt, dtype=np.int64).tobytes()).digest()
 
 
