@@ -204,3 +204,23 @@ def command(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
     if done.returncode or "done" not in done.stdout:
         raise RuntimeError(done.stderr[-150:])
     return 1.0
+
+
+def odd_requests(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
+    """Requests that would break a generator. Returns how many were refused."""
+    messages = [user(example["question"])]
+    bodies = [
+        *({"messages": messages, "stop": stop} for stop in ([5], [""], "", {"a": 1}, ["x"] * 99)),
+        *({"messages": messages, "max_tokens": most} for most in (0, -5, 1.5, "7", True)),
+    ]
+    answers = [post(endpoint, body) for body in bodies]
+    answers += [post(endpoint, {"input": "a", "max_output_tokens": most}, "responses") for most in (50.5, -5)]
+    answers += [post(endpoint, {"messages": messages, "max_tokens": 5, "stop_sequences": [5]}, "messages")]
+    ask(endpoint, messages, logprobs=False)
+    return float(sum(answer.get("status") == 400 for answer in answers))
+
+
+def stopping(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
+    """Asks for turns that end with a text. The generator of the tests goes on behind it."""
+    found = post(endpoint, {"messages": [user(example["question"])], "stop": ["hello"]})
+    raise RuntimeError(str(found))

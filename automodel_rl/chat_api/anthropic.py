@@ -6,7 +6,7 @@ from typing import Any
 
 from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, Message, event
 from automodel_rl.chat_api.messages import call_of, checked_tools, text_of
-from automodel_rl.chat_api.refusals import check_keys, overridden
+from automodel_rl.chat_api.refusals import check_keys, most_tokens, overridden, stop_texts
 from automodel_rl.errors import InputError
 
 READ = ("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking")
@@ -27,19 +27,21 @@ def read(body: dict[str, Any], *, counts_only: bool = False) -> ChatCall:
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise InputError("messages: must be a list of messages: send at least one")
-    most = body.get("max_tokens")
-    if not counts_only and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise InputError(f"max_tokens: is {most!r}: send the most tokens of the answer")
+    most = most_tokens(body, "max_tokens")
+    if most is None and not counts_only:
+        raise InputError("max_tokens: is missing: send the most tokens of the answer")
     system = text_of(body.get("system"), "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for place, message in enumerate(given):
         messages += _messages(message, f"messages.{place}")
+    if messages[-1]["role"] == "assistant":
+        raise InputError("messages: end with one of the assistant, which is not gone on with: end with one of the user")
     thinking = body.get("thinking")
     return ChatCall(
         messages,
         checked_tools([_as_function(tool) for tool in body.get("tools") or []]),
         most,
-        tuple(body.get("stop_sequences") or ()),
+        stop_texts(body, "stop_sequences"),
         bool(body.get("stream")),
         with_thoughts=isinstance(thinking, dict) and thinking.get("type") != "disabled",
         overridden=overridden(body),

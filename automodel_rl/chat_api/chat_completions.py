@@ -5,8 +5,7 @@ from typing import Any
 
 from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, event
 from automodel_rl.chat_api.messages import checked_messages, checked_tools
-from automodel_rl.chat_api.refusals import check_keys, overridden
-from automodel_rl.errors import InputError
+from automodel_rl.chat_api.refusals import check_keys, most_tokens, overridden, stop_texts
 
 READ = ("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options")
 """Keys that are read."""
@@ -22,15 +21,11 @@ def read(body: Mapping[str, Any]) -> ChatCall:
         InputError: it asks for something that is not served.
     """
     check_keys(body, READ)
-    stop = body.get("stop") or ()
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise InputError(f"max_tokens: is {most!r}: send the most tokens of the answer, or leave it out")
     return ChatCall(
         checked_messages(body.get("messages")),
         checked_tools(body.get("tools")),
-        most,
-        (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+        most_tokens(body, "max_completion_tokens", "max_tokens"),
+        stop_texts(body, "stop"),
         bool(body.get("stream")),
         bool((body.get("stream_options") or {}).get("include_usage")),
         overridden=overridden(body),

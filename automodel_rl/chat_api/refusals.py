@@ -17,6 +17,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
+    "logprobs": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
@@ -90,6 +91,9 @@ IGNORED = frozenset(
 OVERRIDDEN = ("temperature", "top_p", "top_k", "seed")
 """Settings of sampling that a run decides."""
 
+MOST_STOPS = 64
+"""Most texts that end an answer."""
+
 FREE_CHOICES = ("auto", "none", "required", "any")
 """Values of `tool_choice` that name no tool."""
 
@@ -135,6 +139,42 @@ def check_keys(body: Mapping[str, Any], read: Collection[str]) -> None:
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     if kind is not None and kind not in FREE_CHOICES:
         raise InputError("tool_choice: a tool that must be called is not served, for the model's own choice is trained")
+
+
+def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
+    """The most tokens of an answer, by the first of some keys; None if none is there.
+
+    Args:
+        body: the request's JSON.
+        names: the keys.
+
+    Raises:
+        InputError: it is no number of tokens.
+    """
+    name = next((name for name in names if body.get(name) is not None), None)
+    if name is None:
+        return None
+    most = body[name]
+    if not isinstance(most, int) or isinstance(most, bool) or not 0 < most < 2**31:
+        raise InputError(f"{name}: is {most!r:.80}: send the most tokens of the answer")
+    return most
+
+
+def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The texts that end an answer.
+
+    Args:
+        body: the request's JSON.
+        name: the key.
+
+    Raises:
+        InputError: they are no texts, or too many.
+    """
+    given = body.get(name)
+    texts = [given] if isinstance(given, str) else given or []
+    if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(one, str) and one for one in texts):
+        raise InputError(f"{name}: is {given!r:.80}: send a text that is not empty, or at most {MOST_STOPS}")
+    return tuple(texts)
 
 
 def overridden(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, Message, event
 from automodel_rl.chat_api.messages import ROLES, call_of, checked_tools, joined_turns, text_of
-from automodel_rl.chat_api.refusals import check_keys, overridden
+from automodel_rl.chat_api.refusals import check_keys, most_tokens, overridden
 from automodel_rl.errors import InputError
 
 READ = ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "previous_response_id")
@@ -22,7 +22,9 @@ def read(body: dict[str, Any]) -> ChatCall:
     Raises:
         InputError: it asks for something that is not served.
     """
-    check_keys(body, READ)
+    text = body.get("text")
+    plain = {key: value for key, value in text.items() if key != "verbosity"} if isinstance(text, dict) else text
+    check_keys({**body, "text": plain or None}, READ)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -34,7 +36,7 @@ def read(body: dict[str, Any]) -> ChatCall:
     return ChatCall(
         joined_turns(messages),
         checked_tools([_nested(tool) for tool in body.get("tools") or []]),
-        body.get("max_output_tokens"),
+        most_tokens(body, "max_output_tokens"),
         streams=bool(body.get("stream")),
         previous=str(body.get("previous_response_id") or ""),
         overridden=overridden(body),

@@ -264,6 +264,12 @@ class RolloutRunConfig(RunConfig):
         return (1 if self.weight_sync.adapters == "alone" else 2) if generator.sleep == "auto" else generator.sleep
 
     @property
+    def has_stop_texts(self) -> bool:
+        """Whether completions may end with texts: those of the config, of agents or of evaluations."""
+        evaluates = self.validation.lm_eval is not None or self.validation.inspect is not None
+        return bool(self.rollout.stop) or self.rollout.has_agent or evaluates
+
+    @property
     def generator_spec(self) -> GeneratorSpec:
         """The generator that each rank asks for."""
         rollout, data = self.rollout, self.data
@@ -274,7 +280,7 @@ class RolloutRunConfig(RunConfig):
             self.sleep_level,
             self.shares_memory,
             rollout.stop_token_ids,
-            bool(rollout.stop),
+            self.has_stop_texts,
             self.router_replay.enabled,
             (data.min_pixels, data.max_pixels),
             data.chat_template_kwargs,

@@ -190,7 +190,7 @@ class Rollouts:
     @property
     def notes(self) -> dict[str, str]:
         """What users should know of agents, each in a line, by what it is about."""
-        return self.conversations.notes if isinstance(self.conversations, Agents) else {}
+        return dict(self.conversations.notes) if isinstance(self.conversations, Agents) else {}
 
     def numbers_taken(self) -> set[int]:
         """The numbers of the rollouts with routes that were taken since the last call."""

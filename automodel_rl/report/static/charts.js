@@ -45,7 +45,7 @@ const GROUPS = [
     { title: "Tokens that are context again, or left out", keys: ["rollout/context_again", "rollout/left_out_tokens"] },
     { title: "Agents that failed or met a limit", keys: ["rollout/agents_not_done"] },
     { title: "Requests refused, and sent again", keys: ["rollout/refused_calls", "rollout/replays"] },
-    { title: "Time of an agent, seconds", keys: ["rollout/agent_seconds_mean"] },
+    { title: "Time of an agent, seconds", keys: ["rollout/episode_seconds_mean"] },
   ]],
   ["Optimizer", [
     { title: "Learning rate", keys: ["train/lr"] },

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 from automodel_rl.config import RolloutRunConfig
 from automodel_rl.data.template import ChatTemplate
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
 from automodel_rl.launch.background import in_thread
@@ -151,9 +151,12 @@ class Agents:
         episode.begin()
         address = self._endpoint.open(episode, episode.seed)
 
+        end_agent: Callable[[], None] = _nothing
+
         def returned(result: AgentResult, error: str) -> None:
             timer.cancel()
-            self._end(episode, result, error and f"the agent failed: {error}")
+            if not episode.is_over:
+                self._end(episode, result, error and f"the agent failed: {error}")
 
         def end() -> None:
             end_agent()
@@ -163,8 +166,8 @@ class Agents:
         timer = loop.call_later(self.limits.seconds, end)
         try:
             end_agent = self._runner.begin(address, episode.example, returned)
-        except InputError as error:
-            returned(AgentResult(None), str(error))
+        except Exception as error:  # this machine may lack processes, or open files
+            returned(AgentResult(None), f"it could not be started ({innermost(error)})")
 
     def _end(self, episode: AgentEpisode, result: AgentResult, error: str) -> None:
         self._endpoint.forget(episode)
@@ -179,6 +182,10 @@ class Agents:
             self.notes["refused"] = (
                 f"warning: a request of an agent was refused: {episode.refused[0]}; rollout/refused_calls counts them"
             )
+
+
+def _nothing() -> None:
+    """Ends an agent that was not started."""
 
 
 @dataclass

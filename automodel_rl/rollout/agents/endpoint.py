@@ -106,6 +106,8 @@ class Endpoint:
             except InputError as error:
                 episode.refused.append(str(error))
                 raise
+            if not await request.is_disconnected():
+                episode.tell(answer)
             named = ChatAnswer(**{**vars(answer), "model": str(body.get("model") or MODEL)})
             if call.streams:
                 return StreamingResponse(events(named, call), media_type="text/event-stream")

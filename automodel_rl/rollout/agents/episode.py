@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -139,7 +139,8 @@ class AgentEpisode:
         self._limit, self._began, self._has_ended = "", time.monotonic(), False
         self._num_calls, self._num_replays, self._malformed = 0, 0, 0
         self._numbers, self._asked = itertools.count(), Counter[bytes]()
-        self._answers: OrderedDict[bytes, asyncio.Task[ChatAnswer]] = OrderedDict()
+        self._answers: OrderedDict[bytes, list[asyncio.Task[ChatAnswer]]] = OrderedDict()
+        self._told: set[str] = set()
         self._lock, self._news = threading.Lock(), SimpleQueue[Asked | Ended]()
         self.waiting: dict[int, WaitingCall] = {}
 
@@ -169,17 +170,32 @@ class AgentEpisode:
             TooLongError: there is no room for an answer.
             InputError: the call cannot be served.
         """
-        task = self._answers.get(identity) if is_retry else None
-        if task is None:
+        tasks = self._answers.setdefault(identity, [])
+        self._answers.move_to_end(identity)
+        while len(self._answers) > MOST_REPLAYS:
+            self._answers.popitem(last=False)
+        if is_retry and tasks:
+            self._num_replays += 1
+            task = next((one for one in tasks if not self._was_told(one)), tasks[-1])
+        else:
             task = asyncio.ensure_future(self._answer(call))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # a client may be gone
-            self._answers[identity] = task
-            while len(self._answers) > MOST_REPLAYS:
-                self._answers.popitem(last=False)
-        else:
-            self._num_replays += 1
+            tasks.append(task)
         # A client that gives up does not end the turn: it will ask again.
         return await asyncio.shield(task)
+
+    def tell(self, answer: ChatAnswer) -> None:
+        """Notes that the agent got an answer.
+
+        Args:
+            answer: the answer.
+        """
+        self.history.tell(answer.id)
+        self._told.add(answer.id)
+
+    def _was_told(self, task: "asyncio.Task[ChatAnswer]") -> bool:
+        is_answered = task.done() and not task.cancelled() and task.exception() is None
+        return is_answered and task.result().id in self._told
 
     async def _answer(self, call: ChatCall) -> ChatAnswer:
         if self.is_over:
@@ -193,7 +209,7 @@ class AgentEpisode:
         self.overridden |= call.overridden
         tools, codec = self.codecs.of(call.tools)
         opening = (
-            self.history.opening_after(call.previous.removeprefix("resp_"), call.messages, codec)
+            self.history.opening_after(call.previous.removeprefix("resp_"), call.messages, tools, codec)
             if call.previous
             else self.history.opening(call.messages, tools, codec)
         )
@@ -204,16 +220,20 @@ class AgentEpisode:
                 f"{self.limits.sequence_tokens} (rollout.max_prompt_tokens + rollout.max_tokens): send fewer"
             )
         self._num_calls += 1
-        most = min(room, self.limits.turn_tokens, call.max_tokens or room)
+        number, limit = self._num_calls, min(room, self.limits.turn_tokens)
+        most = min(limit, call.max_tokens or limit)
         completion = await self._sampled(opening, most, call.stop)
         if completion.finish == "error":
             raise NoMoreCallsError(f"no generator could write the turn: {completion.error}")
         turn = codec.read(opening.prompt, completion.token_ids)
+        if unseen := _behind_stop(turn.text, call.stop):
+            raise NoMoreCallsError(f"the generator wrote {unseen!r:.40} behind a stop text: use shorter stop texts")
         turn = dataclasses.replace(turn, is_cut=completion.finish == "length")
         num_written = len(completion.token_ids)
         answer = answer_of(turn, name, model, call.stop, len(opening.prompt), num_written)
         if not self.is_over:
-            self.history.add(opening, completion, tools, turn, answer)
+            is_cut = turn.is_cut and most == limit
+            self.history.add(opening, completion, tools, turn, answer, number=number, is_cut=is_cut)
             self._malformed += bool(turn.problem)
         return answer
 
@@ -283,7 +303,7 @@ class AgentEpisode:
         else:
             main, *others = branches
             versions = [turn.completion.versions for turn in turns if turn.completion.versions is not None]
-            is_cut = bool(error or self._limit or self.history.leaves[0].turn.is_cut)
+            is_cut = bool(error or self._limit or self.history.leaves[0].is_cut)
             conversation = self._conversation(error or self._limit or "done", reward or 0.0, result)
             self.completion = Completion(
                 main.token_ids,
@@ -347,6 +367,12 @@ def identity_of(route: str, body: bytes) -> bytes:
         body: its body.
     """
     return hashlib.sha256(route.encode() + b"\0" + body).digest()
+
+
+def _behind_stop(text: str, stop: Sequence[str]) -> str:
+    """What a turn has behind the first of its stop texts. A generator that ends turns there writes nothing more."""
+    ends = [text.find(one) + len(one) for one in stop if one in text]
+    return text[min(ends) :].strip() if ends else ""
 
 
 def _tree(history: History) -> list[dict[str, Any]]:

@@ -72,6 +72,9 @@ class SampledTurn:
         turn: the turn as it was read.
         answer: what the agent got.
         kind, reason: how its call went on, and for a fork why.
+        number: the place of its call among the episode's calls.
+        is_cut: whether a limit of the run cut it off, and not one of the agent's.
+        was_told: whether the agent got it: a client may have given up waiting.
     """
 
     parent: "SampledTurn | None"
@@ -85,6 +88,9 @@ class SampledTurn:
     answer: ChatAnswer
     kind: Kind
     reason: str
+    number: int
+    is_cut: bool
+    was_told: bool = False
     children: "list[SampledTurn]" = field(default_factory=list)
 
     @property
@@ -138,13 +144,14 @@ class History:
             return self._root(messages, codec, reason)
         return self._after(parent, messages[used:], messages, codec, reason)
 
-    def opening_after(self, name: str, messages: Sequence[Message], codec: TurnCodec) -> Opening:
+    def opening_after(self, name: str, messages: Sequence[Message], tools: str, codec: TurnCodec) -> Opening:
         """The tokens for a call that names the answer which its messages follow.
 
         Args:
             name: the answer's id.
             messages: the messages after it.
-            codec: writes messages.
+            tools: the digest of the call's tools.
+            codec: writes messages with these tools.
 
         Raises:
             InputError: the episode has no such answer, or the chat template cannot write the messages.
@@ -160,9 +167,21 @@ class History:
                 rest = known[1:] if own.role == "system" else known
                 return self._root([new[0], *rest, *new[1:]], codec, "the system text changed")
             del new[0]
+        if parent.tools != tools:
+            return self._root([*known, *new], codec, "tools changed")
         return self._after(parent, new, [*known, *new], codec, "")
 
-    def add(self, opening: Opening, completion: Completion, tools: str, turn: Turn, answer: ChatAnswer) -> SampledTurn:
+    def add(
+        self,
+        opening: Opening,
+        completion: Completion,
+        tools: str,
+        turn: Turn,
+        answer: ChatAnswer,
+        *,
+        number: int,
+        is_cut: bool,
+    ) -> SampledTurn:
         """Adds a turn that a generator has written.
 
         Args:
@@ -171,17 +190,19 @@ class History:
             tools: the digest of the tools.
             turn: the turn as it was read.
             answer: what the agent gets.
+            number, is_cut: as those of `SampledTurn`.
         """
         parent, digest, kind, reason = opening.parent, digest_of(opening.prompt), opening.kind, opening.reason
         if parent is not None and parent.children:  # others may have followed it while this one was written
             kind, reason = "sibling", "one history went on in two ways"
         if kind != "first" and any(one.digest == digest for one in self.turns):
             reason = "the same messages were sent again"
-        message = {**answer.message, "content": answer.content}
+        message = _message_of(answer)
+        own = sampled(answer.content, turn.text, answer.reasoning, calls_of(message))
         new = SampledTurn(
             parent,
             [*opening.messages, message],
-            [*map(told, opening.messages), sampled(answer.content, turn.text, answer.reasoning, calls_of(message))],
+            [*map(told, opening.messages), own],
             opening.suffix,
             digest,
             completion,
@@ -190,21 +211,40 @@ class History:
             answer,
             kind,
             reason,
+            number,
+            is_cut,
         )
         self.turns.append(new)
         if parent is not None:
             parent.children.append(new)
         return new
 
+    def tell(self, name: str) -> None:
+        """Notes that the agent got an answer.
+
+        Args:
+            name: the answer's id.
+        """
+        for turn in self.turns:
+            turn.was_told = turn.was_told or turn.answer.id == name
+
     @property
     def leaves(self) -> list[SampledTurn]:
-        """The ends of rows, that of the last call first. Turns that were asked for again are left out: a turn that
-        nothing follows, if another with the same prompt was followed or came later."""
-        followed = {turn.digest for turn in self.turns if turn.children}
-        newest = {turn.digest: turn for turn in self.turns}
-        ends = [turn for turn in self.turns if not turn.children]
-        kept = [turn for turn in ends if turn.digest not in followed and newest[turn.digest] is turn]
-        return kept[-1:] + kept[:-1]
+        """The ends of rows, that of the last call that was answered first, others in the order of their calls.
+
+        A turn that the agent did not get ends no row, for its client had given up. Nor does one that the agent dropped:
+        it sent the same messages again, and went on from that answer. The last one that it got always does.
+        """
+        told = [turn for turn in self.turns if turn.was_told]
+        if not told:
+            return self.turns[-1:]
+        last = max(told, key=lambda turn: turn.number)
+        seen = {id(one) for turn in told for one in turn.path}
+        inner = {id(turn.parent) for turn in self.turns if id(turn) in seen}
+        followed = {turn.digest for turn in self.turns if id(turn) in inner}
+        ends = [turn for turn in self.turns if id(turn) in seen and id(turn) not in inner and turn is not last]
+        kept = [turn for turn in ends if turn.digest not in followed]
+        return [last, *sorted(kept, key=lambda turn: turn.number)]
 
     def branches(self) -> list[Branch]:
         """The rows to train on, that of the last call first. A turn counts in the first row that has it."""
@@ -281,6 +321,17 @@ def digest_of(prompt: Sequence[int]) -> bytes:
         prompt: token ids.
     """
     return hashlib.sha256(np.asarray(prompt, dtype=np.int64).tobytes()).digest()
+
+
+def _message_of(answer: ChatAnswer) -> Message:
+    """An answer as a message with objects for arguments, as messages of agents have them."""
+    message = {**answer.message, "content": answer.content}
+    if answer.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    return message
 
 
 def _why(known: Sequence[Told], messages: Sequence[Message], start: int, differs: int) -> str:

@@ -14,7 +14,8 @@ MANY = 0.2
 def agent_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
     """Metrics of agents' episodes, under `rollout/`.
 
-    Means over episodes: turns, calls of tools, rows, seconds, the agent's reward, and what agents report. Added up: new
+    Means over episodes: turns, calls of tools, rows and seconds; over those that are kept the agent's reward, and over
+    those that report them what agents report. Added up: new
     roots, siblings, answers that were sent again, requests that were refused, sampled tokens that are left out, tokens
     that are context in a further row, and episodes that failed or that a limit ended. Shares: malformed calls of turns,
     and tokens of prompts after a first turn that the generator had cached.
@@ -22,9 +23,12 @@ def agent_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
     if not conversations:
         return {}
     count, sums = len(conversations), defaultdict[str, float](float)
+    told: defaultdict[str, list[float]] = defaultdict(list)
     for conversation in conversations:
         for name, value in conversation.metrics.items():
             sums[name] += value
+            told[name].append(value)
+    rewards = [conversation.reward for conversation in conversations if conversation.sampled]  # others were left out
     done = [conversation for conversation in conversations if conversation.end == "done"]
     own = (TURNS, CALLS, MALFORMED, SECONDS, ROWS, ROOTS, SIBLINGS, REPLAYS, REFUSED, LEFT_OUT, AGAIN, CACHED, ASKED)
     return {
@@ -33,11 +37,11 @@ def agent_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
         "rollout/calls_mean": sums[CALLS] / count,
         "rollout/malformed_calls": sums[MALFORMED] / max(1.0, sums[TURNS]),
         "rollout/rows_mean": sums[ROWS] / count,
-        "rollout/agent_seconds_mean": sums[SECONDS] / count,
-        "rollout/agent_reward_mean": sum(conversation.reward for conversation in conversations) / count,
+        "rollout/episode_seconds_mean": sums[SECONDS] / count,
+        **({"rollout/environment_reward_mean": sum(rewards) / len(rewards)} if rewards else {}),
         "rollout/agents_not_done": count - len(done),
         **{f"rollout/{name}": sums[name] for name in (ROOTS, SIBLINGS, REPLAYS, REFUSED, LEFT_OUT, AGAIN)},
-        **{f"rollout/{name}_mean": sums[name] / count for name in sorted(sums) if name not in own},
+        **{f"rollout/{name}_mean": sum(told[name]) / len(told[name]) for name in sorted(told) if name not in own},
     }
 
 

@@ -99,6 +99,7 @@ class VerifiersAgents:
         self.config, self.max_turns = config, max_turns
         self._returned: dict[int, Returned] = {}
         self._number = 0
+        self._worker: ChildProcess | None
         self._worker, self.num_tasks = self._start()
         self._is_read = False
 
@@ -109,6 +110,8 @@ class VerifiersAgents:
                 f"a prompt has task={task!r}, and {self.config.taskset} has {self.num_tasks}: give each prompt the "
                 "number of its task as `task` (automodel-rl tasks writes such prompts)"
             )
+        if self._worker is None:  # it was lost
+            self._worker, self.num_tasks = self._start()
         if not self._is_read:
             asyncio.get_running_loop().add_reader(self._worker.connection.fileno(), self._take)
             self._is_read = True
@@ -123,13 +126,15 @@ class VerifiersAgents:
         def end() -> None:
             self._returned.pop(number, None)
             with contextlib.suppress(ChildEndedError):
-                self._worker.send(("end", number))
+                if self._worker is not None:
+                    self._worker.send(("end", number))
 
         return end
 
     def close(self) -> None:
         """Ends the worker."""
-        self._worker.close()
+        if self._worker is not None:
+            self._worker.close()
 
     def _start(self) -> tuple[ChildProcess, int]:
         what = f"rollout.verifiers.python={self.config.python}"
@@ -148,6 +153,7 @@ class VerifiersAgents:
         return worker, num_tasks
 
     def _take(self) -> None:
+        assert self._worker is not None
         try:
             number, reward, metrics, error = self._worker.connection.recv()
         except (EOFError, OSError):
@@ -157,15 +163,17 @@ class VerifiersAgents:
             self._returned.pop(number)(AgentResult(reward, metrics), error)
 
     def _lose(self) -> None:
-        """All that run have failed with the worker, which is started again."""
+        """All that run have failed with the worker. The next one starts another."""
+        if self._worker is None:
+            return
         if self._is_read:
             asyncio.get_running_loop().remove_reader(self._worker.connection.fileno())
             self._is_read = False
-        self._worker.close()
+        worker, self._worker = self._worker, None
+        worker.close()
         lost, self._returned = self._returned, {}
         for returned in lost.values():
             returned(AgentResult(None), "the worker of verifiers ended")
-        self._worker, self.num_tasks = self._start()
 
 
 def print_tasks(taskset: str, python: str, args: str) -> None:

@@ -70,19 +70,13 @@ def sampled(content: str, text: str, thoughts: str, calls: Calls) -> Told:
 
 
 def calls_of(message: Message) -> Calls:
-    """The calls of a message.
+    """The calls of a message, whose arguments are values of JSON. 1 and 1.0 differ.
 
     Args:
         message: the message.
     """
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    return tuple((function["name"], _as_value(function["arguments"])) for function in functions)
-
-
-def _as_value(arguments: Any) -> str:
-    """Arguments, an object or JSON of one, as JSON with sorted keys. 1 and 1.0 differ in it."""
-    value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return json.dumps(value, sort_keys=True)
+    return tuple((function["name"], json.dumps(function["arguments"], sort_keys=True)) for function in functions)
 
 
 def tools_digest(tools: Any) -> str:

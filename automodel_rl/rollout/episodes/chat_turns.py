@@ -1,10 +1,10 @@
 """Turns as the model's chat template writes them: reads what the model wrote, and writes what comes after it."""
 
 import functools
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from automodel_rl.data.kinds import with_objects
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.tool_formats import Format, read_turn
@@ -42,9 +42,10 @@ class ChatTurns:
         most_tokens: int | None = None,
         what: str = "what the environment began with",
     ):
-        self.template, self.tools, self.tokenizer = template, tuple(tools), template.tokenizer
+        self.template, self.tokenizer = template, template.tokenizer
+        self.tools = tuple(self._without_marks(tool) for tool in tools)
         self.most_tokens, self.what, self._form = most_tokens, what, form
-        self._suffix = TurnSuffix(template, tools)
+        self._suffix = TurnSuffix(template, self.tools)
 
     @functools.cached_property
     def stop_ids(self) -> set[int]:
@@ -56,7 +57,7 @@ class ChatTurns:
         return self._suffix.stop_ids()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        chat = Chat([with_objects(self._harmless(message)) for message in messages], self.tools)
+        chat = Chat([self._harmless(message) for message in messages], self.tools)
         return self.template.encode(chat, self.what, add_generation_prompt=True)["input_ids"]
 
     def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
@@ -80,13 +81,18 @@ class ChatTurns:
         return self._suffix([self._harmless(message) for message in short], called, stop)
 
     def _harmless(self, message: Message) -> Message:
-        """The message without special tokens in its text, which would end a turn or begin one."""
-        content = message["content"]
-        if not isinstance(content, str):  # a prompt's message in parts
-            return message
-        for mark in self.template.special_tokens:
-            content = content.replace(mark, mark[:1] + BREAK + mark[1:])
-        return {**message, "content": content}
+        """The message without special tokens in its texts, which would end a turn or begin one. Media stay."""
+        return {key: self._without_marks(value) for key, value in message.items()}
+
+    def _without_marks(self, value: Any) -> Any:
+        """A value of JSON with a break in all special tokens of its texts, at any depth."""
+        if isinstance(value, str):
+            for mark in self.template.special_tokens:
+                value = value.replace(mark, mark[:1] + BREAK + mark[1:])
+            return value
+        if isinstance(value, dict):
+            return {self._without_marks(key): self._without_marks(inner) for key, inner in value.items()}
+        return [self._without_marks(inner) for inner in value] if isinstance(value, list) else value
 
     def _cut(self, text: str) -> str:
         """The text with at most so many tokens, cut in the middle."""
@@ -110,4 +116,5 @@ def _checked(function: Any) -> dict[str, Any]:
     """
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
         raise ValueError(f"it should be an object with name and arguments, and is {function!r:.80}")
+    json.dumps(function["arguments"], allow_nan=False)  # what is no JSON could not be sent to anybody
     return {"name": function["name"], "arguments": function["arguments"]}

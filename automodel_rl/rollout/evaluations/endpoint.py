@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from automodel_rl.generator_messages import Sampling
 from automodel_rl.rollout.http_thread import HttpThread, body_of, described, refusal
 from automodel_rl.rollout.openai_answers import OpenAIAnswers, completion_events
 from automodel_rl.rollout.sampled import Refused, Sampled, SamplePrompt
+from automodel_rl.rollout.seeds import turn_seed
 
 MODEL = "policy"
 """The name of the model; any other is taken as well."""
@@ -58,6 +60,7 @@ class EvaluationEndpoint:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: set[int], longest: int, seed: int):
         self.longest, self.seed, self.vocab_size = longest, seed, len(tokenizer)
         self.asked: queue.SimpleQueue[AskedPrompts] = queue.SimpleQueue()
+        self._num_asked: Counter[tuple[int, ...]] = Counter()
         self._answers = OpenAIAnswers(tokenizer, ends, self._sample)
         routes = [
             Route("/v1/completions", self._served(CompletionRequest, self._complete), methods=["POST"]),
@@ -123,9 +126,14 @@ class EvaluationEndpoint:
                 raise InputError(f"a prompt has token {max(tokens)}: ids are 0 to {self.vocab_size - 1}")
             most = max(1, min(room, room if max_tokens is None else max_tokens))
             sampling = Sampling(most, body.temperature, body.top_p, max(body.top_k, 0), stop)
-            seed = self.seed if body.seed is None else body.seed
+            if body.seed is None:  # a prompt that is asked again is sampled anew
+                digest = tuple(tokens)
+                seed = turn_seed(self.seed, tokens, self._num_asked[digest])
+                self._num_asked[digest] += 1
+            else:
+                seed = body.seed + place
             num_samples = 0 if max_tokens == 0 else body.n
-            made.append(SamplePrompt(tokens, num_samples, seed + place, sampling, with_logprobs, num_top))
+            made.append(SamplePrompt(tokens, num_samples, seed, sampling, with_logprobs, num_top))
         asked = AskedPrompts(made)
         self.asked.put(asked)
         found = await asyncio.wrap_future(asked.answers)

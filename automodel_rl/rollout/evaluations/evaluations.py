@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import tempfile
 import time
@@ -98,12 +99,18 @@ class Evaluations:
             log = self.logs / f"{name}.log"
             with log.open("w") as output:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_environment()
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=_environment(),
+                    start_new_session=True,
                 )
                 try:
                     self._answer(process, endpoint)
                 finally:
-                    process.kill()
+                    with contextlib.suppress(ProcessLookupError):  # with what it has started
+                        os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             try:
                 if process.returncode:

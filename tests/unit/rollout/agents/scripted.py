@@ -113,10 +113,12 @@ def run_case(script: Script, agent: CaseAgent, limits: AgentLimits = LIMITS) -> 
     request = Request([], 5, Sampling(400), conversation=3)
     episode = AgentEpisode(request, {}, 0, script.codecs, limits, lambda: 1)
 
-    async def ask(messages: list[Message], retry: int = 0, **more: Any) -> Message:
+    async def ask(messages: list[Message], retry: int = 0, told: bool = True, **more: Any) -> Message:
         raw = json.dumps({"model": "any", "messages": messages, **more}).encode()
         call = chat_completions.read(json.loads(raw))
         answer = await episode.answer(call, identity_of("chat", raw), is_retry=bool(retry))
+        if told:
+            episode.tell(answer)
         reply = json.loads(json.dumps(chat_completions.reply([answer])))
         return reply["choices"][0]["message"]
 

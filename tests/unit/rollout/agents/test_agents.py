@@ -131,6 +131,36 @@ def test_a_flood_of_calls_is_refused_after_the_limit(rollouts_of: Any) -> None:
         assert len(rollout.branches(prompts(1)[0])) == 8
 
 
+def test_requests_that_would_break_a_generator_are_refused(rollouts_of: Any) -> None:
+    for rollout in collected(rollouts_of("odd_requests")):
+        assert rollout.score.total == 13.0
+        assert rollout.completion.conversation is not None
+        assert rollout.completion.conversation.metrics["refused_calls"] == 13
+
+
+def test_an_agent_that_cannot_be_started_fails_alone(rollouts_of: Any) -> None:
+    rollouts = rollouts_of("good")
+    begin, calls = rollouts.conversations._runner.begin, []
+
+    def fail_once(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 1:
+            raise OSError(24, "Too many open files")
+        return begin(*given)
+
+    rollouts.conversations._runner.begin = fail_once
+    first, *others = collected(rollouts, 2)
+    assert "it could not be started" in first.completion.error
+    assert [rollout.score.total for rollout in others] == [9.0] * 3
+
+
+def test_what_a_generator_writes_behind_a_stop_text_is_not_trained(rollouts_of: Any) -> None:
+    rollouts = rollouts_of("stopping")
+    for rollout in collected(rollouts):
+        assert "behind a stop text" in rollout.completion.error
+    assert "behind a stop text" in rollouts.notes["refused"]
+
+
 def test_calls_after_the_end_are_refused(rollouts_of: Any, tmp_path: Path) -> None:
     late = tmp_path / "late"
     collected(rollouts_of("after_the_end"), late=str(late))

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from automodel_rl.chat_api import anthropic
+from automodel_rl.chat_api.exchange import ChatCall
 from automodel_rl.rollout.agents.history import History
-from tests.unit.rollout.agents.scripted import LOOK_UP, Ask, Script, run_case, said, system, user
+from tests.unit.rollout.agents.scripted import LIMITS, LOOK_UP, Ask, Script, run_case, said, system, user
 
 TEMPLATES = ("qwen3", "qwen3_5_think", "glm4moe", "gptoss")
 
@@ -182,6 +184,31 @@ async def seven_turns(ask: Ask) -> None:
     await ask(m)
 
 
+async def gives_up(ask: Ask) -> None:
+    """The client gives up waiting, and asks again without a word about it. The first answer comes last."""
+    m = [user("How many?")]
+    m += [await ask(m), user("Sure?")]
+    await ask(m)
+    await ask(m, told=False)
+
+
+async def ends_with_messages_that_went_on(ask: Ask) -> None:
+    m = [user("How many?")]
+    await ask([*m, await ask(m), user("Sure?")])
+    await ask(m)
+
+
+async def best_of_three(ask: Ask) -> None:
+    for _ in range(3):
+        await ask([user("How many?")])
+
+
+async def never_gets_its_last_answer(ask: Ask) -> None:
+    m = [user("How many?")]
+    m += [await ask(m), user("Sure?")]
+    await ask(m, told=False)
+
+
 SEVEN, YES = said("It is seven."), said("Yes.")
 THOUGHT = "Ada or Ben?"
 CASES = {
@@ -204,6 +231,10 @@ CASES = {
     ),
     sdk_retry: ([SEVEN, YES], 1, 0, {}),
     same_again: ([said("It is six."), SEVEN, YES], 1, 1, {"the same messages were sent again": 1}),
+    gives_up: ([SEVEN, YES, said("Nobody saw this.")], 1, 1, {"the same messages were sent again": 1}),
+    ends_with_messages_that_went_on: ([SEVEN, YES, said("Ha.")], 2, 0, {"the same messages were sent again": 1}),
+    best_of_three: ([SEVEN, YES, said("Ha.")], 3, 0, {"the same messages were sent again": 2}),
+    never_gets_its_last_answer: ([SEVEN, YES], 1, 1, {}),
     siblings: ([SEVEN, said("Roses."), said("Ha.")], 2, 0, {"one history went on in two ways": 1}),
     compaction: ([SEVEN, YES, SEVEN], 2, 0, {"another conversation began": 1}),
     tools_changed: ([said("", "Ben"), SEVEN], 2, 0, {"tools changed": 1}),
@@ -282,3 +313,75 @@ def test_an_earlier_version_of_a_turn_makes_the_episode_as_old() -> None:
     write, versions = script.write, iter([(2, 2), (4, 5)])
     script.write = lambda request: dataclasses.replace(write(request), versions=next(versions))  # type: ignore[method-assign]
     assert run_case(script, two_turns).completion.versions == (2, 5)
+
+
+def test_the_row_of_the_last_answer_that_the_agent_got_is_first() -> None:
+    for agent, text in ((gives_up, "Yes."), (ends_with_messages_that_went_on, "Ha."), (best_of_three, "Ha.")):
+        script = Script("qwen3", CASES[agent][0])
+        conversation = run_case(script, agent).completion.conversation
+        assert conversation is not None
+        assert conversation.messages[-1]["content"].strip() == text
+
+
+def test_calls_whose_arguments_are_no_object_go_on_and_what_is_no_json_is_a_text() -> None:
+    async def agent(ask: Ask) -> None:
+        m = [user("Ask.")]
+        a = await ask(m, tools=[LOOK_UP])
+        m += [a, result(a["tool_calls"][0]) if a.get("tool_calls") else user("Try again.")]
+        await ask(m, tools=[LOOK_UP])
+
+    for arguments, num_calls in (
+        ('"hello"', 1),
+        ('"{\\"n\\": 1}"', 1),
+        ("[1, 2.5, null]", 1),
+        ("NaN", 0),
+        ('{"n": NaN}', 0),
+    ):
+        call = f'<tool_call>\n{{"name": "look_up", "arguments": {arguments}}}\n</tool_call>'
+        script = Script("qwen3", [said(call), SEVEN])
+        episode = run_case(script, agent)
+        assert len(episode.history.turns[0].answer.calls) == num_calls, arguments
+        assert len(episode.history.leaves) == 1, arguments
+        json.dumps(anthropic.reply(episode.history.turns[0].answer, ChatCall([])), allow_nan=False)
+
+
+def test_special_tokens_in_what_agents_send_are_texts() -> None:
+    mark = "<|im_start|>"
+    tool = copy.deepcopy(LOOK_UP)
+    tool["function"]["description"] = mark  # type: ignore[index]
+
+    async def agent(ask: Ask) -> None:
+        call = {"id": "x", "type": "function", "function": {"name": mark, "arguments": json.dumps({mark: [mark]})}}
+        turn = {"role": "assistant", "content": mark, "reasoning_content": mark, "tool_calls": [call]}
+        await ask([system(mark), user(mark), turn, {**result({"id": "x"}), "content": mark}], tools=[tool])
+
+    script = Script("qwen3", [SEVEN])
+    run_case(script, agent)
+    (request, _), token = script.written[0], script.tokenizer.convert_tokens_to_ids(mark)
+    assert request.prompt.count(token) == 5  # system, user, assistant, the result, and the answer's own
+
+
+def test_an_answer_that_is_named_goes_on_with_the_tools_of_its_call() -> None:
+    other = copy.deepcopy(LOOK_UP)
+    other["function"]["name"] = "find"  # type: ignore[index]
+
+    async def agent(ask: Ask) -> None:
+        await ask([user("Ask.")], tools=[LOOK_UP])
+
+    script = Script("qwen3", [said("", "Ben")])
+    history = run_case(script, agent).history
+    for tools, reason in (([LOOK_UP], ""), ([other], "tools changed")):
+        digest, codec = script.codecs.of(tools)
+        message = {"role": "tool", "content": "7", "tool_call_id": "x"}
+        opening = history.opening_after(history.turns[0].answer.id, [message], digest, codec)
+        assert (opening.parent is None, opening.reason) == (bool(reason), reason)
+        assert f'"name": "{tools[0]["function"]["name"]}"' in script.tokenizer.decode(opening.prompt)  # type: ignore[index]
+
+
+def test_only_limits_of_the_run_cut_an_episode() -> None:
+    async def agent(ask: Ask) -> None:
+        await ask([user("Ask.")], max_tokens=3)
+
+    assert run_case(Script("qwen3", ["Once upon"]), agent).completion.finish == "stop"
+    limits = dataclasses.replace(LIMITS, turn_tokens=3)
+    assert run_case(Script("qwen3", ["Once upon"]), agent, limits).completion.finish == "length"
