@@ -17,6 +17,10 @@ class HarnessConfig(Section):
     limit: Positive | None = None
     """Most samples of each task; null for all."""
 
+    quiet_minutes: Annotated[float, Field(gt=0)] = 30.0
+    """Most minutes without a request. After that the harness counts as hanging: it is ended, and the run goes on
+    without its metrics. Ranks wait meanwhile, so that this is less than `failures.hang_minutes`."""
+
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further options of its command line, e.g. num_fewshot of lm-eval."""
 

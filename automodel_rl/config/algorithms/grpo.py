@@ -105,6 +105,17 @@ class GRPOConfig(RolloutRunConfig):
         return self
 
     @model_validator(mode="after")
+    def _patience(self) -> "GRPOConfig":
+        most = self.failures.hang_minutes
+        for name, harness in (("lm_eval", self.validation.lm_eval), ("inspect", self.validation.inspect)):
+            if harness is not None and most is not None and harness.quiet_minutes >= most:
+                raise ValueError(
+                    f"validation.{name}.quiet_minutes={harness.quiet_minutes:g} with failures.hang_minutes={most:g}: "
+                    "the run would end first: lower the former, or raise the latter"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _sizes(self) -> "GRPOConfig":
         rollout, batch = self.rollout, self.batch
         if rollout.prompts % batch.optimizer_steps:

@@ -107,12 +107,17 @@ class Evaluations:
                     start_new_session=True,
                 )
                 try:
-                    self._answer(process, endpoint)
+                    is_quiet = self._answer(process, endpoint, config.quiet_minutes)
                 finally:
                     with contextlib.suppress(ProcessLookupError):  # with what it has started
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             try:
+                if is_quiet:
+                    raise InputError(
+                        f"it asked for nothing for {config.quiet_minutes:g} minutes, and was ended; if that is not too "
+                        f"long, raise validation.{name}.quiet_minutes"
+                    )
                 if process.returncode:
                     last = (log.read_text(errors="replace").strip().splitlines() or ["no word"])[-1]
                     raise InputError(f"it ended with {process.returncode}: {last[:300]}")
@@ -131,15 +136,20 @@ class Evaluations:
         finally:
             endpoint.close()
 
-    def _answer(self, process: "subprocess.Popen[bytes]", endpoint: EvaluationEndpoint) -> None:
-        """Answers what a harness asks until it has ended."""
+    def _answer(self, process: "subprocess.Popen[bytes]", endpoint: EvaluationEndpoint, quiet_minutes: float) -> bool:
+        """Answers what a harness asks until it has ended. Returns whether it is quiet for too long."""
+        heard = time.monotonic()
         while process.poll() is None:
+            if time.monotonic() - heard > 60 * quiet_minutes:
+                return True
             with contextlib.suppress(queue.Empty):
                 asked = [endpoint.asked.get(timeout=LOOK_SECONDS)]
                 with contextlib.suppress(queue.Empty):
                     while True:
                         asked.append(endpoint.asked.get(timeout=PAUSE_SECONDS))
                 self._sample(asked)
+                heard = time.monotonic()
+        return False
 
     def _sample(self, asked: list[AskedPrompts]) -> None:
         prompts = [prompt for one in asked for prompt in one.prompts]

@@ -3,12 +3,16 @@
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.errors import InputError
+from automodel_rl.trainers.run import Run
 from tests.distributed.trainers.runs import Settings, metrics_of, settings_of, train
 from tests.rank_pool import RankPool
 
@@ -57,13 +61,35 @@ def test_evaluations_measure_the_model_that_generators_have(
     )
 
 
-def test_a_harness_that_fails_costs_its_metrics_alone(
-    ranks: RankPool, workspace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+HARNESSES_THAT_FAIL = {
+    "no such task": {"tasks": ["broken"]},
+    "it asked for nothing for 0.01 minutes": {"tasks": ["hanging"], "quiet_minutes": 0.01},
+}
+
+
+def said_in(settings: Settings) -> str:
+    """What a run says while it trains with stand-ins."""
+    with mock.patch.object(Run, "say", autospec=True) as say:
+        train_with_stand_ins(settings)
+    return "\n".join(call.args[1] for call in say.call_args_list)
+
+
+@pytest.mark.parametrize("why", HARNESSES_THAT_FAIL)
+def test_a_harness_that_fails_or_hangs_costs_its_metrics_alone(
+    ranks: RankPool, workspace: Path, tmp_path: Path, why: str
 ) -> None:
-    lm_eval = {"tasks": ["broken"], "python": sys.executable}
-    ranks(1).run(train_with_stand_ins, values(workspace, tmp_path / "run", validation={"lm_eval": lm_eval}))
+    lm_eval = {"python": sys.executable, **HARNESSES_THAT_FAIL[why]}
+    (said,) = ranks(1).run(said_in, values(workspace, tmp_path / "run", validation={"lm_eval": lm_eval}))
+    assert "warning: validation.lm_eval failed: " in said
+    assert why in said
     assert all("val/reward_mean" in row for row in metrics_of(tmp_path / "run") if row["step"])
-    assert "no such task" in (tmp_path / "run" / "environments" / "lm_eval.log").read_text()
+
+
+def test_a_run_is_more_patient_than_its_evaluations(workspace: Path, tmp_path: Path) -> None:
+    lm_eval = {"tasks": ["sums"], "python": sys.executable, "quiet_minutes": 60}
+    settings = values(workspace, tmp_path / "run", validation={"lm_eval": lm_eval})
+    with pytest.raises(ValidationError, match="the run would end first"):
+        GRPOConfig.model_validate(settings)
 
 
 def refused(settings: Settings) -> str:

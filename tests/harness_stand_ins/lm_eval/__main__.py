@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -13,6 +14,8 @@ for name in ("--model", "--tasks", "--model_args", "--output_path", "--limit", "
 given = parser.parse_args()
 if given.tasks == "broken":
     sys.exit("ValueError: no such task")
+if given.tasks == "hanging":
+    threading.Event().wait()
 settings = dict(pair.split("=", 1) for pair in given.model_args.split(","))
 ids = json.loads(given.ids)
 body = {"model": settings["model"], "prompt": ids, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
