@@ -205,7 +205,7 @@ def test_an_agent_trains_what_an_environment_does(
     ranks(1).run(train, values(ending, workspace, tmp_path / "agent", "greeting"))
     for step in (1, 2):
         found, expected = (rollouts_of(tmp_path / name, step) for name in ("agent", "environment"))
-        for key in ("prompt", "completion", "reward", "tokens", "sampled"):
+        for key in ("completion", "reward", "tokens", "sampled"):
             assert [record[key] for record in found] == [record[key] for record in expected], key
         assert {record["turns"]["turns"] for record in found} > {1}
     for metrics, expected in zip(metrics_of(tmp_path / "agent"), metrics_of(tmp_path / "environment"), strict=True):

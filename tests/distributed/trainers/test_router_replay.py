@@ -191,22 +191,23 @@ def test_routes_of_batches_that_generators_in_processes_wrote_ahead_are_followed
 
 
 class Damaging(TransformersGenerator):
-    """Damages routes on one rank, in the way that `damage` says."""
+    """Damages routes on ranks from `first` on, in the way that `damage` says."""
 
     damage: Callable[[Any], Any]
+    first: int
 
     def generate(self, *arguments: Any, on_finished: OnFinished, **more: Any) -> list[Completion]:
         def damaged(place: int, completion: Completion) -> None:
-            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            if torch.distributed.get_rank() >= type(self).first:
                 completion = dataclasses.replace(completion, routes=type(self).damage(completion.routes))
             on_finished(place, completion)
 
         return super().generate(*arguments, on_finished=damaged, **more)
 
 
-def run_damaged(settings: Settings, damage: Callable[[Any], Any]) -> str:
-    """How training ends."""
-    Damaging.damage = staticmethod(damage)
+def run_damaged(settings: Settings, damage: Callable[[Any], Any], first: int = 0) -> str:
+    """How training ends if the routes of generators from rank `first` on are damaged."""
+    Damaging.damage, Damaging.first = staticmethod(damage), first
     try:
         with generators_of(Damaging):
             train(settings)
@@ -246,12 +247,22 @@ def test_routes_that_cannot_be_followed_end_the_run_on_every_rank(
     assert re.search(message, ends[0])
 
 
+def test_completions_whose_routes_cannot_be_followed_leave_their_groups(
+    ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2})
+    assert ranks(2).run(run_damaged, settings, one_row_less, 1) == ["", ""]
+    for row in metrics_of(tmp_path / "run"):
+        assert row["rollout/failed"] == 8
+        assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
+
+
 def test_tokens_without_a_route_may_choose_by_themselves(
     ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
 ) -> None:
     replay = {"enabled": True, "on_missing": "live"}
     settings = values(workspace, mixture, tmp_path / "run", parallel={"dp_shard": 2}, router_replay=replay)
-    assert ranks(2).run(run_damaged, settings, none) == ["", ""]
+    assert ranks(2).run(run_damaged, settings, none, 1) == ["", ""]
     for row in metrics_of(tmp_path / "run"):
         assert 0.3 < row["rollout/routes_missing"] < 0.7
         assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
