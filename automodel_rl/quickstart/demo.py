@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,43 +69,33 @@ class Task:
         return "exact_match" if self.has_pictures else "last_number"
 
 
+PRODUCTS = Task(
+    make_products,
+    7500,
+    guessing,
+    2,
+    32,
+    600,
+    12,
+    {"prompts": 16, "max_prompt_tokens": 64, "max_new_tokens": 48, "max_tokens": 112},
+)
+"""Products, but for who answers the model's calls."""
+
 TASKS = {
     "problems": Task(
         make_problems, 4000, shy, 1, 64, 450, 25, {"prompts": 32, "max_prompt_tokens": 96, "max_new_tokens": 32}
     ),
-    "calculator": Task(
-        make_products,
-        7500,
-        guessing,
-        2,
-        32,
-        600,
-        12,
-        {
-            "prompts": 16,
-            "max_prompt_tokens": 64,
-            "max_new_tokens": 48,
+    "calculator": replace(
+        PRODUCTS,
+        rollout={
+            **PRODUCTS.rollout,
             "tools": ("automodel_rl.quickstart.calculator:calculator",),
             "max_turns": 2,
-            "max_tokens": 112,
         },
     ),
-    "agent": Task(
-        make_products,
-        7500,
-        guessing,
-        2,
-        32,
-        600,
-        12,
-        {
-            "prompts": 16,
-            "max_prompt_tokens": 64,
-            "max_new_tokens": 48,
-            "agent": "automodel_rl.quickstart.agent:solve",
-            "max_turns": 4,
-            "max_tokens": 112,
-        },
+    "agent": replace(
+        PRODUCTS,
+        rollout={**PRODUCTS.rollout, "agent": "automodel_rl.quickstart.agent:solve", "max_turns": 4},
     ),
     "images": Task(
         make_pictures,

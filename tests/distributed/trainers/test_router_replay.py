@@ -130,15 +130,20 @@ def train_on_tokens_noise(settings: Settings) -> None:
         train_noisily(settings)
 
 
+def of_turns(workspace: Path, mixture: Path, folder: Path, **rollout: Any) -> Settings:
+    """A run of several turns on four ranks, with a model that often ends them."""
+    copy_with_frequent_ends(mixture, folder / "ending")
+    replay = {"enabled": True, "compare": True}
+    settings = values(workspace, folder / "ending", folder / "run", router_replay=replay)
+    settings["parallel"] = {"pp": 2, "ep": 2, "dp_shard": 2}
+    settings["rollout"] |= {"max_tokens": 80, "max_prompt_tokens": 96, **rollout}
+    return settings
+
+
 def test_conversations_follow_the_experts_of_each_turn(
     ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
 ) -> None:
-    ending = tmp_path / "ending"
-    copy_with_frequent_ends(mixture, ending)
-    settings = values(workspace, ending, tmp_path / "run", router_replay={"enabled": True, "compare": True})
-    settings["parallel"] = {"pp": 2, "ep": 2, "dp_shard": 2}
-    settings["rollout"] |= {"environment": "tests.odd_environments:Greeting", "max_turns": 3, "max_tokens": 80}
-    settings["rollout"] |= {"max_prompt_tokens": 96}
+    settings = of_turns(workspace, mixture, tmp_path, environment="tests.odd_environments:Greeting", max_turns=3)
     ranks(4).run(train_on_tokens_noise, settings)
     for row in metrics_of(tmp_path / "run"):
         assert row["train/logprob_error"] == pytest.approx(1, abs=1e-5)
@@ -150,12 +155,7 @@ def test_conversations_follow_the_experts_of_each_turn(
 def test_branches_of_agents_follow_the_experts_of_the_turns_that_they_share(
     ranks: RankPool, workspace: Path, mixture: Path, tmp_path: Path
 ) -> None:
-    ending = tmp_path / "ending"
-    copy_with_frequent_ends(mixture, ending)
-    settings = values(workspace, ending, tmp_path / "run", router_replay={"enabled": True, "compare": True})
-    settings["parallel"] = {"pp": 2, "ep": 2, "dp_shard": 2}
-    settings["rollout"] |= {"agent": "tests.odd_agents:branching", "max_turns": 8, "max_tokens": 80}
-    settings["rollout"] |= {"max_prompt_tokens": 96}
+    settings = of_turns(workspace, mixture, tmp_path, agent="tests.odd_agents:branching", max_turns=8)
     settings["rewards"] = [{"function": "environment"}]
     ranks(4).run(train_on_tokens_noise, settings)
     for row in metrics_of(tmp_path / "run"):

@@ -1,16 +1,23 @@
 """Rollouts of agents without ranks, for tests."""
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from automodel_rl.config import RewardConfig
 from automodel_rl.config.rollout import RolloutConfig
 from automodel_rl.data.template import ChatTemplate
-from automodel_rl.generator_messages import Sampling
+from automodel_rl.generator_messages import Request, Sampling
+from automodel_rl.generators.protocol import Completion
 from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rollouts import Rollouts
-from tests.fleets import LocalCrew, fleet_of
+from tests import fleets
+from tests.fleets import Echo, LocalCrew, fleet_of
+from tests.unit.rollout.agents.scripted import Script
 
 LONGEST = 60.0
 
@@ -33,6 +40,18 @@ def agent_rollouts(
     fleet = fleet_of(crew)
     fleet.policy_version = 1
     return Rollouts(config, fleet, [RewardConfig(function=reward)], template, folder)
+
+
+def scripted_crew(scripts: Sequence[Script], monkeypatch: pytest.MonkeyPatch) -> LocalCrew:
+    """A generator that writes each episode by a script of its own."""
+
+    class Scripted(Echo):
+        def completion(self, request: Request) -> Completion:
+            assert request.conversation is not None
+            return dataclasses.replace(scripts[request.conversation].write(request), versions=(3, 3))
+
+    monkeypatch.setattr(fleets, "VOCABULARY", len(scripts[0].tokenizer))
+    return LocalCrew({0: Scripted()})
 
 
 def prompts(count: int, **example: Any) -> Any:

@@ -5,17 +5,13 @@ langchain-openai 1.7.4, smolagents 1.26, litellm 1.110, mini-swe-agent 2.4.6 and
 against the endpoint. Long instructions of clients are left out.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.generators.protocol import Completion
-from tests import fleets
-from tests.fleets import Echo, LocalCrew
-from tests.unit.rollout.agents.agent_runs import agent_rollouts, prompts
+from automodel_rl.generator_messages import Sampling
+from tests.unit.rollout.agents.agent_runs import agent_rollouts, prompts, scripted_crew
 from tests.unit.rollout.agents.scripted import Message, Script, said
 from tests.unit.rollout.agents.test_history import TEMPLATES
 
@@ -56,14 +52,7 @@ def test_requests_of_real_clients_extend_what_was_sampled(
 ) -> None:
     names = [*REQUESTS]
     scripts = [Script(template, TURNS.get(name, LOOKING_UP)) for name in names]
-
-    class Scripted(Echo):
-        def completion(self, request: Request) -> Completion:
-            assert request.conversation is not None
-            return dataclasses.replace(scripts[request.conversation].write(request), versions=(3, 3))
-
-    monkeypatch.setattr(fleets, "VOCABULARY", len(scripts[0].tokenizer))
-    crew = LocalCrew({0: Scripted()})
+    crew = scripted_crew(scripts, monkeypatch)
     rollouts = agent_rollouts(crew, scripts[0].template, tmp_path, "replaying", max_prompt_tokens=9000)
     asked = prompts(len(names))
     for prompt, name in zip(asked, names, strict=True):

@@ -1,17 +1,13 @@
 """Real clients, each in an environment of its own that pip makes, call the endpoint; `longer` ones alone do so."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.generators.protocol import Completion
-from tests import fleets
-from tests.fleets import Echo, LocalCrew
-from tests.unit.rollout.agents.agent_runs import agent_rollouts, prompts
+from automodel_rl.generator_messages import Sampling
+from tests.unit.rollout.agents.agent_runs import agent_rollouts, prompts, scripted_crew
 from tests.unit.rollout.agents.scripted import Script, user
 from tests.unit.rollout.agents.test_clients import LOOKING_UP, TURNS
 
@@ -49,14 +45,7 @@ def test_a_real_client_trains_what_was_sampled(client: str, tmp_path: Path, monk
         pytest.skip(f"pip cannot install {packages}: {installed.stderr.decode()[-200:]}")
     is_text = client == "smolagents"
     scripts = [Script("qwen3", TURNS["smol_tool"] if is_text else LOOKING_UP) for _ in commands]
-
-    class Scripted(Echo):
-        def completion(self, request: Request) -> Completion:
-            assert request.conversation is not None
-            return dataclasses.replace(scripts[request.conversation].write(request), versions=(3, 3))
-
-    monkeypatch.setattr(fleets, "VOCABULARY", len(scripts[0].tokenizer))
-    crew = LocalCrew({0: Scripted()})
+    crew = scripted_crew(scripts, monkeypatch)
     rollouts = agent_rollouts(crew, scripts[0].template, tmp_path, "command", max_prompt_tokens=9000)
     asked = prompts(len(commands))
     for prompt, (script, *arguments) in zip(asked, commands, strict=True):

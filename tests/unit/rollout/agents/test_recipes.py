@@ -1,19 +1,15 @@
 """The agents of configs/agents, with a model by script."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.generators.protocol import Completion
+from automodel_rl.generator_messages import Sampling
 from automodel_rl.rollout.episodes.python_tool import check_sandbox
 from automodel_rl.rollout.protocol import Rollout
-from tests import fleets
-from tests.fleets import Echo, LocalCrew
-from tests.unit.rollout.agents.agent_runs import agent_rollouts, prompts
+from tests.unit.rollout.agents.agent_runs import agent_rollouts, prompts, scripted_crew
 from tests.unit.rollout.agents.scripted import Message, Script, said, user
 from tests.unit.rollout.agents.test_clients import calling
 
@@ -27,13 +23,7 @@ def run_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
     def run(agent: str, turns: Sequence[Message], question: str, **example: Any) -> Rollout:
         script = Script("qwen3", turns)
-
-        class Scripted(Echo):
-            def completion(self, request: Request) -> Completion:
-                return dataclasses.replace(script.write(request), versions=(3, 3))
-
-        monkeypatch.setattr(fleets, "VOCABULARY", len(script.tokenizer))
-        crew = LocalCrew({0: Scripted()})
+        crew = scripted_crew([script], monkeypatch)
         rollouts = agent_rollouts(crew, script.template, tmp_path, agent, max_prompt_tokens=9000)
         ends.extend((rollouts.close, crew.close))
         (prompt,) = prompts(1, **example)
