@@ -221,6 +221,9 @@ def odd_requests(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
 
 
 def stopping(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
-    """Asks for turns that end with a text. The generator of the tests goes on behind it."""
-    found = post(endpoint, {"messages": [user(example["question"])], "stop": ["hello"]})
-    raise RuntimeError(str(found))
+    """Asks for turns that end with a text, and for some that end within a token. The generator of the tests goes on
+    behind both."""
+    question = [user(example["question"])]
+    texts = [ask(endpoint, question, stop=[stop])["content"] for stop in ("ell", " you", "nowhere")]
+    assert texts == ["h", "hello", "hello you"], texts
+    return 1.0

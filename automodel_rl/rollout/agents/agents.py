@@ -1,5 +1,6 @@
 """The agents of a run: starts a process for each episode, and lets generators write what agents ask for."""
 
+import asyncio
 import contextlib
 import queue
 import threading
@@ -144,30 +145,31 @@ class Agents:
 
     def _start(self, episode: AgentEpisode) -> None:
         """Starts the process of an episode's agent."""
-        self._endpoint.loop.call_soon_threadsafe(self._start_in_loop, episode)
+        asyncio.run_coroutine_threadsafe(self._run(episode), self._endpoint.loop)
 
-    def _start_in_loop(self, episode: AgentEpisode) -> None:
-        loop = self._endpoint.loop
-        episode.begin()
+    async def _run(self, episode: AgentEpisode) -> None:
+        """Runs the agent of an episode, and ends the episode with it."""
         address = self._endpoint.open(episode, episode.seed)
-
-        end_agent: Callable[[], None] = _nothing
+        has_returned: asyncio.Future[tuple[AgentResult, str]] = self._endpoint.loop.create_future()
 
         def returned(result: AgentResult, error: str) -> None:
-            timer.cancel()
-            if not episode.is_over:
-                self._end(episode, result, error and f"the agent failed: {error}")
+            if not has_returned.done():
+                has_returned.set_result((result, error and f"the agent failed: {error}"))
 
-        def end() -> None:
-            end_agent()
-            late = f"it took longer than rollout.episode_seconds={self.limits.seconds:g}"
-            returned(AgentResult(None), late)
-
-        timer = loop.call_later(self.limits.seconds, end)
         try:
-            end_agent = self._runner.begin(address, episode.example, returned)
+            end_agent = await self._runner.begin(address, episode.example, returned)
         except Exception as error:  # this machine may lack processes, or open files
-            returned(AgentResult(None), f"it could not be started ({innermost(error)})")
+            text = f"the agent failed: it could not be started ({innermost(error)})"
+            self._end(episode, AgentResult(None), text)
+            return
+        episode.begin()
+        await asyncio.wait([has_returned], timeout=self.limits.seconds)
+        if has_returned.done():
+            self._end(episode, *has_returned.result())
+        else:
+            end_agent()
+            late = f"the agent failed: it took longer than rollout.episode_seconds={self.limits.seconds:g}"
+            self._end(episode, AgentResult(None), late)
 
     def _end(self, episode: AgentEpisode, result: AgentResult, error: str) -> None:
         self._endpoint.forget(episode)
@@ -182,10 +184,6 @@ class Agents:
             self.notes["refused"] = (
                 f"warning: a request of an agent was refused: {episode.refused[0]}; rollout/refused_calls counts them"
             )
-
-
-def _nothing() -> None:
-    """Ends an agent that was not started."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from automodel_rl.generators.protocol import Completion, Conversation
 from automodel_rl.rollout.agents.codecs import ChatCodecs, answer_of
 from automodel_rl.rollout.agents.history import History, Opening, digest_of
 from automodel_rl.rollout.agents.protocol import MODEL, AgentResult
-from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, MALFORMED, SECONDS, TURNS
+from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, MALFORMED, SECONDS, TURNS, TurnCodec
 from automodel_rl.rollout.seeds import turn_seed
 
 ROWS, ROOTS, SIBLINGS, REPLAYS = "rows", "new_roots", "siblings", "replays"
@@ -225,9 +225,8 @@ class AgentEpisode:
         completion = await self._sampled(opening, most, call.stop)
         if completion.finish == "error":
             raise NoMoreCallsError(f"no generator could write the turn: {completion.error}")
+        completion = _until_stop(codec, opening.prompt, completion, call.stop)
         turn = codec.read(opening.prompt, completion.token_ids)
-        if unseen := _behind_stop(turn.text, call.stop):
-            raise NoMoreCallsError(f"the generator wrote {unseen!r:.40} behind a stop text: use shorter stop texts")
         turn = dataclasses.replace(turn, is_cut=completion.finish == "length")
         num_written = len(completion.token_ids)
         answer = answer_of(turn, name, model, call.stop, len(opening.prompt), num_written)
@@ -369,10 +368,21 @@ def identity_of(route: str, body: bytes) -> bytes:
     return hashlib.sha256(route.encode() + b"\0" + body).digest()
 
 
-def _behind_stop(text: str, stop: Sequence[str]) -> str:
-    """What a turn has behind the first of its stop texts. A generator that ends turns there writes nothing more."""
-    ends = [text.find(one) + len(one) for one in stop if one in text]
-    return text[min(ends) :].strip() if ends else ""
+def _until_stop(codec: TurnCodec, opening: Sequence[int], completion: Completion, stop: Sequence[str]) -> Completion:
+    """A turn up to the token that completes one of its stop texts. That token is trained as it was sampled, though it
+    may have more text than the agent sees. A generator that writes several tokens at a time goes on behind it."""
+
+    def holds_stop(num_tokens: int) -> bool:
+        text = codec.read(opening, completion.token_ids[:num_tokens]).text
+        return any(one in text for one in stop)
+
+    num_tokens = len(completion.token_ids)
+    if not stop or not holds_stop(num_tokens):
+        return completion
+    while holds_stop(num_tokens - 1):
+        num_tokens -= 1
+    token_ids, logprobs = completion.token_ids[:num_tokens], completion.logprobs[:num_tokens]
+    return dataclasses.replace(completion, token_ids=token_ids, logprobs=logprobs, finish="stop")
 
 
 def _tree(history: History) -> list[dict[str, Any]]:

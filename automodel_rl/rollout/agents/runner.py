@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ WORKER = Path(__file__).with_name("verifiers_worker.py")
 class AgentRunner(Protocol):
     """Runs agents. All methods but `close` are called in the endpoint's event loop."""
 
-    def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
+    async def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
         """Starts an agent.
 
         Args:
@@ -59,11 +60,12 @@ class ForkedAgents:
     def __init__(self, agent: str, log: Path):
         setup = AgentSetup(agent, str(log))
         self._processes = ForkPool("automodel_rl.rollout.agents.agent_server", setup, f"agent={agent}")
-        self.close = self._processes.close
+        self._starter = ThreadPoolExecutor(1, "agents_starter")
 
-    def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
+    async def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
         loop = asyncio.get_running_loop()
-        number, connection = self._processes.begin()
+        # A process takes 10 ms or more, in which agents that run call.
+        number, connection = await loop.run_in_executor(self._starter, self._processes.begin)
 
         def leave(*, at_once: bool) -> None:
             loop.remove_reader(connection.fileno())
@@ -82,6 +84,10 @@ class ForkedAgents:
         with contextlib.suppress(OSError):  # it has ended, and the reader learns of it
             connection.send((address, example))
         return lambda: leave(at_once=True)
+
+    def close(self) -> None:
+        self._starter.shutdown(cancel_futures=True)
+        self._processes.close()
 
 
 class VerifiersAgents:
@@ -103,7 +109,7 @@ class VerifiersAgents:
         self._worker, self.num_tasks = self._start()
         self._is_read = False
 
-    def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
+    async def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
         task = example.get("task")
         if not isinstance(task, int) or not 0 <= task < self.num_tasks:
             raise InputError(

@@ -40,7 +40,10 @@ class ForkPool:
         self._server, self.greeting = self._start()
 
     def begin(self) -> tuple[int, Connection]:
-        """Starts a process. Returns its number and the connection to it."""
+        """Starts a process and waits until it is there. Returns its number and the connection to it.
+
+        Several at once wait for one another: the server forks one after the other.
+        """
         number = next(self._numbers)
         ours, theirs = multiprocessing.Pipe()
         with self._lock, theirs:
@@ -50,6 +53,8 @@ class ForkPool:
                 self._server.close()
                 self._server, _ = self._start()
                 self._send(number, theirs)
+        with contextlib.suppress(EOFError, OSError):  # it has ended, as whoever uses the connection will see
+            ours.recv()
         return number, ours
 
     def end(self, number: int, *, at_once: bool) -> None:

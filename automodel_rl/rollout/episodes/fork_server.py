@@ -3,13 +3,14 @@
 Over its connection come orders: ("begin", number) and the descriptor of an episode's own connection; ("end", number),
 which ends its process at once; or ("leave", number), which ends it if it does not end by itself soon.
 
-Whatever a process starts ends with it: it adopts orphans among its descendants, and the server ends what it leaves
-behind.
+A process says that it is there by None over its connection. Whatever it starts ends with it: it adopts orphans among
+its descendants, and the server ends what it leaves behind.
 """
 
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import signal
 import sys
@@ -62,6 +63,7 @@ class ForkServer:
         _adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.own = set(_children(os.getpid()))  # what the user's module started when it was imported
+        gc.freeze()  # collections of forked processes would copy all that is there now
         self.connection.send(greeting)
         with contextlib.suppress(EOFError, OSError):  # the rank is gone
             while True:
@@ -119,6 +121,7 @@ def _serve_episode(connection: Connection, serve: Callable[[Connection], None], 
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
+        connection.send(None)
         serve(connection)
     except (EOFError, OSError):
         pass

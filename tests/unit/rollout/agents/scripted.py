@@ -76,6 +76,10 @@ class Script:
         turn = next(self.turns)
         is_cut = isinstance(turn, str)  # a text that is cut off
         ids = self._letters(turn) if isinstance(turn, str) else self._turn(turn, request)
+        for place in range(len(ids)):  # a generator ends a turn at its stop texts
+            if any(stop in self.tokenizer.decode(ids[: place + 1]) for stop in request.sampling.stop):
+                ids = ids[: place + 1]
+                break
         logprobs = [-0.25 - place / 64 - len(self.written) for place in range(len(ids))]
         completion = Completion(ids, logprobs, "length" if is_cut else "stop", versions=(1, 1), num_cached=0)
         self.written.append((request, completion))

@@ -154,11 +154,30 @@ def test_an_agent_that_cannot_be_started_fails_alone(rollouts_of: Any) -> None:
     assert [rollout.score.total for rollout in others] == [9.0] * 3
 
 
-def test_what_a_generator_writes_behind_a_stop_text_is_not_trained(rollouts_of: Any) -> None:
-    rollouts = rollouts_of("stopping")
-    for rollout in collected(rollouts):
-        assert "behind a stop text" in rollout.completion.error
-    assert "behind a stop text" in rollouts.notes["refused"]
+def test_agents_call_while_others_are_started(rollouts_of: Any) -> None:
+    agents = rollouts_of("good")
+    processes, end = agents.conversations._runner._processes, agents.conversations._end
+    begin, one_is_over, waited = processes.begin, threading.Event(), []
+
+    def begin_late() -> Any:
+        waited.append(not waited or one_is_over.wait(60))
+        return begin()
+
+    def end_and_tell(*given: Any) -> None:
+        end(*given)
+        one_is_over.set()
+
+    processes.begin, agents.conversations._end = begin_late, end_and_tell
+    collected(agents, 2)
+    assert waited == [True] * 4
+
+
+def test_a_turn_ends_with_the_token_that_completes_a_stop_text(rollouts_of: Any) -> None:
+    for rollout in collected(rollouts_of("stopping")):
+        assert rollout.score.total == 1.0
+        rows = rollout.branches(prompts(1)[0])
+        assert sorted(row.token_ids for row in rows) == [TURN[:1], TURN[:-1], TURN]
+        assert all(len(row.logprobs) == len(row.token_ids) for row in rows)
 
 
 def test_calls_after_the_end_are_refused(rollouts_of: Any, tmp_path: Path) -> None:
