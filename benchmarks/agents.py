@@ -10,7 +10,6 @@ its first turn in a second way. Prints a line for agents, and one for an environ
 """
 
 import argparse
-import asyncio
 import json
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 import conversations
 import torch
 from conversations import ANSWER_TOKENS, PROMPT_TOKENS, TURN_TOKENS, Codec, Watched
-from openai import AsyncOpenAI
+from slow_agent import TURNS
 from workload import TINY, WORKLOADS, write_model
 
 from automodel_rl.config.rollout import RolloutConfig
@@ -35,26 +34,6 @@ from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
 from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.protocol import Message, Turn
-
-TURNS = 6
-
-
-async def solve(endpoint: Any, example: dict) -> float:
-    """An agent that takes its time between turns."""
-    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.key)
-    messages: list[Any] = [{"role": "user", "content": f"Task {example['number']}."}]
-
-    async def turn(history: list[Any]) -> list[Any]:
-        found = await client.chat.completions.create(model="policy", messages=history)
-        await asyncio.sleep(example["seconds"])
-        return [*history, found.choices[0].message, {"role": "user", "content": "more"}]
-
-    messages = first = await turn(messages)
-    for _ in range(TURNS - 1):
-        messages = await turn(messages)
-    if example["number"] % 8 == 0:
-        await turn([*first[:-1], {"role": "user", "content": "other"}])
-    return 1.0
 
 
 class AgentCodec(Codec):
@@ -102,7 +81,7 @@ def main() -> None:
 
 
 def make_agents(folder: Path, vocab_size: int, count: int) -> Agents:
-    rollout = RolloutConfig(prompts=2, agent=f"{Path(__file__).stem}:solve", max_turns=2 * TURNS, max_episodes=count)
+    rollout = RolloutConfig(prompts=2, agent="slow_agent:solve", max_turns=2 * TURNS, max_episodes=count)
     length = PROMPT_TOKENS + TURNS * (TURN_TOKENS + ANSWER_TOKENS)
     rollout = rollout.model_copy(update={"max_new_tokens": TURN_TOKENS})
     config: Any = SimpleNamespace(seed=0, rollout=rollout, world_size=1, longest_sequence=length)
@@ -132,6 +111,7 @@ def measure(
         "driven": "by agents",
         "seconds": round(seconds, 2),
         "busy": round(watched.busy / seconds, 3),
+        "in_flight": round(watched.request_seconds / seconds, 1),
         "turns": watched.turns,
         "rows": len(rows),
         "sampled_tokens_per_second": round(sum(sum(row.sampled) for row in rows) / seconds),

@@ -68,6 +68,7 @@ class Watched:
 
     Attributes:
         busy: seconds with at least one request.
+        request_seconds: seconds of all requests, from when one is asked for until it is written.
         cached, asked: tokens of prompts after first turns that were not computed again, and all of them.
     """
 
@@ -75,7 +76,7 @@ class Watched:
 
     def __init__(self, inner: Generator):
         self.inner, self.lock = inner, threading.Lock()
-        self.open, self.busy, self.since = 0, 0.0, 0.0
+        self.open, self.busy, self.request_seconds, self.since = 0, 0.0, 0.0, 0.0
         self.turns = self.cached = self.asked = 0
 
     def submit(
@@ -99,11 +100,10 @@ class Watched:
     def _add(self, count: int) -> None:
         with self.lock:
             now = time.perf_counter()
-            if not self.open:
-                self.since = now
-            self.open += count
-            if not self.open:
+            if self.open:
                 self.busy += now - self.since
+                self.request_seconds += self.open * (now - self.since)
+            self.open, self.since = self.open + count, now
 
 
 class InRounds(Watched):
@@ -184,6 +184,7 @@ def measure(
         "driven": "on their own" if kind is Watched else "in rounds",
         "seconds": round(seconds, 2),
         "busy": round(watched.busy / seconds, 3),
+        "in_flight": round(watched.request_seconds / seconds, 1),
         "turns": watched.turns,
         "sampled_tokens_per_second": round(sampled / seconds),
         "cached": round(watched.cached / max(1, watched.asked), 3),
