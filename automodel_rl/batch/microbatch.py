@@ -38,7 +38,7 @@ class TokenSequence:
         input_ids: token ids, int64 [n].
         loss_mask: True for the tokens that count in the loss, bool [n]. The first token is never predicted, so its
             entry has no effect.
-        values: further per-token tensors by name, each [n].
+        values: further per-token tensors by name, each [n] or [n, K].
         routes: the experts that a mixture must send the tokens to; None if its routers choose.
         media: the images and clips, in the order of their tokens.
 
@@ -66,10 +66,10 @@ class TokenSequence:
         for name, tensor in {"loss_mask": self.loss_mask, **self.values}.items():
             if not isinstance(tensor, Tensor):
                 raise ValueError(f"{name} is a {type(tensor).__name__}: a torch tensor is needed, one entry a token")
-            if tensor.shape != self.input_ids.shape:
+            if tensor.shape[:1] != self.input_ids.shape or tensor.ndim > 2:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)} but input_ids {tuple(self.input_ids.shape)}: "
-                    "a per-token tensor needs one entry for each token"
+                    "a per-token tensor needs one entry for each token, or K for each"
                 )
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class Microbatch:
         cu_seqlens: the starts of the sequences, and T at the end, int32 [N + 1].
         lengths: tokens of every sequence; on the host, so that reading them never waits for the device.
         order: for every sequence, its place in the list that was packed.
-        values: further per-token tensors [T] by name.
+        values: further per-token tensors [T] or [T, K] by name.
         routes: the experts that a mixture must send the tokens to, at least for this rank's layers; on the host.
         media: the images and clips, in order; each `start` is a place in the microbatch.
         tokens: further inputs of the model [T, ...] by name (batch/tensors.py), each row at its own token.
@@ -205,7 +205,8 @@ def check_sequences(sequences: Sequence[TokenSequence], places: Sequence[int]) -
         places: their places in the list they come from, for error messages.
 
     Raises:
-        ValueError: a sequence has no tokens, or its values have other names than those of the first sequence.
+        ValueError: a sequence has no tokens, or its values have other names, or other numbers of entries for a token,
+            than those of the first sequence.
     """
     for place, sequence in zip(places, sequences, strict=True):
         if not len(sequence):
@@ -215,6 +216,13 @@ def check_sequences(sequences: Sequence[TokenSequence], places: Sequence[int]) -
                 f"sequence {place} has values {sorted(sequence.values)} but sequence {places[0]} has "
                 f"{sorted(sequences[0].values)}: sequences that are packed together need values of the same names"
             )
+        for name, tensor in sequence.values.items():
+            like = sequences[0].values[name]
+            if tensor.shape[1:] != like.shape[1:]:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} in sequence {place} but {tuple(like.shape)} in sequence "
+                    f"{places[0]}: sequences that are packed together need as many entries for each token"
+                )
 
 
 def empty_microbatch(like: Microbatch | None = None) -> Microbatch:
@@ -224,7 +232,8 @@ def empty_microbatch(like: Microbatch | None = None) -> Microbatch:
         like: a microbatch whose names and dtypes of values it gets; None for no values.
     """
     zeros = torch.zeros(EMPTY_LENGTH, dtype=torch.int64)
-    values = {} if like is None else {n: v.new_zeros(EMPTY_LENGTH, device="cpu") for n, v in like.values.items()}
+    given = {} if like is None else like.values
+    values = {n: v.new_zeros(EMPTY_LENGTH, *v.shape[1:], device="cpu") for n, v in given.items()}
     microbatch = pack_microbatch([TokenSequence(zeros, torch.zeros(EMPTY_LENGTH, dtype=torch.bool), values)])
     return dataclasses.replace(microbatch, order=(), is_empty=True)
 
@@ -288,23 +297,24 @@ def set_values(microbatch: Microbatch, name: str, values: Tensor) -> Microbatch:
     Args:
         microbatch: the microbatch.
         name: the tensor's name in `Microbatch.values`.
-        values: the tensor [T]; each entry stands at the position that predicts its token.
+        values: the tensor [T] or [T, K]; each entry stands at the position that predicts its token.
     """
     return dataclasses.replace(microbatch, values={**microbatch.values, name: values})
 
 
-def add_values(microbatch: Microbatch, name: str, pieces: Sequence[Tensor]) -> Microbatch:
+def add_values(microbatch: Microbatch, name: str, pieces: Sequence[Tensor], shape: tuple[int, ...] = ()) -> Microbatch:
     """The microbatch with one more per-token tensor, which is made from a piece for each sequence.
 
     Args:
         microbatch: the microbatch; an empty one takes no pieces and gets zeros.
         name: the tensor's name in `Microbatch.values`.
-        pieces: one tensor [n] for each real sequence, each entry at the token it describes, as `unpack` returns them.
+        pieces: one tensor [n, *shape] for each real sequence, each entry at the token it describes, as `unpack` returns
+            them.
+        shape: the shape of a token's entry, () or (K,).
     """
     shifted = [to_predictor(piece) for piece in pieces]
-    return set_values(
-        microbatch, name, torch.zeros(microbatch.num_tokens) if microbatch.is_empty else torch.cat(shifted)
-    )
+    zeros = torch.zeros(microbatch.num_tokens, *shape)
+    return set_values(microbatch, name, zeros if microbatch.is_empty else torch.cat(shifted))
 
 
 def sum_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
@@ -333,7 +343,7 @@ class _SpreadOverTokens(torch.autograd.Function):
 
 def to_predictor(values: Tensor) -> Tensor:
     """Moves each value one place to the left, onto the position that predicts its token."""
-    return torch.cat([values[1:], values.new_zeros(1)])
+    return torch.cat([values[1:], values.new_zeros(1, *values.shape[1:])])
 
 
 def _to_token(values: Tensor) -> Tensor:

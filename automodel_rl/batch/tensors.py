@@ -14,7 +14,11 @@ ROTARY_POSITIONS = "rotary_positions"
 """Positions in time, height and width, int64 [t, 3], for a model with M-RoPE."""
 
 LOGPROB_GRADIENT = "logprob_gradient"
-"""The derivative of the loss by the log-probability of every target, float64 [t], if it is known before the forward."""
+"""The derivative of the loss by the log-probability of every target, float64 [t], or of every token of `READ_IDS`,
+float64 [t, K], if it is known before the forward."""
+
+READ_IDS = "read_ids"
+"""Token ids whose log-probabilities are read besides that of the target, int64 [t, K]; -1 for none."""
 
 ADAPTER_GATE = "adapter_gate"
 """Factors of the rows of low-rank adapters, [t, rank], where several trainings share a pass. Each training has some of

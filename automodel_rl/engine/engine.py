@@ -281,6 +281,7 @@ class Engine:
         name: str,
         temperature: float = 1.0,
         agreed: GlobalBatch | None = None,
+        ids: str | None = None,
     ) -> list[Microbatch]:
         """This data rank's microbatches with the log-probabilities of their tokens under the model.
 
@@ -290,10 +291,11 @@ class Engine:
                 float64, aligned with predicting positions.
             temperature: the logits are divided by it.
             agreed: as that of `train_step`.
+            ids: the name of values with other token ids, [T, K], to give the log-probabilities of, [T, K].
         """
-        outputs = self.runner.forward(microbatches, read_targets(Readout(temperature)), agreed)
+        outputs = self.runner.forward(microbatches, read_targets(Readout(temperature, ids=ids)), agreed, ids)
         return [
-            set_values(microbatch, name, output[:, 0].cpu())
+            set_values(microbatch, name, (output[:, 0] if ids is None else output[:, 1:]).cpu())
             for microbatch, output in zip(microbatches, outputs, strict=True)
         ]
 

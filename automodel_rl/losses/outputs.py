@@ -25,17 +25,20 @@ class Readout:
     Attributes:
         temperature: the logits are divided by it before the softmax.
         entropy: whether to read the softmax's entropy, too.
+        ids: the name of the values [T, K] that have token ids, int64, to read the log-probabilities of, besides the
+            target's; -1 for none. None reads the target's alone.
 
     Raises:
         ValueError: the temperature is not above 0.
 
     Example:
         >>> Readout(temperature=0.7, entropy=True)
-        Readout(temperature=0.7, entropy=True)
+        Readout(temperature=0.7, entropy=True, ids=None)
     """
 
     temperature: float = 1.0
     entropy: bool = False
+    ids: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -53,6 +56,8 @@ class TokenOutputs:
         logprobs: log-probability of every target under the model, [T], fp32 or float64; 0 where there is no target.
         entropy: entropy of the model's distribution over the target, in nats, [T]; 0 where there is no target; None if
             it was not asked for.
+        at: log-probabilities of the tokens of `Readout.ids` under the model, [T, K]; 0 where there is no such token or
+            no target; None if they were not asked for.
 
     Example:
         >>> import torch
@@ -62,15 +67,19 @@ class TokenOutputs:
 
     logprobs: Tensor
     entropy: Tensor | None = None
+    at: Tensor | None = None
 
     @classmethod
-    def from_columns(cls, columns: Tensor) -> "TokenOutputs":
-        """The outputs in the columns that a `Readout` gives.
+    def from_columns(cls, columns: Tensor, readout: Readout) -> "TokenOutputs":
+        """The outputs in the columns that a readout gives.
 
         Args:
-            columns: [T, 1], or [T, 2] with entropies.
+            columns: [T, 1], then K columns if ids are read, then one of entropies if these are.
+            readout: what was read.
         """
-        return cls(*columns.unbind(1))
+        end = columns.shape[1] - readout.entropy
+        entropy = columns[:, end] if readout.entropy else None
+        return cls(columns[:, 0], entropy, None if readout.ids is None else columns[:, 1:end])
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,8 @@ class LinearLoss:
     the logits again. As every loss it is called with `outputs` and a `microbatch`.
 
     Attributes:
-        weights: gives the weight of every log-probability of a microbatch, [T].
+        weights: gives the weight of the log-probability of every target of a microbatch, [T], or of every token of
+            `Readout.ids`, [T, K].
         denominator: what the sum is divided by.
 
     Example:
@@ -137,25 +147,42 @@ class LinearLoss:
             microbatch: the microbatch that they are for.
         """
         weights = self._checked(microbatch).to(outputs.logprobs.dtype)
-        return LossOutput(sums={self.denominator: torch.where(weights == 0, 0.0, weights * outputs.logprobs).sum()})
+        logprobs = outputs.logprobs if weights.ndim == 1 else _of_ids(weights, outputs.at)
+        return LossOutput(sums={self.denominator: torch.where(weights == 0, 0.0, weights * logprobs).sum()})
 
-    def gradient(self, microbatch: Microbatch, counts: dict[Denominator, int]) -> Tensor:
-        """The derivative of the loss of the global batch by every log-probability of a microbatch, [T], float64.
+    def gradient(self, microbatch: Microbatch, counts: dict[Denominator, int], readout: Readout) -> Tensor:
+        """The derivative of the loss of the global batch by every log-probability of a microbatch, [T] or [T, K],
+        float64.
 
         Args:
             microbatch: one of the global batch.
             counts: denominators over the global batch.
+            readout: what will be read.
         """
-        return self._checked(microbatch).double() / max(counts[self.denominator], 1)
+        weights = self._checked(microbatch)
+        if weights.ndim == 2:
+            _of_ids(weights, None if readout.ids is None else microbatch.values.get(readout.ids))
+        return weights.double() / max(counts[self.denominator], 1)
 
     def _checked(self, microbatch: Microbatch) -> Tensor:
         weights = self.weights(microbatch)
-        if weights.shape != microbatch.targets.shape:
+        if weights.shape[:1] != microbatch.targets.shape or weights.ndim > 2:
             raise ValueError(
-                f"the weights of a linear loss have shape {list(weights.shape)}: give one for each of the microbatch's "
-                f"{microbatch.num_tokens} tokens"
+                f"the weights of a linear loss have shape {list(weights.shape)}: give one, or K, for each of the "
+                f"microbatch's {microbatch.num_tokens} tokens"
             )
         return weights
+
+
+def _of_ids(weights: Tensor, of_ids: Tensor | None) -> Tensor:
+    """What belongs to the ids that are read, [T, K]. Raises ValueError if it is not as wide as the weights."""
+    if of_ids is None or of_ids.shape != weights.shape:
+        read = "none are read" if of_ids is None else f"{of_ids.shape[1]} are read"
+        raise ValueError(
+            f"the weights of a linear loss are for {weights.shape[1]} tokens at each place, and {read}: give "
+            "Readout.ids the name of values with as many token ids"
+        )
+    return of_ids
 
 
 def count(microbatches: Sequence[Microbatch]) -> dict[Denominator, int]:

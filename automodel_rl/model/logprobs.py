@@ -1,7 +1,7 @@
 """Log-probabilities of targets, and entropies, from hidden states, a chunk of tokens at a time: [T, V] never exists.
 
 Shape letters: T tokens, H hidden size, V vocabulary (this rank's part of it under tensor parallelism), C tokens of a
-chunk, K numbers that are read for a token.
+chunk, K token ids whose log-probabilities are read for a token: its target first.
 """
 
 import functools
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from automodel_rl.batch import LocalMicrobatch
-from automodel_rl.batch.tensors import LOGPROB_GRADIENT
+from automodel_rl.batch.tensors import LOGPROB_GRADIENT, READ_IDS
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
 from automodel_rl.model.softmax import Given, Softmax, cap
@@ -70,52 +71,62 @@ def target_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, read
         readout: the temperature, and whether to give the entropy, too.
 
     Returns:
-        [T, 1], or [T, 2] with the entropy; 0 where there is no target; float64 for float64 hidden states, else float32;
-        equal on all tp ranks.
+        The columns that `TokenOutputs.from_columns` takes: log p(target), then log p of each of `READ_IDS` if there are
+        any, then the entropy if it is asked for. 0 where there is no target, or no id; float64 for float64 hidden
+        states, else float32; equal on all tp ranks.
     """
-    if LOGPROB_GRADIENT in microbatch.tokens and not readout.entropy and torch.is_grad_enabled():
-        return _TargetsOfLinearLoss.apply(hidden, head.weight, microbatch, head, readout)
-    return _TargetReadout.apply(hidden, head.weight, microbatch.targets, head, readout)
+    wanted = microbatch.targets[:, None]
+    if READ_IDS in microbatch.tokens:
+        ids = microbatch.tokens[READ_IDS]
+        wanted = torch.cat([wanted, torch.where(wanted >= 0, ids, -1)], dim=1)
+    known = microbatch.tokens.get(LOGPROB_GRADIENT)
+    if known is None or readout.entropy or not torch.is_grad_enabled():
+        return _TargetReadout.apply(hidden, head.weight, wanted, head, readout)
+    # Of the targets alone, or of the other ids alone.
+    missing = (0, wanted.shape[1] - 1) if known.ndim == 1 else (1, 0)
+    known = functional.pad(known.view(len(known), -1), missing)
+    return _LinearLossReadout.apply(hidden, head.weight, wanted, known, head, readout)
 
 
 class _TargetReadout(torch.autograd.Function):
     """Keeps the log-sum-exp (and entropy) of every token and makes each chunk's logits again in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, readout: Readout) -> Tensor:
-        work = _HeadWork(hidden, weight, targets, head, readout.temperature)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, wanted: Tensor, head: Head, readout: Readout) -> Tensor:
+        work = _HeadWork(hidden, weight, wanted, head, readout.temperature)
         scores = work.empty_scores(readout.entropy)
         for chunk in work.chunks:
             scores.put(chunk, work.score(work.products(chunk), chunk, readout.entropy))
-        ctx.save_for_backward(hidden, weight, targets, scores.logsumexp, scores.entropy)
+        ctx.save_for_backward(hidden, weight, wanted, scores.logsumexp, scores.entropy)
         ctx.head, ctx.readout = head, readout
-        return scores.columns(targets)
+        return scores.columns(wanted)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        hidden, weight, targets, logsumexp, entropy = ctx.saved_tensors
-        d_columns = torch.where((targets >= 0)[:, None], gradients[0], 0.0)
-        work = _HeadWork(hidden, weight, targets, ctx.head, ctx.readout.temperature)
+        hidden, weight, wanted, logsumexp, entropy = ctx.saved_tensors
+        width = wanted.shape[1]
+        d_logprobs = torch.where(wanted >= 0, gradients[0][:, :width], 0.0)
+        d_entropy = None if entropy is None else torch.where(wanted[:, 0] >= 0, gradients[0][:, width], 0.0)
+        work = _HeadWork(hidden, weight, wanted, ctx.head, ctx.readout.temperature)
         sums = _GradientSums(work, ctx.needs_input_grad[1])
         for tokens, chunks in work.groups:
             for chunk in chunks:
-                of_entropy = () if entropy is None else (entropy[chunk], d_columns[chunk, 1])
-                given = Given(logsumexp[chunk], d_columns[chunk, 0], *of_entropy)
+                of_entropy = () if entropy is None or d_entropy is None else (entropy[chunk], d_entropy[chunk])
+                given = Given(logsumexp[chunk], d_logprobs[chunk], *of_entropy)
                 sums.put(work.products(chunk), chunk, tokens.start, given)
             sums.add(tokens)
         return sums.d_hidden, sums.for_autograd(), None, None, None
 
 
-class _TargetsOfLinearLoss(torch.autograd.Function):
+class _LinearLossReadout(torch.autograd.Function):
     """Makes the gradients in the forward, while it has the logits, for a loss whose gradient is known before."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, microbatch: LocalMicrobatch, head: Head, readout: Readout
+        ctx: Any, hidden: Tensor, weight: Tensor, wanted: Tensor, known: Tensor, head: Head, readout: Readout
     ) -> Tensor:
-        targets = microbatch.targets
-        known = torch.where(targets >= 0, microbatch.tokens[LOGPROB_GRADIENT], 0.0).to(_accurate(hidden.dtype))
-        work = _HeadWork(hidden, weight, targets, head, readout.temperature)
+        known = torch.where(wanted >= 0, known, 0.0).to(_accurate(hidden.dtype))
+        work = _HeadWork(hidden, weight, wanted, head, readout.temperature)
         scores, sums = work.empty_scores(False), _GradientSums(work, ctx.needs_input_grad[1])
         for tokens, chunks in work.groups:
             for chunk in chunks:
@@ -126,19 +137,19 @@ class _TargetsOfLinearLoss(torch.autograd.Function):
             sums.add(tokens)
         ctx.save_for_backward(sums.d_hidden, sums.for_autograd())
         ctx.head = head
-        return scores.columns(targets)
+        return scores.columns(wanted)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
         if ctx.head.gradient is not None:
             ctx.head.gradient()  # a sum to reduce, also if the backward of another microbatch has reduced this one's
-        return d_hidden, d_weight, None, None, None
+        return d_hidden, d_weight, None, None, None, None
 
 
 @dataclass
 class _Scores:
-    """What the forward reads for every token, [T]; over the whole vocabulary."""
+    """What the forward reads for every token, [T], of logits [T, K]; over the whole vocabulary."""
 
     picked: Tensor
     logsumexp: Tensor
@@ -153,10 +164,11 @@ class _Scores:
     def entropy(self) -> Tensor | None:
         return None if self.mean_logit is None else self.logsumexp - self.mean_logit
 
-    def columns(self, targets: Tensor) -> Tensor:
-        logprobs, entropy = self.picked - self.logsumexp, self.entropy
-        columns = [logprobs] if entropy is None else [logprobs, entropy]
-        return torch.stack([torch.where(targets >= 0, column, 0.0) for column in columns], dim=1)
+    def columns(self, wanted: Tensor) -> Tensor:
+        logprobs = torch.where(wanted >= 0, self.picked - self.logsumexp[:, None], 0.0)
+        if self.entropy is None:
+            return logprobs
+        return torch.cat([logprobs, torch.where(wanted[:, :1] >= 0, self.entropy[:, None], 0.0)], dim=1)
 
 
 class _HeadWork:
@@ -167,18 +179,19 @@ class _HeadWork:
         groups: tokens for which gradients of the products exist at once, each with its chunks.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, temperature: float):
+    def __init__(self, hidden: Tensor, weight: Tensor, wanted: Tensor, head: Head, temperature: float):
         self.hidden, self.weight, self.head = hidden, weight, head
-        self.places = targets - head.first_token
+        self.places = wanted - head.first_token
         self.softmax = Softmax(head.softcap, temperature / head.factor, head.compiled)
-        self.chunks = _chunks(len(targets), weight)
+        self.chunks = _chunks(len(wanted), weight)
         size = block_sizes.head_group
         groups = [self.chunks[start : start + size] for start in range(0, len(self.chunks), size)]
         self.groups = [(slice(group[0].start, group[-1].stop), group) for group in groups]
 
     def empty_scores(self, with_mean: bool) -> _Scores:
-        empty = torch.empty(self.places.shape, dtype=_accurate(self.hidden.dtype), device=self.hidden.device)
-        return _Scores(empty, torch.empty_like(empty), torch.empty_like(empty) if with_mean else None)
+        picked = torch.empty(self.places.shape, dtype=_accurate(self.hidden.dtype), device=self.hidden.device)
+        logsumexp = torch.empty_like(picked[:, 0])
+        return _Scores(picked, logsumexp, torch.empty_like(logsumexp) if with_mean else None)
 
     def products(self, chunk: slice) -> Tensor:
         return _accurate_matmul(self.hidden[chunk], self.weight.t())
@@ -223,33 +236,54 @@ def _over_vocabulary(
     picked: Tensor, logsumexp: Tensor, mean_logit: Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Combines these values, for each rank's part of the vocabulary, over all tp ranks in one collective."""
-    columns = [picked, logsumexp] if mean_logit is None else [picked, logsumexp, mean_logit]
-    parts = all_gather(torch.stack(columns), group).view(group.size(), len(columns), -1)
-    total = parts[:, 1].logsumexp(0)
-    mean = None if mean_logit is None else ((parts[:, 1] - total).exp() * parts[:, 2]).sum(0)
-    return parts[:, 0].sum(0), total, mean
+    columns = [logsumexp] if mean_logit is None else [logsumexp, mean_logit]
+    rows = torch.cat([torch.stack(columns), picked.t()])
+    parts = all_gather(rows, group).view(group.size(), *rows.shape)
+    total = parts[:, 0].logsumexp(0)
+    mean = None if mean_logit is None else ((parts[:, 0] - total).exp() * parts[:, 1]).sum(0)
+    return parts[:, len(columns) :].sum(0).t(), total, mean
 
 
 def top_logits(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of every token and their ids, both [T, k], largest first. No gradient."""
-    pieces = [_logits(hidden[chunk], head).topk(k, dim=1) for chunk in _chunks(len(hidden), head.weight)]
-    values = torch.cat([piece.values for piece in pieces])
-    ids = torch.cat([piece.indices for piece in pieces]) + head.first_token
-    if head.tp_group is None:
-        return values, ids
-    values, ids = _side_by_side(values, head.tp_group), _side_by_side(ids, head.tp_group)
-    best = values.topk(k, dim=1)
-    return best.values, ids.gather(1, best.indices)
+    """The k largest logits of every token and their ids, both [T, k], largest first. No gradient.
+
+    Raises:
+        ValueError: the vocabulary has fewer than k tokens.
+    """
+    values, ids, _ = _top(hidden, head, k)
+    return values, ids
 
 
 def top_logprobs(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest log-probabilities of every token and their ids, both [T, k], largest first. No gradient."""
-    values, ids = top_logits(hidden, head, k)
-    pieces = [_logits(hidden[chunk], head).logsumexp(1) for chunk in _chunks(len(hidden), head.weight)]
-    normaliser = torch.cat(pieces)[:, None]
-    if head.tp_group is not None:
-        normaliser = _side_by_side(normaliser, head.tp_group).logsumexp(1, keepdim=True)
-    return values - normaliser, ids
+    """The k largest log-probabilities of every token and their ids, both [T, k], largest first. No gradient.
+
+    Raises:
+        ValueError: the vocabulary has fewer than k tokens.
+    """
+    values, ids, logsumexp = _top(hidden, head, k)
+    return values - logsumexp, ids
+
+
+def _top(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest logits of every token and their ids, [T, k], and the log-sum-exp of all its logits, [T, 1]."""
+    size = 1 if head.tp_group is None else head.tp_group.size()
+    if k > size * len(head.weight):
+        raise ValueError(f"k={k}: the vocabulary has {size * len(head.weight)} tokens")
+    values, ids, sums = [], [], []
+    for chunk in _chunks(len(hidden), head.weight):
+        logits = _logits(hidden[chunk], head)
+        # Each rank may have all of them, or fewer than k in all.
+        best = logits.topk(min(k, len(head.weight)), dim=1)
+        values.append(best.values)
+        ids.append(best.indices + head.first_token)
+        sums.append(logits.logsumexp(1, keepdim=True))
+    found, places, logsumexp = torch.cat(values), torch.cat(ids), torch.cat(sums)
+    if head.tp_group is None:
+        return found, places, logsumexp
+    found, places = _side_by_side(found, head.tp_group), _side_by_side(places, head.tp_group)
+    of_all = found.topk(k, dim=1)
+    logsumexp = _side_by_side(logsumexp, head.tp_group).logsumexp(1, keepdim=True)
+    return of_all.values, places.gather(1, of_all.indices), logsumexp
 
 
 def _side_by_side(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

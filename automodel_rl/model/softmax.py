@@ -2,7 +2,8 @@
 
 On CUDA these functions are compiled, so that each reads the products once. They are the same functions elsewhere.
 
-Shape letters: C tokens of a chunk, V vocabulary (this rank's part of it under tensor parallelism).
+Shape letters: C tokens of a chunk, V vocabulary (this rank's part of it under tensor parallelism), K places of the
+vocabulary that are read for a token.
 """
 
 from dataclasses import dataclass
@@ -28,25 +29,25 @@ class Softmax:
     temperature: float
     compiled: bool = False
 
-    def score(self, products_CV: Tensor, places_C: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logit of every target (0 if it is not in this part), log-sum-exp of all logits and, if asked for, the mean
-        logit under the softmax, all [C]."""
+    def score(self, products_CV: Tensor, places_CK: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits at places of the vocabulary, [C, K], 0 if they are not in this part; log-sum-exp of all logits, [C];
+        and, if asked for, the mean logit under the softmax, [C]."""
         if self.compiled:
-            return _compiled_score(products_CV, places_C, self.softcap, self.temperature, with_mean)
+            return _compiled_score(products_CV, places_CK, self.softcap, self.temperature, with_mean)
         pieces = [
-            _score(products_CV[rows], places_C[rows], self.softcap, self.temperature, with_mean)
+            _score(products_CV[rows], places_CK[rows], self.softcap, self.temperature, with_mean)
             for rows in _rows(products_CV)
         ]
         picked, logsumexp, mean = zip(*pieces, strict=True)
         return torch.cat(picked), torch.cat(logsumexp), torch.cat(mean) if with_mean else None
 
-    def gradient(self, products_CV: Tensor, places_C: Tensor, given: "Given", out_CV: Tensor) -> None:
+    def gradient(self, products_CV: Tensor, places_CK: Tensor, given: "Given", out_CV: Tensor) -> None:
         """Writes the gradient of the products to `out_CV`.
 
-        The derivative of log p(target) by the logits is one-hot(target) - p. That of the entropy is
+        The derivative of log p(place) by the logits is one-hot(place) - p. That of the entropy is
         -p * (log p + entropy).
         """
-        columns = [places_C, given.logsumexp, given.d_logprob, given.entropy, given.d_entropy]
+        columns = [places_CK, given.logsumexp, given.d_logprob, given.entropy, given.d_entropy]
         if self.compiled:
             _compiled_gradient(products_CV, columns, self.softcap, self.temperature, out_CV)
             return
@@ -57,12 +58,12 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Given:
-    """What is known of the tokens of a chunk before the gradient is made, all [C].
+    """What is known of the tokens of a chunk before the gradient is made.
 
     Attributes:
-        logsumexp: log-sum-exp of the logits over the whole vocabulary.
-        d_logprob: gradient of the targets' log-probabilities; 0 where there is no target.
-        entropy, d_entropy: entropies and their gradient; None if they have none.
+        logsumexp: log-sum-exp of the logits over the whole vocabulary, [C].
+        d_logprob: gradient of the log-probabilities at the places, [C, K]; 0 where there is none.
+        entropy, d_entropy: entropies and their gradient, [C]; None if they have none.
     """
 
     logsumexp: Tensor
@@ -72,30 +73,36 @@ class Given:
 
 
 def _score(
-    products_CV: Tensor, places_C: Tensor, softcap: float | None, temperature: float, with_mean: bool
+    products_CV: Tensor, places_CK: Tensor, softcap: float | None, temperature: float, with_mean: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     logits_CV = _logits(products_CV, softcap, temperature)
-    inside_C = (places_C >= 0) & (places_C < logits_CV.shape[1])
-    picked_C = logits_CV.gather(1, places_C.where(inside_C, 0)[:, None])[:, 0].where(inside_C, 0.0)
+    inside_CK = (places_CK >= 0) & (places_CK < logits_CV.shape[1])
+    picked_CK = logits_CV.gather(1, places_CK.where(inside_CK, 0)).where(inside_CK, 0.0)
     largest_C = logits_CV.amax(1, keepdim=True)
     weights_CV = (logits_CV - largest_C).exp()
     total_C = weights_CV.sum(1)
     mean_C = (weights_CV * logits_CV).sum(1) / total_C if with_mean else None
-    return picked_C, total_C.log() + largest_C[:, 0], mean_C
+    return picked_CK, total_C.log() + largest_C[:, 0], mean_C
 
 
 def _gradient(
     products_CV: Tensor, columns: list[Tensor | None], softcap: float | None, temperature: float, out_CV: Tensor
 ) -> None:
-    places_C, logsumexp_C, d_logprob_C, entropy_C, d_entropy_C = columns
-    assert places_C is not None
+    places_CK, logsumexp_C, d_logprob_CK, entropy_C, d_entropy_C = columns
+    assert places_CK is not None
     assert logsumexp_C is not None
-    assert d_logprob_C is not None
+    assert d_logprob_CK is not None
     logits_CV = _logits(products_CV, softcap, temperature)
     logprobs_CV = logits_CV - logsumexp_C[:, None]
     p_CV = logprobs_CV.exp()
-    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == places_C[:, None]
-    d_logits_CV = (is_target_CV.to(p_CV.dtype) - p_CV) * d_logprob_C[:, None]
+    if places_CK.shape[1] == 1:  # without a scatter, so that one kernel does all
+        is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == places_CK
+        d_logits_CV = (is_target_CV.to(p_CV.dtype) - p_CV) * d_logprob_CK
+    else:
+        inside_CK = (places_CK >= 0) & (places_CK < logits_CV.shape[1])
+        added_CK = d_logprob_CK.where(inside_CK, 0.0)
+        d_logits_CV = -p_CV * d_logprob_CK.sum(1, keepdim=True)
+        d_logits_CV = d_logits_CV.scatter_add(1, places_CK.where(inside_CK, 0), added_CK)
     if entropy_C is not None:
         assert d_entropy_C is not None
         d_logits_CV = d_logits_CV - p_CV * (logprobs_CV + entropy_C[:, None]) * d_entropy_C[:, None]

@@ -76,13 +76,15 @@ class Evaluate(Job):
 
 @dataclass(frozen=True)
 class Logprobs(Job):
-    """The log-probability of each token of each row: `RowValues`, values [n]."""
+    """The log-probability of each token of each row: `RowValues`, values [n]; or of other tokens, [n, K], whose ids are
+    the values of the rows with the name `ids`."""
 
     answered_by = "all"
 
     temperature: float
     agreed: GlobalBatch
     replay: bool = False
+    ids: str | None = None
 
 
 @dataclass(frozen=True)

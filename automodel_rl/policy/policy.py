@@ -144,16 +144,20 @@ class Policy:
         result: tuple[float, dict[str, float]] = self.crew.ask(jobs.Evaluate(loss, readout, agreed, counts), shares)[0]
         return result
 
-    def logprobs(self, batch: Batch, temperature: float = 1.0, *, replay: bool = False) -> list[Tensor]:
+    def logprobs(
+        self, batch: Batch, temperature: float = 1.0, *, replay: bool = False, ids: str | None = None
+    ) -> list[Tensor]:
         """The log-probability of each token of each row of n tokens, [n], fp32 or float64; its first entry is 0.
 
         Args:
             batch: rows; those of several parts are packed part by part, as optimizer steps over them will be.
             temperature: the logits are divided by it.
             replay: follow the routes of the rows.
+            ids: the name of values with other token ids in the place of each token, int64 [n, K], -1 for none: their
+                log-probabilities are returned, [n, K].
         """
         agreed, shares = self.shares(batch, replay)
-        return _in_order(self.crew.ask(jobs.Logprobs(temperature, agreed, replay), shares), len(batch))
+        return _in_order(self.crew.ask(jobs.Logprobs(temperature, agreed, replay, ids), shares), len(batch))
 
     def top_logits(self, batch: Batch, k: int) -> list[tuple[Tensor, Tensor]]:
         """The k largest logits for each token of each row, [n, k], fp32 or float64, largest first, and their ids.

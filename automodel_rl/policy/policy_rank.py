@@ -105,7 +105,7 @@ class PolicyRank:
 
     def _logprobs(self, job: jobs.Logprobs, share: Share | None) -> RowValues | None:
         microbatches = self._microbatches(share, job.replay)
-        scored = self.engine.add_logprobs(microbatches, "logprobs", job.temperature, job.agreed)
+        scored = self.engine.add_logprobs(microbatches, "logprobs", job.temperature, job.agreed, job.ids)
         # Alone, for a value of this name may come with the rows.
         return self._of_rows(scored, [piece for one in scored for piece in unpack(one.values["logprobs"], one)])
 

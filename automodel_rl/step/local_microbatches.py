@@ -5,10 +5,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from automodel_rl.batch import LEAST_TOKENS, LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
-from automodel_rl.batch.tensors import LOGPROB_GRADIENT, ROTARY_POSITIONS
+from automodel_rl.batch.tensors import LOGPROB_GRADIENT, READ_IDS, ROTARY_POSITIONS
 from automodel_rl.families.known import multimodal_family
 from automodel_rl.model.float8 import MULTIPLE
 from automodel_rl.model.handle import ModelHandle
@@ -19,6 +20,7 @@ def local_microbatches(
     embeddings: Sequence[Callable[[], Tensor]],
     handle: ModelHandle,
     logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
+    ids: str | None = None,
 ) -> list[LocalMicrobatch]:
     """This rank's part of every microbatch.
 
@@ -27,7 +29,11 @@ def local_microbatches(
         embeddings: give the embeddings of the media of every microbatch; empty on ranks that do not use them.
         handle: the model. This rank's layers decide which routes are needed.
         logprob_gradient: gives the derivative of the loss by the log-probabilities of a microbatch and its place in
-            the step, float64 [T]; None if it is not known before the forward.
+            the step, float64 [T] or [T, K]; None if it is not known before the forward.
+        ids: the name of the values with token ids whose log-probabilities are read; None if those of targets are.
+
+    Raises:
+        ValueError: there are no such values, or they are no token ids.
     """
     layout = handle.layout
     sequence_parallel = layout.parallel.sequence_parallel
@@ -46,6 +52,8 @@ def local_microbatches(
         gradient = None if logprob_gradient is None else logprob_gradient(microbatch, number)
         if gradient is not None:
             tokens[LOGPROB_GRADIENT] = gradient
+        if ids is not None:
+            tokens[READ_IDS] = _ids(microbatch, ids)
         part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, tokens)
         if embeddings:
             part = dataclasses.replace(part, media=dataclasses.replace(part.media, embeddings=embeddings[number]))
@@ -53,3 +61,13 @@ def local_microbatches(
             part = part.between_blocks(layout.parallel.tp, layout.tp_rank)
         parts.append(dataclasses.replace(part, index=number).to(layout.device))
     return parts
+
+
+def _ids(microbatch: Microbatch, name: str) -> Tensor:
+    """The token ids [T, K] among the values of a microbatch."""
+    found = microbatch.values.get(name)
+    if found is None:
+        raise ValueError(f"Readout.ids={name}: the microbatch has values {sorted(microbatch.values)}")
+    if found.dtype != torch.int64 or found.ndim != 2:
+        raise ValueError(f"{name} is of {found.dtype} with shape {list(found.shape)}: token ids are int64 [T, K]")
+    return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch
 from automodel_rl.errors import MicrobatchError, first_in_chain
 from automodel_rl.launch.flight import in_microbatch
-from automodel_rl.losses import Denominator, LinearLoss, LossFn, LossOutput, TokenOutputs
+from automodel_rl.losses import Denominator, LinearLoss, LossFn, LossOutput, Readout, TokenOutputs
 from automodel_rl.model.logprobs import OutputFn
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.step.totals import LossTotals
@@ -38,6 +38,7 @@ class PPLossAdapter:
         loss_fn: the loss.
         microbatches: the microbatches of the step.
         counts: global denominators, over all data ranks.
+        readout: what is read for every token.
         stage: index of the last stage, for error messages.
 
     Attributes:
@@ -46,9 +47,15 @@ class PPLossAdapter:
     """
 
     def __init__(
-        self, loss_fn: LossFn, microbatches: Sequence[Microbatch], counts: dict[Denominator, int], stage: int = 0
+        self,
+        loss_fn: LossFn,
+        microbatches: Sequence[Microbatch],
+        counts: dict[Denominator, int],
+        readout: Readout,
+        stage: int = 0,
     ):
-        self.loss_fn, self.microbatches, self.counts, self.stage = loss_fn, microbatches, counts, stage
+        self.loss_fn, self.microbatches, self.counts = loss_fn, microbatches, counts
+        self.readout, self.stage = readout, stage
         self.totals = LossTotals()
         self.failure: MicrobatchError | None = None
 
@@ -57,15 +64,15 @@ class PPLossAdapter:
         if self.failure is None:
             try:
                 with in_microbatch("loss", self.stage, index):
-                    return self._loss(TokenOutputs.from_columns(columns), self.microbatches[index])
+                    return self._loss(TokenOutputs.from_columns(columns, self.readout), self.microbatches[index])
             except MicrobatchError as failure:
                 traceback.clear_frames(first_in_chain(failure).__traceback__)  # or it would keep the loss's tensors
                 self.failure = failure
         return (columns * 0).sum()
 
     def gradient_known_before(self, microbatch: Microbatch, index: int) -> Tensor | None:
-        """The derivative of the loss by the log-probabilities of a microbatch, float64 [T]; None if it depends on the
-        model. A failure is noted as one of the loss, with zeros in its place.
+        """The derivative of the loss by the log-probabilities of a microbatch, float64 [T] or [T, K]; None if it
+        depends on the model. A failure is noted as one of the loss, with zeros in its place.
 
         Args:
             microbatch: microbatch `index`, on the host.
@@ -76,7 +83,7 @@ class PPLossAdapter:
         if self.failure is None:
             try:
                 with in_microbatch("loss", self.stage, index):
-                    return self.loss_fn.gradient(microbatch, self.counts)
+                    return self.loss_fn.gradient(microbatch, self.counts, self.readout)
             except MicrobatchError as failure:
                 self.failure = failure
         return torch.zeros(microbatch.num_tokens, dtype=torch.float64)

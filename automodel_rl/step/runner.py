@@ -98,11 +98,11 @@ class StepRunner:
                 if self.layout.has_last_stage
                 else microbatches
             )
-            adapter = PPLossAdapter(loss_fn, whole, counts, stage=self.layout.parallel.num_stages - 1)
+            adapter = PPLossAdapter(loss_fn, whole, counts, readout, stage=self.layout.parallel.num_stages - 1)
             if self._driver is not None:
                 with self._microbatches_let_go():
                     known = adapter.gradient_known_before if self.layout.has_last_stage else None
-                    local = self._local(microbatches, embeddings, known)
+                    local = self._local(microbatches, embeddings, known, readout.ids)
                     self._driver.forward_backward(local, adapter, self._whole_microbatches(read_targets(readout)))
             self._complete_gradients()
             if self._encoder is not None:
@@ -112,7 +112,11 @@ class StepRunner:
             return adapter.totals
 
     def forward(
-        self, microbatches: Sequence[Microbatch], output_fn: OutputFn, agreed: GlobalBatch | None = None
+        self,
+        microbatches: Sequence[Microbatch],
+        output_fn: OutputFn,
+        agreed: GlobalBatch | None = None,
+        ids: str | None = None,
     ) -> list[Tensor]:
         """Runs `output_fn` on every microbatch, without gradients.
 
@@ -121,6 +125,7 @@ class StepRunner:
             output_fn: (final hidden states [t, H], `Head`, this rank's `LocalMicrobatch`) -> [t, ...]; in chunks, so
                 that [t, V] never exists.
             agreed: as that of `global_batch`.
+            ids: `Readout.ids`, if `output_fn` reads by such a readout.
 
         Returns:
             One tensor [T, ...] for each microbatch, of `output_fn`'s dtype; equal on all stages of this data rank.
@@ -128,9 +133,12 @@ class StepRunner:
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
         """
-        return self._forward(microbatches, self.global_batch(microbatches, agreed).num_microbatches, output_fn)
+        num_microbatches = self.global_batch(microbatches, agreed).num_microbatches
+        return self._forward(microbatches, num_microbatches, output_fn, ids)
 
-    def _forward(self, microbatches: Sequence[Microbatch], num_microbatches: int, output_fn: OutputFn) -> list[Tensor]:
+    def _forward(
+        self, microbatches: Sequence[Microbatch], num_microbatches: int, output_fn: OutputFn, ids: str | None
+    ) -> list[Tensor]:
         """`forward` of microbatches whose number the ranks have agreed on."""
         for part in self.handle.parts:
             part.eval()
@@ -138,9 +146,8 @@ class StepRunner:
         try:
             # In blocks: a pipeline has receive buffers for all microbatches that it runs at once.
             for start in range(0, num_microbatches, block_sizes.forward_microbatches):
-                results += self._forward_block(
-                    microbatches[start : start + block_sizes.forward_microbatches], output_fn
-                )
+                block = microbatches[start : start + block_sizes.forward_microbatches]
+                results += self._forward_block(block, output_fn, ids)
         except BaseException:  # FSDP may be midway through a layer; gradients of an earlier step stay
             for part in self.handle.parts:
                 reset_fsdp(part)
@@ -167,9 +174,9 @@ class StepRunner:
         Raises:
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        columns = self._forward(microbatches, agreed.num_microbatches, read_targets(readout))
+        columns = self._forward(microbatches, agreed.num_microbatches, read_targets(readout), readout.ids)
         whole = [microbatch.to(self.layout.device) for microbatch in microbatches]
-        adapter = PPLossAdapter(loss_fn, whole, agreed.counts, stage=self.layout.parallel.num_stages - 1)
+        adapter = PPLossAdapter(loss_fn, whole, agreed.counts, readout, stage=self.layout.parallel.num_stages - 1)
         with torch.no_grad():
             for index, of_microbatch in enumerate(columns):
                 adapter(of_microbatch, index)
@@ -238,13 +245,13 @@ class StepRunner:
         if self.handle.tied is not None:
             self.handle.tied.sum_gradients()
 
-    def _forward_block(self, microbatches: Sequence[Microbatch], output_fn: OutputFn) -> list[Tensor]:
+    def _forward_block(self, microbatches: Sequence[Microbatch], output_fn: OutputFn, ids: str | None) -> list[Tensor]:
         capturer = LogitsCapturer(self._whole_microbatches(output_fn))
         filled = self._filled_up(microbatches)
         embeddings = [] if self._encoder is None else self._encoder.forward(filled, train=False)
         if self._driver is not None:
             with self._microbatches_let_go():
-                self._driver.forward(self._local(filled, embeddings), capturer)
+                self._driver.forward(self._local(filled, embeddings, ids=ids), capturer)
         if self._encoder is not None:
             self._raise_for_media()
         if self._driver is None:
@@ -280,11 +287,12 @@ class StepRunner:
         microbatches: Sequence[Microbatch],
         embeddings: Sequence[Callable[[], Tensor]],
         logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
+        ids: str | None = None,
     ) -> list[LocalMicrobatch]:
         """This rank's tokens of every microbatch. The arguments are those of `local_microbatches`."""
         if not self.handle.is_mixture and any(microbatch.routes is not None for microbatch in microbatches):
             raise ValueError("a microbatch has routes, and no layer of this model has a router: leave routes out")
-        return local_microbatches(microbatches, embeddings, self.handle, logprob_gradient)
+        return local_microbatches(microbatches, embeddings, self.handle, logprob_gradient, ids)
 
     @contextlib.contextmanager
     def _microbatches_let_go(self) -> Iterator[None]:

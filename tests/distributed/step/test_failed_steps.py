@@ -378,6 +378,11 @@ def test_weights_of_a_linear_loss_that_raise_are_a_failed_loss_everywhere(
 
 
 SOME = make_sequences(2, seed=0)
+ZEROS = torch.zeros(3)
+
+
+def three_dimensions(microbatch: Microbatch) -> torch.Tensor:
+    return torch.ones(microbatch.num_tokens, 2, 2)
 
 
 def two_columns(microbatch: Microbatch) -> torch.Tensor:
@@ -387,10 +392,11 @@ def two_columns(microbatch: Microbatch) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda: LinearLoss(two_columns)(TokenOutputs(torch.zeros(3)), pack_microbatch(SOME)), "give one for each of"),
+        (lambda: LinearLoss(three_dimensions)(TokenOutputs(ZEROS), pack_microbatch(SOME)), "give one, or K, for each"),
+        (lambda: LinearLoss(two_columns)(TokenOutputs(ZEROS), pack_microbatch(SOME)), "2 tokens .*, and none are read"),
         (lambda: LinearLoss(lambda microbatch: microbatch.loss_mask, "foo"), "denominator='foo': it is one of tokens"),
     ],
-    ids=["shape", "denominator"],
+    ids=["shape", "ids", "denominator"],
 )
 def test_linear_losses_of_another_shape_or_unknown_denominator_are_refused(
     loss: Callable[[], object], message: str

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch, TokenSequence, local_microbatch, pack_microbatch
-from automodel_rl.batch.tensors import LOGPROB_GRADIENT
+from automodel_rl.batch.tensors import LOGPROB_GRADIENT, READ_IDS
 from automodel_rl.block_sizes import block_sizes
-from automodel_rl.losses import Readout
+from automodel_rl.losses import Readout, TokenOutputs
 from automodel_rl.model.logprobs import Head, target_readout, top_logits, top_logprobs
 from tests.processes import run_command
 
@@ -97,6 +97,68 @@ def test_a_gradient_known_before_the_forward_equals_that_of_autograd(
         actual = [values, *torch.autograd.grad((values * known).sum(), (states,)), total - before]
     for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def ids_of(num_tokens: int, vocab: int, width: int) -> Tensor:
+    """Token ids for each place: none for some, and the same id twice."""
+    ids = torch.randint(-1, vocab, (num_tokens, width), generator=torch.Generator().manual_seed(3))
+    ids[:, 1] = ids[:, 0]
+    return ids
+
+
+def naive_at(logits: Tensor, microbatch: LocalMicrobatch, ids: Tensor) -> Tensor:
+    wanted = torch.cat([microbatch.targets[:, None], ids], dim=1)
+    logprobs = logits.log_softmax(-1).gather(1, wanted.clamp_min(0))
+    return logprobs * ((wanted >= 0) & (microbatch.targets >= 0)[:, None])
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("softcap", "temperature"), [(None, 1.0), (1.5, 0.6)])
+def test_logprobs_of_given_ids_equal_the_naive_way(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, temperature: float, entropy: bool
+) -> None:
+    monkeypatch.setattr(block_sizes, "head_bytes", SEVEN_TOKENS)
+    states, weight, microbatch = make_inputs(30, 8, 40, torch.float64)
+    ids = ids_of(30, 40, 5)
+    informed = dataclasses.replace(microbatch, tokens={READ_IDS: ids})
+    readout = Readout(temperature, entropy, "ids")
+    columns = target_readout(states, Head(weight, softcap), informed, readout)
+    outputs = TokenOutputs.from_columns(columns, readout)
+    logits = states @ weight.t()
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    expected = naive_at(logits, microbatch, ids)
+    assert outputs.at is not None
+    torch.testing.assert_close(outputs.logprobs, expected[:, 0], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(outputs.at, expected[:, 1:], rtol=1e-12, atol=1e-13)
+    if entropy:
+        assert outputs.entropy is not None
+        of_softmax = torch.distributions.Categorical(logits=logits).entropy() * (microbatch.targets >= 0)
+        torch.testing.assert_close(outputs.entropy, of_softmax, rtol=1e-12, atol=1e-13)
+        expected = torch.cat([expected, of_softmax[:, None]], dim=1)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = torch.autograd.grad((columns * upstream).sum(), (states, weight))
+    theirs = torch.autograd.grad((expected * upstream).sum(), (states, weight))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("of_ids", [False, True], ids=["targets", "ids"])
+def test_a_gradient_known_before_the_forward_may_be_that_of_given_ids(
+    monkeypatch: pytest.MonkeyPatch, of_ids: bool
+) -> None:
+    monkeypatch.setattr(block_sizes, "head_bytes", SEVEN_TOKENS)
+    states, weight, microbatch = make_inputs(30, 8, 40, torch.float64)
+    ids = ids_of(30, 40, 5)
+    known = torch.randn(30, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = naive_at(states @ weight.t(), microbatch, ids)
+    loss = (expected[:, 1:] * known).sum() if of_ids else (expected[:, 0] * known[:, 0]).sum()
+    theirs = [expected, *torch.autograd.grad(loss, (states, weight))]
+    tokens = {READ_IDS: ids, LOGPROB_GRADIENT: known if of_ids else known[:, 0]}
+    informed = dataclasses.replace(microbatch, tokens=tokens)
+    columns = target_readout(states, Head(weight), informed, Readout(ids="ids"))
+    ours = [columns, *torch.autograd.grad(columns.sum(), (states, weight))]  # whatever comes from above is known
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
