@@ -6,6 +6,23 @@ from pydantic import Field, model_validator
 
 from automodel_rl.config.base import Positive, Section
 
+Preference = Literal[
+    "dpo",
+    "ipo",
+    "simpo",
+    "orpo",
+    "hinge",
+    "robust",
+    "exo",
+    "nca",
+    "bco",
+    "sppo",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+]
+"""Names of preference losses."""
+
 
 class DPOLossConfig(Section):
     """The preference loss. For a pair, m = l(chosen) - l(rejected), where l is a completion's log-probability minus the
@@ -16,37 +33,103 @@ class DPOLossConfig(Section):
         False
     """
 
-    variant: Literal["dpo", "ipo", "simpo"] = "dpo"
-    """dpo: -log sigmoid(beta m), l summed over tokens (Rafailov et al., arXiv:2305.18290, eq. 7).
+    variant: Preference = "dpo"
+    """dpo: -log sigmoid(beta m) (Rafailov et al., arXiv:2305.18290, eq. 7).
     ipo: (m - 1 / (2 beta))^2, l averaged over tokens (Azar et al., arXiv:2310.12036, eq. 17).
-    simpo: -log sigmoid(beta m - gamma), l averaged over tokens, no reference (Meng et al., arXiv:2405.14734, eq. 6)."""
+    simpo: -log sigmoid(beta m - gamma), l averaged over tokens, no reference (Meng et al., arXiv:2405.14734, eq. 6).
+    orpo: -beta log sigmoid(log odds of chosen - log odds of rejected), odds of the mean probability of a token, no
+    reference, and sft_weight 1 (Hong et al., arXiv:2403.07691, eq. 6 and 7).
+    hinge: max(0, 1 - beta m) (SLiC; Zhao et al., arXiv:2305.10425).
+    robust: dpo without bias for a share label_smoothing of wrong labels (Chowdhury et al., arXiv:2403.00409, eq. 12).
+    exo: KL divergence of sigmoid(beta m) from the label 1 - label_smoothing (Ji et al., arXiv:2402.00856).
+    nca: -log sigmoid(beta l) of chosen, and half of -log sigmoid(-beta l) of both (Chen et al., arXiv:2402.05369).
+    bco: -log sigmoid of beta l of chosen and of -beta l of rejected (Jung et al., arXiv:2404.04656, without its shift).
+    sppo: (l(chosen) - 1 / (2 beta))^2 + (l(rejected) + 1 / (2 beta))^2 (Wu et al., arXiv:2405.00675).
+    apo_zero: 1 - sigmoid(beta l) of chosen, plus sigmoid(beta l) of rejected; apo_down: sigmoid(beta l) of chosen, plus
+    1 - sigmoid(beta m) (D'Oosterlinck et al., arXiv:2408.06266).
+    discopop: dpo, and exp(-beta m) in its place where m is large (Lu et al., arXiv:2406.08414)."""
+
+    mix: dict[Preference, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Several variants with weights, in place of `variant`: their weighted losses are added up. MPO is {dpo: 0.8, bco:
+    0.2} with sft_weight 1 (Wang et al., arXiv:2411.10442)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Strength of the preference. With a smaller beta the policy may move farther from the reference."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs that dpo assumes to be labelled the wrong way round (Mitchell, "A note on DPO with noisy
-    preferences")."""
+    """Share of pairs that dpo, robust and exo assume to be labelled the wrong way round. dpo with it is the
+    conservative one (Mitchell, "A note on DPO with noisy preferences")."""
+
+    reference_free: bool = False
+    """Leave the reference out: l is a completion's log-probability itself. simpo and orpo always do. dpo without it and
+    with sft_weight 1 is CPO (Xu et al., arXiv:2401.08417)."""
 
     length_normalised: bool = False
-    """Average l over tokens for dpo, in place of the sum. ipo and simpo always average."""
+    """Average l over tokens, in place of the sum. ipo, simpo and orpo always average."""
+
+    excess_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Weight of tokens beyond the length of a pair's shorter completion (LD-DPO; Liu et al., arXiv:2409.06411)."""
+
+    divergence: Literal["reverse_kl", "forward_kl", "js"] = "reverse_kl"
+    """What keeps the policy near the reference, of which the usual losses follow with reverse_kl. forward_kl: l becomes
+    1 - exp(-l). js: l becomes log 2 + log sigmoid(l) (Wang et al., arXiv:2309.16240)."""
 
     gamma: Annotated[float, Field(ge=0)] = 0.5
     """Margin of simpo."""
 
-    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    alpha: float = 0.0
+    """simpo's l becomes (1 - p^-alpha) / alpha, with p = exp(l) (AlphaPO; Gupta et al., arXiv:2501.03884)."""
+
+    tau: Annotated[float, Field(gt=0)] = 0.05
+    """How sharply discopop goes over from one of its losses to the other."""
+
+    sft_weight: Annotated[float, Field(ge=0)] | None = None
     """Weight of an added loss: the chosen completion's negative log-likelihood per token (Pang et al.,
-    arXiv:2404.19733)."""
+    arXiv:2404.19733). null: 1 for orpo, else 0."""
+
+    sft_mean: Literal["completion", "token"] = "completion"
+    """How that loss is averaged. completion: over the tokens of each chosen completion, then over pairs. token: over
+    all tokens of chosen completions."""
+
+    @property
+    def variants(self) -> dict[Preference, float]:
+        """The variants, each with its weight."""
+        return self.mix or {self.variant: 1.0}
 
     @property
     def needs_reference(self) -> bool:
         """Whether microbatches need `ref_logprobs`."""
-        return self.variant != "simpo"
+        return any(self.compares_with_reference(variant) for variant in self.variants)
+
+    def compares_with_reference(self, variant: Preference) -> bool:
+        """Whether a variant's l is a difference from the reference."""
+        return not self.reference_free and variant not in ("simpo", "orpo")
+
+    def averages(self, variant: Preference) -> bool:
+        """Whether a variant's l is averaged over tokens."""
+        return self.length_normalised or variant in ("ipo", "simpo", "orpo")
+
+    @property
+    def weight_of_sft(self) -> float:
+        """`sft_weight`, if it is null by the variants."""
+        return float("orpo" in self.variants) if self.sft_weight is None else self.sft_weight
 
     @model_validator(mode="after")
-    def _smoothing(self) -> "DPOLossConfig":
-        if self.label_smoothing and self.variant != "dpo":
-            raise ValueError(f"label_smoothing={self.label_smoothing} is for variant=dpo only: set it to 0")
+    def _parts_that_exclude_each_other(self) -> "DPOLossConfig":
+        names = [*self.variants]
+        if self.mix and "variant" in self.model_fields_set:
+            raise ValueError(f"variant={self.variant} and mix: mix names all variants, so leave variant out")
+        smoothed = [name for name in names if name in ("dpo", "robust", "exo")]
+        if self.label_smoothing and not smoothed:
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} is for dpo, robust and exo, not {names[0]}: set it to 0"
+            )
+        if not self.label_smoothing and (sharp := [name for name in smoothed if name != "dpo"]):
+            raise ValueError(f"variant={sharp[0]} needs the share of wrong labels: set label_smoothing, such as 0.1")
+        if self.alpha and "simpo" not in names:
+            raise ValueError(f"alpha={self.alpha} is for simpo, not {names[0]}: set it to 0")
+        if self.divergence != "reverse_kl" and not self.needs_reference:
+            raise ValueError(f"divergence={self.divergence} is from a reference, and {names[0]} has none here")
         return self
 
 

@@ -1,12 +1,15 @@
 """Preference losses over pairs: chosen and rejected are neighbours in a microbatch, the chosen one first."""
 
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_rl.batch import Microbatch, sum_by_sequence
-from automodel_rl.config.losses import DPOLossConfig
-from automodel_rl.losses.outputs import LossOutput, TokenOutputs
+from automodel_rl.batch import Microbatch, spread_over_tokens, sum_by_sequence
+from automodel_rl.config.losses import DPOLossConfig, Preference
+from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
 
 
 def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfig) -> LossOutput:
@@ -19,8 +22,9 @@ def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfi
         config: the variant of the loss and its settings.
 
     Returns:
-        A sum over pairs. Metrics, all of them means over pairs: train/accuracy, train/margin, train/reward_chosen,
-        train/reward_rejected. A reward is beta times the l of `DPOLossConfig`.
+        A sum over pairs, and one over the tokens of chosen completions if `sft_mean` says so. Metrics, all of them
+        means over pairs: train/accuracy, train/margin, train/reward_chosen, train/reward_rejected. A reward is beta
+        times the l of `DPOLossConfig`, of the first variant of a mix.
 
     Raises:
         ValueError: the microbatch's neighbours are no pairs, or the variant compares with a reference and the
@@ -38,28 +42,32 @@ def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfi
     _check_pairs(microbatch)
     if config.needs_reference and "ref_logprobs" not in microbatch.values:
         raise ValueError(
-            f"variant={config.variant} needs values['ref_logprobs'] in the microbatch: see Engine.add_logprobs"
+            f"variant={next(iter(config.variants))} needs values['ref_logprobs'] in the microbatch: see "
+            "Engine.add_logprobs"
         )
-    ours = _by_pair(outputs.logprobs, microbatch)
-    lengths = _by_pair(torch.ones_like(outputs.logprobs), microbatch).clamp_min(1)
-    scores = (
-        _by_pair(outputs.logprobs - microbatch.values["ref_logprobs"], microbatch) if config.needs_reference else ours
-    )
-    if config.length_normalised or config.variant != "dpo":
-        scores = scores / lengths
-    chosen, rejected = scores.unbind(1)
-    loss = _preference(chosen - rejected, config)
-    if config.sft_weight:
-        loss = loss - config.sft_weight * ours[:, 0] / lengths[:, 0]
+    scores, loss = {}, outputs.logprobs.new_zeros(microbatch.num_sequences // 2)
+    for variant, weight in config.variants.items():
+        scores[variant] = _scores(outputs.logprobs, microbatch, variant, config)
+        chosen, rejected = scores[variant].unbind(1)
+        loss = loss + weight * PREFERENCES[variant](chosen, rejected, config)
+    chosen, rejected = next(iter(scores.values())).unbind(1)
     per_pair = {
         "train/accuracy": (chosen > rejected).to(loss.dtype),
         "train/margin": config.beta * (chosen - rejected),
         "train/reward_chosen": config.beta * chosen,
         "train/reward_rejected": config.beta * rejected,
     }
+    sums: dict[Denominator, Tensor] = {"pairs": loss.sum()}
+    if config.weight_of_sft:
+        chosen_logprobs = _by_pair(outputs.logprobs, microbatch)[:, 0]
+        if config.sft_mean == "token":
+            sums["chosen_tokens"] = -config.weight_of_sft * chosen_logprobs.sum()
+        else:
+            per_token = chosen_logprobs / _num_tokens(outputs.logprobs, microbatch)[:, 0]
+            sums["pairs"] = sums["pairs"] - config.weight_of_sft * per_token.sum()
     num_pairs = loss.new_tensor(float(len(loss)))
     metrics = {name: (value.detach().sum(), num_pairs) for name, value in per_pair.items()}
-    return LossOutput(sums={"pairs": loss.sum()}, metrics=metrics)
+    return LossOutput(sums, metrics)
 
 
 def _check_pairs(microbatch: Microbatch) -> None:
@@ -73,13 +81,31 @@ def _check_pairs(microbatch: Microbatch) -> None:
         )
 
 
-def _preference(margin: Tensor, config: DPOLossConfig) -> Tensor:
-    if config.variant == "ipo":
-        return (margin - 1 / (2 * config.beta)).square()
-    if config.variant == "simpo":
-        return -F.logsigmoid(config.beta * margin - config.gamma)
-    right, wrong = F.logsigmoid(config.beta * margin), F.logsigmoid(-config.beta * margin)
-    return -(1 - config.label_smoothing) * right - config.label_smoothing * wrong
+def _scores(logprobs: Tensor, microbatch: Microbatch, variant: Preference, config: DPOLossConfig) -> Tensor:
+    """l of each completion, [pairs, 2]."""
+    if config.compares_with_reference(variant):
+        logprobs = logprobs - microbatch.values["ref_logprobs"]
+    scores = _by_pair(logprobs * _weights(logprobs, microbatch, config), microbatch)
+    return scores / _num_tokens(logprobs, microbatch) if config.averages(variant) else scores
+
+
+def _weights(logprobs: Tensor, microbatch: Microbatch, config: DPOLossConfig) -> Tensor:
+    """The weight of each token: `excess_weight` beyond the length of the pair's shorter completion, else 1; [T]."""
+    ones = torch.ones_like(logprobs)
+    if config.excess_weight == 1.0 or not microbatch.num_sequences:
+        return ones
+    counted = microbatch.loss_mask.to(logprobs.dtype)
+    lengths = sum_by_sequence(counted, microbatch)
+    shorter = lengths.view(-1, 2).amin(1).repeat_interleave(2)
+    before = counted.cumsum(0) - counted  # counted tokens of the microbatch before each
+    of_earlier_sequences = lengths.cumsum(0) - lengths
+    number = before - spread_over_tokens(of_earlier_sequences, microbatch)
+    return ones.where(number < spread_over_tokens(shorter, microbatch), config.excess_weight)
+
+
+def _num_tokens(logprobs: Tensor, microbatch: Microbatch) -> Tensor:
+    """Counted tokens of each completion, at least 1, [pairs, 2]."""
+    return _by_pair(torch.ones_like(logprobs), microbatch).clamp_min(1)
 
 
 def _by_pair(values: Tensor, microbatch: Microbatch) -> Tensor:
@@ -87,3 +113,105 @@ def _by_pair(values: Tensor, microbatch: Microbatch) -> Tensor:
     sums = sum_by_sequence(torch.where(microbatch.loss_mask, values, 0.0), microbatch)
     num_pairs = microbatch.num_sequences // 2
     return sums[: 2 * num_pairs].view(num_pairs, 2)
+
+
+def _divergent(score: Tensor, config: DPOLossConfig) -> Tensor:
+    """l under the divergence of the config."""
+    if config.divergence == "forward_kl":
+        return -torch.expm1(-score)
+    return math.log(2) + F.logsigmoid(score) if config.divergence == "js" else score
+
+
+def _of_margin(loss: Callable[[Tensor, DPOLossConfig], Tensor]) -> "PairLoss":
+    """A loss that depends on beta times the difference between the scores."""
+
+    def of_pair(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
+        return loss(config.beta * (_divergent(chosen, config) - _divergent(rejected, config)), config)
+
+    return of_pair
+
+
+def _dpo(margin: Tensor, config: DPOLossConfig) -> Tensor:
+    smoothing = config.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def _robust(margin: Tensor, config: DPOLossConfig) -> Tensor:
+    smoothing = config.label_smoothing
+    right, wrong = F.logsigmoid(margin), F.logsigmoid(-margin)
+    return (-(1 - smoothing) * right + smoothing * wrong) / (1 - 2 * smoothing)
+
+
+def _exo(margin: Tensor, config: DPOLossConfig) -> Tensor:
+    right, wrong = F.logsigmoid(margin), F.logsigmoid(-margin)
+    of_right = right - math.log1p(-config.label_smoothing)
+    return right.exp() * of_right + wrong.exp() * (wrong - math.log(config.label_smoothing))
+
+
+def _discopop(margin: Tensor, config: DPOLossConfig) -> Tensor:
+    share = torch.sigmoid(margin / config.tau)
+    # exp overflows where its share is 0: log share is small enough there.
+    return -F.logsigmoid(margin) * (1 - share) + (F.logsigmoid(margin / config.tau) - margin).exp()
+
+
+def _ipo(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
+    return (chosen - rejected - 1 / (2 * config.beta)).square()
+
+
+def _simpo(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
+    def shaped(score: Tensor) -> Tensor:
+        return -torch.expm1(-config.alpha * score) / config.alpha if config.alpha else score
+
+    return -F.logsigmoid(config.beta * (shaped(chosen) - shaped(rejected)) - config.gamma)
+
+
+def _orpo(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
+    def log_odds(score: Tensor) -> Tensor:
+        # A completion that is certain has no odds. The largest probability below 1 has.
+        certain = -torch.finfo(score.dtype).eps
+        return score - torch.log(-torch.expm1(score.clamp_max(certain)))
+
+    return -config.beta * F.logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def _nca(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
+    chosen, rejected = config.beta * chosen, config.beta * rejected
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _bco(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
+    return -F.logsigmoid(config.beta * chosen) - F.logsigmoid(-config.beta * rejected)
+
+
+def _sppo(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
+    half = 1 / (2 * config.beta)
+    return (chosen - half).square() + (rejected + half).square()
+
+
+def _apo_zero(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
+    return torch.sigmoid(-config.beta * chosen) + torch.sigmoid(config.beta * rejected)
+
+
+def _apo_down(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
+    return torch.sigmoid(config.beta * chosen) + torch.sigmoid(-config.beta * (chosen - rejected))
+
+
+PairLoss = Callable[[Tensor, Tensor, DPOLossConfig], Tensor]
+"""(l of chosen completions [pairs], l of rejected ones, settings) -> losses of pairs."""
+
+PREFERENCES: dict[Preference, PairLoss] = {
+    "dpo": _of_margin(_dpo),
+    "ipo": _ipo,
+    "simpo": _simpo,
+    "orpo": _orpo,
+    "hinge": _of_margin(lambda margin, _: torch.relu(1 - margin)),
+    "robust": _of_margin(_robust),
+    "exo": _of_margin(_exo),
+    "nca": _nca,
+    "bco": _bco,
+    "sppo": _sppo,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _of_margin(_discopop),
+}
+"""The variants of `DPOLossConfig`, where their formulas and papers are."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from automodel_rl.batch import Microbatch
 
-Denominator = Literal["tokens", "sequences", "pairs", "positions"]
+Denominator = Literal["tokens", "sequences", "pairs", "positions", "chosen_tokens"]
 """What a sum is divided by, counted over the global batch. "tokens": targets with `loss_mask` set; "sequences": real
-sequences; "pairs": half their number; "positions": all their tokens."""
+sequences; "pairs": half their number; "positions": all their tokens; "chosen_tokens": targets with `loss_mask` set of
+the first sequence of each pair."""
 
 UNDIVIDED: dict[Denominator, int] = dict.fromkeys(get_args(Denominator), 1)
 """Counts that leave sums as they are."""
@@ -88,8 +89,8 @@ class LossOutput:
 
     Attributes:
         sums: scalar tensors that carry gradients, by what divides them: "tokens" (targets with `loss_mask` set),
-            "sequences", "pairs" (half the sequences) or "positions" (all tokens of the sequences), counted over the
-            global batch. The loss is the total of the quotients.
+            "sequences", "pairs" (half the sequences), "positions" (all tokens of the sequences) or "chosen_tokens"
+            ("tokens" of the first of each pair), counted over the global batch. The loss is the total of the quotients.
         metrics: name -> (sum, denominator), scalar tensors without gradient. Both are added up over microbatches and
             ranks before they are divided.
         largest, smallest: name -> scalar tensor without gradient, a metric that is the largest, or the smallest, over
@@ -193,4 +194,10 @@ def count(microbatches: Sequence[Microbatch]) -> dict[Denominator, int]:
         "sequences": sum(microbatch.num_sequences for microbatch in microbatches),
         "pairs": sum(microbatch.num_sequences for microbatch in microbatches) // 2,
         "positions": sum(microbatch.num_tokens for microbatch in microbatches if not microbatch.is_empty),
+        "chosen_tokens": sum(
+            int(mask.sum())
+            for microbatch in microbatches
+            for place, mask in zip(microbatch.order, microbatch.loss_mask.split(microbatch.lengths), strict=False)
+            if place % 2 == 0
+        ),
     }

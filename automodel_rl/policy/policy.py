@@ -303,6 +303,7 @@ class Policy:
             "sequences": batch.num_episodes,
             "pairs": sum(number // 2 for number in num_rows),
             "positions": sum(batch.lengths),
+            "chosen_tokens": sum(int(sequence.loss_mask[1:].sum()) for sequence in batch.sequences[::2]),
         }
         return GlobalBatch(len(of_ranks[0]), counts), shares
 

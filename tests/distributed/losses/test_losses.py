@@ -17,6 +17,12 @@ from tests.tiny import make_sequences, save_tiny_model
 Expected = tuple[str, Path, list[TrainOutput]]
 LOSSES: dict[str, LossFn] = {
     "dpo": functools.partial(dpo_loss, config=DPOLossConfig(label_smoothing=0.1, sft_weight=0.2)),
+    "preferences": functools.partial(
+        dpo_loss,
+        config=DPOLossConfig(
+            mix={"apo_down": 0.5, "orpo": 2.0, "hinge": 1.0}, sft_mean="token", sft_weight=0.3, excess_weight=0.4
+        ),
+    ),
     "gspo": functools.partial(
         grpo_loss,
         config=PolicyLossConfig.model_validate(
@@ -30,7 +36,7 @@ LOSSES: dict[str, LossFn] = {
         ),
     ),
 }
-READOUTS = {"dpo": Readout(), "gspo": Readout(temperature=0.7, entropy=True)}
+READOUTS = {"dpo": Readout(), "preferences": Readout(), "gspo": Readout(temperature=0.7, entropy=True)}
 
 
 def with_values(sequences: list[TokenSequence]) -> list[TokenSequence]:

@@ -1,0 +1,108 @@
+"""Losses against numbers of other packages' own functions.
+
+`tests/golden/losses.json` was made by TRL 1.16.0, verl 0.9.1, OpenRLHF 0.11.2, NeMo RL 7ea279a, slime 624b824 and
+axolotl 0.19.0 on float64 tensors; each case names the function, its settings and inputs. A case whose function computes
+in float32 inside is compared to 1e-6.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import TokenSequence, in_packed_order, pack, unpack
+from automodel_rl.config.losses import DPOLossConfig
+from automodel_rl.losses import LossFn, TokenOutputs, dpo_loss
+from automodel_rl.losses.outputs import count
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())
+CASES = {case["name"]: case for case in GOLDEN["cases"]}
+SHARED = GOLDEN["shared"]
+
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "hinge": {"variant": "hinge"},
+    "ipo": {"variant": "ipo"},
+    "exo_pair_ls0.001": {"variant": "exo", "label_smoothing": 0.001},
+    "exo_pair_ls0.2": {"variant": "exo", "label_smoothing": 0.2},
+    "nca_pair": {"variant": "nca"},
+    "robust_ls0.1": {"variant": "robust", "label_smoothing": 0.1},
+    "bco_pair": {"variant": "bco"},
+    "sppo_hard": {"variant": "sppo"},
+    "apo_zero": {"variant": "apo_zero"},
+    "apo_down": {"variant": "apo_down"},
+    "discopop": {"variant": "discopop"},
+    "sigmoid_norm": {"length_normalised": True},
+    "sigmoid_norm_beta2.0": {"length_normalised": True, "beta": 2.0},
+    "hinge_beta2.0": {"variant": "hinge", "beta": 2.0},
+    "ipo_beta0.5": {"variant": "ipo", "beta": 0.5},
+    "sigmoid_f_forward_kl": {"divergence": "forward_kl"},
+    "sigmoid_f_js_divergence": {"divergence": "js"},
+    "rpo_sigmoid+sft": {"sft_weight": 0.3, "sft_mean": "token"},
+    "mpo_sigmoid+bco+sft": {"mix": {"dpo": 0.8, "bco": 0.2}, "sft_weight": 1.0, "sft_mean": "token"},
+    "ld_dpo_alpha0.5": {"excess_weight": 0.5},
+    "openrlhf_cdpo_ls0.0": {},
+    "openrlhf_cdpo_ls0.1": {"label_smoothing": 0.1},
+    "nrl_dpo_sft_avg0": {"sft_weight": 0.3},
+    "nrl_dpo_sft_avg1": {"sft_weight": 0.3, "length_normalised": True},
+    "cpo_sigmoid": {"reference_free": True},
+    "cpo_sigmoid_ls0.1": {"reference_free": True, "label_smoothing": 0.1},
+    "cpo_hinge": {"variant": "hinge", "reference_free": True},
+    "cpo_ipo": {"variant": "ipo", "reference_free": True},
+    "cpo_simpo_beta2.0_gamma1.0": {"variant": "simpo", "beta": 2.0, "gamma": 1.0},
+    "cpo_simpo_beta2.0_gamma1.0_alpha0.5": {"variant": "simpo", "beta": 2.0, "gamma": 1.0, "alpha": 0.5},
+    "orpo_odds_ratio_term": {"variant": "orpo", "sft_weight": 0.0},
+}
+LOOSE = {"exo_pair_ls0.001", "exo_pair_ls0.2", "orpo_odds_ratio_term"}
+"""Cases whose functions have constants of float32 inside."""
+
+
+def rows_of(values: dict[str, list[list[float]]], masks: list[list[int]] | None = None) -> list[TokenSequence]:
+    """Rows of a prompt's token and completion tokens, each with values by name."""
+    lengths = [*map(len, next(iter(values.values())))]
+    rows = []
+    for place, length in enumerate(lengths):
+        mask = [False, *([True] * length if masks is None else map(bool, masks[place]))]
+        of_row = {name: torch.tensor([0.0, *of[place]], dtype=torch.float64) for name, of in values.items()}
+        rows.append(TokenSequence(torch.zeros(length + 1, dtype=torch.int64), torch.tensor(mask), of_row))
+    return rows
+
+
+def computed(loss: LossFn, rows: list[TokenSequence], capacity: int, together: int) -> tuple[float, list[Tensor]]:
+    """The loss of rows and its gradient by their log-probabilities, [n] each; the rows have these as `logprobs`."""
+    microbatches = pack(rows, capacity, together=together)
+    counts, total, gradients = count(microbatches), 0.0, []
+    for microbatch in microbatches:
+        outputs = TokenOutputs(microbatch.values["logprobs"].requires_grad_())
+        parts = [value / max(counts[name], 1) for name, value in loss(outputs, microbatch).sums.items()]
+        part = torch.stack(parts).sum()
+        (gradient,) = torch.autograd.grad(part, outputs.logprobs)
+        total += part.item()
+        gradients += unpack(gradient, microbatch)
+    return total, in_packed_order(gradients, microbatches)
+
+
+@pytest.mark.parametrize("capacity", [64, 10], ids=["one microbatch", "several"])
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preference_losses_have_the_numbers_of_other_packages(name: str, capacity: int) -> None:
+    case, pairs = CASES[name], SHARED["pairs"]
+    values = {
+        "logprobs": _in_turn(pairs["chosen_logprobs"], pairs["rejected_logprobs"]),
+        "ref_logprobs": _in_turn(pairs["ref_chosen_logprobs"], pairs["ref_rejected_logprobs"]),
+    }
+    loss = functools.partial(dpo_loss, config=DPOLossConfig.model_validate(PREFERENCES[name]))
+    total, gradients = computed(loss, rows_of(values), capacity, together=2)
+    tolerance = 1e-6 if name in LOOSE else 1e-9
+    outputs = case["outputs"]
+    assert total == pytest.approx(outputs["loss_mean"], rel=tolerance, abs=tolerance)
+    expected = _in_turn(outputs["grad_chosen_logprobs"], outputs["grad_rejected_logprobs"])
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert ours[1:].tolist() == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+
+
+def _in_turn(chosen: list[Any], rejected: list[Any]) -> list[Any]:
+    return [one for pair in zip(chosen, rejected, strict=True) for one in pair]
