@@ -59,7 +59,7 @@ GROUPS = {
     ),
     "Configs of training": (
         *("OffloadConfig", "OptimizerConfig", "MuonConfig", "ParameterGroupConfig"),
-        *("DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig"),
+        *("DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig", "RejectConfig"),
     ),
     "Errors": ("InputError", "MicrobatchError"),
 }

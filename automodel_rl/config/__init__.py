@@ -21,7 +21,14 @@ from automodel_rl.config.load import (
     load_config,
     load_serve_config,
 )
-from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KLConfig, PolicyLossConfig
+from automodel_rl.config.losses import (
+    AdvantageConfig,
+    CorrectionConfig,
+    DPOLossConfig,
+    KLConfig,
+    PolicyLossConfig,
+    RejectConfig,
+)
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig, OffloadConfig
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, ParameterGroupConfig
 from automodel_rl.config.parallel import ParallelConfig
@@ -61,6 +68,7 @@ __all__ = [
     "PolicyLossConfig",
     "PromptDataConfig",
     "RayConfig",
+    "RejectConfig",
     "RewardConfig",
     "RolloutConfig",
     "RolloutRunConfig",

@@ -133,6 +133,36 @@ class DPOLossConfig(Section):
         return self
 
 
+class RejectConfig(Section):
+    """What is not trained, because generator and policy differ too much. With w = exp(old_logprobs - rollout_logprobs)
+    and the probabilities p (policy) and g (generator) of a token:
+
+    Example:
+        >>> RejectConfig(statistic="k3", level="mean", high=0.01).low
+        0.0
+    """
+
+    statistic: Literal["ratio", "k2", "k3", "tv", "binary_kl"] = "ratio"
+    """ratio: w. k2: (log w)^2 / 2. k3: w - 1 - log w. tv: |p - g|. binary_kl: the divergence of p from g as of two
+    coins."""
+
+    level: Literal["token", "mean", "sum", "max"] = "token"
+    """token: each token is judged by itself. Others judge a completion as a whole: by the mean of its tokens'
+    statistic, their sum, or the largest. Of ratio the mean is the geometric one, and the sum is the product."""
+
+    low: Annotated[float, Field(ge=0)] = 0.0
+    """Least that is trained."""
+
+    high: Annotated[float, Field(gt=0)]
+    """Most that is trained."""
+
+    @model_validator(mode="after")
+    def _order(self) -> "RejectConfig":
+        if self.low > self.high:
+            raise ValueError(f"low={self.low} is above high={self.high}: swap them")
+        return self
+
+
 class CorrectionConfig(Section):
     """Correction for the difference between the generator that wrote a completion and the policy that learns from it.
     Tokens are weighted by w = exp(old_logprobs - rollout_logprobs).
@@ -142,16 +172,32 @@ class CorrectionConfig(Section):
         2.0
     """
 
-    kind: Literal["none", "truncate", "icepop", "sequence_mask"] = "none"
+    kind: Literal["none", "truncate", "icepop", "sequence_mask", "product_truncate", "product_mask"] = "none"
     """none: no correction. truncate: w is clipped to [low, high] (Ionides, "Truncated importance sampling", 2008).
     icepop: tokens with w outside [low, high] get weight 0, others w (Ling team, arXiv:2510.18855). sequence_mask:
-    sequences whose geometric mean of w is outside [low, high] get weight 0, tokens of others w."""
+    sequences whose geometric mean of w is outside [low, high] get weight 0, tokens of others w. product_truncate: all
+    tokens of a sequence get the product of their w, clipped to [low, high]. product_mask: they get the product, or 0
+    where it is outside [low, high]; TRL calls this sequence_mask."""
 
     low: Annotated[float, Field(ge=0)] = 0.0
-    """Lower bound: of w, or of its geometric mean for sequence_mask."""
+    """Lower bound: of w, of its geometric mean for sequence_mask, of its product for product_truncate and
+    product_mask."""
 
     high: Annotated[float, Field(gt=0)] = 2.0
-    """Upper bound: of w, or of its geometric mean for sequence_mask."""
+    """Upper bound of the same."""
+
+    reject: tuple[RejectConfig, ...] = ()
+    """What gets weight 0, whatever the kind: what any of these rules rejects. With kind none the rest has weight 1."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether tokens have weights."""
+        return self.kind != "none" or bool(self.reject)
+
+    @property
+    def compares_sequences(self) -> bool:
+        """Whether whole sequences lie within the bounds or outside."""
+        return self.kind in ("sequence_mask", "product_truncate", "product_mask")
 
     @model_validator(mode="after")
     def _order(self) -> "CorrectionConfig":
@@ -190,9 +236,24 @@ class PolicyLossConfig(Section):
         'token'
     """
 
-    surrogate: Literal["clip", "cispo"] = "clip"
-    """Loss of a token. clip: PPO's -min(q A, clip(q) A). cispo: -A stop_gradient(clip(q)) logprobs, where clipped
-    tokens still have a gradient (MiniMax, arXiv:2506.13585, eq. 4)."""
+    surrogate: Literal["clip", "cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl"] = "clip"
+    """Loss of a token, where sg stops the gradient. clip: PPO's -min(q A, clip(q) A).
+    cispo: -A sg(clip(q)) logprobs, where clipped tokens still have a gradient (MiniMax, arXiv:2506.13585, eq. 4).
+    sapo: -A 4 / t sigmoid(t (q - 1)), with t of `soft_temperatures` (arXiv:2511.20347); with normalise=sequence.
+    vespo: -sg(phi(Q)) A logprobs, where Q is the product of a completion's q with a correction's weights, and
+    phi(Q) = Q^k exp(l - l Q), (k, l) = (2, 3), or (3, 2) where A < 0 (VESPO, as TRL has it).
+    gmpo: -A times the geometric mean of a completion's q, each clipped to exp(-clip_low) to exp(clip_high) on the side
+    where A would move it on (arXiv:2507.20673); with normalise=sequence.
+    dppo_tv: -A sg(min(q, 20)) logprobs, unless the token's probability is more than clip_high above the old one and
+    A > 0, or more than clip_low below it and A < 0 (arXiv:2602.04879). dppo_kl: the bounds are of the divergence
+    between coins with these probabilities."""
+
+    soft_temperatures: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (1.0, 1.05)
+    """Temperatures of sapo: of tokens with A > 0, and of others."""
+
+    off_policy_bound: Annotated[float, Field(ge=0)] | None = None
+    """Completions with A < 0 whose mean of rollout_logprobs - logprobs is above it are not trained (DeepSeek-V3.2,
+    arXiv:2512.02556); null trains all."""
 
     ratio: Literal["token", "sequence"] = "token"
     """token: every token has its own q. sequence: all tokens of a completion have the same q, the geometric mean of
@@ -232,8 +293,10 @@ class PolicyLossConfig(Section):
 
     @model_validator(mode="after")
     def _parts_that_exclude_each_other(self) -> "PolicyLossConfig":
-        if self.surrogate == "cispo" and (self.ratio == "sequence" or self.dual_clip is not None):
-            raise ValueError("surrogate=cispo clips token ratios itself: use ratio=token and dual_clip=null")
+        if self.surrogate != "clip" and (self.ratio == "sequence" or self.dual_clip is not None):
+            raise ValueError(f"surrogate={self.surrogate} bounds ratios itself: use ratio=token and dual_clip=null")
+        if self.surrogate in ("gmpo", "sapo") and self.normalise != "sequence":
+            raise ValueError(f"surrogate={self.surrogate} is a mean over completions: set normalise=sequence")
         if self.clip_low > 1:
             raise ValueError(f"clip_low={self.clip_low}: a ratio is never negative, so at most 1: lower it")
         return self

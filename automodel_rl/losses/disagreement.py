@@ -55,7 +55,7 @@ def out_of_bounds(
     """
     compared = compared_weights(trainer, rollout, microbatch, config)
     is_outside = microbatch.loss_mask & ~((compared >= config.low) & (compared <= config.high))
-    if config.kind != "sequence_mask":
+    if not config.compares_sequences:
         return is_outside.sum(), microbatch.loss_mask.sum()
     counted = sum_by_sequence(microbatch.loss_mask.to(trainer.dtype), microbatch) > 0
     return (sum_by_sequence(is_outside.to(trainer.dtype), microbatch) > 0).sum(), counted.sum()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch, spread_over_tokens
-from automodel_rl.config.losses import PolicyLossConfig
+from automodel_rl.config.losses import CorrectionConfig, PolicyLossConfig
 from automodel_rl.losses.disagreement import (
     MAX_ERROR,
     OUT_OF_BOUNDS,
@@ -20,12 +20,13 @@ from automodel_rl.losses.disagreement import (
     out_of_bounds,
 )
 from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
+from automodel_rl.losses.surrogates import SURROGATES, Ratios
 from automodel_rl.losses.terms import (
     correction_weights,
+    is_kept,
     kl_estimate,
     kl_loss,
     mean_by_sequence,
-    pessimistic_ratio,
     sum_of_means,
 )
 
@@ -72,22 +73,45 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
     logprobs = outputs.logprobs.double()
     old = logprobs.detach() if config.on_policy is True else values["old_logprobs"]
     log_ratio = _log_ratio(logprobs - old, microbatch, config)
-    weight = None
-    if config.correction.kind != "none":
-        weight = correction_weights(old, values["rollout_logprobs"], microbatch, config.correction)
-    loss, is_clipped = _surrogate(log_ratio, logprobs, values["advantages"], weight, config)
+    weight, of_weights, metrics = _correction(old, values, microbatch, config.correction)
+    ratios = Ratios(logprobs, old, log_ratio, values["advantages"], weight, microbatch)
+    loss, is_clipped = SURROGATES[config.surrogate](ratios, config)
+    loss = _without_far_sequences(loss, ratios, values, config)
 
     ratio = log_ratio.detach().exp()
     per_token = {"train/ratio_mean": ratio, "train/clip_fraction": is_clipped.to(loss.dtype)}
-    per_token |= _rollout_errors(old, values, microbatch)
-    metrics: dict[str, tuple[Tensor, Tensor]] = {}
-    if weight is not None:
-        per_token |= {WEIGHT: weight, SQUARE_OF_WEIGHT: weight.square()}
-        metrics = {OUT_OF_BOUNDS: out_of_bounds(old, values["rollout_logprobs"], microbatch, config.correction)}
+    per_token |= _rollout_errors(old, values, microbatch) | of_weights
     penalties, of_penalties = _penalties(outputs, values, microbatch, config)
     loss, per_token = loss + penalties, per_token | of_penalties
     metrics |= _means(per_token, microbatch)
     return LossOutput(_normalise(loss, microbatch, config), metrics, **_extremes(ratio, old, values, microbatch))
+
+
+def _correction(
+    old: Tensor, values: dict[str, Tensor], microbatch: Microbatch, config: CorrectionConfig
+) -> tuple[Tensor | None, dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    """The weights of a correction, [T], values of tokens for metrics that are their means, and metrics; None without
+    one."""
+    if not config.is_on:
+        return None, {}, {}
+    rollout = values["rollout_logprobs"]
+    weight = correction_weights(old, rollout, microbatch, config)
+    per_token, metrics = {WEIGHT: weight, SQUARE_OF_WEIGHT: weight.square()}, {}
+    if config.kind != "none":
+        metrics[OUT_OF_BOUNDS] = out_of_bounds(old, rollout, microbatch, config)
+    if config.reject:
+        kept = torch.stack([is_kept(old, rollout, microbatch, rule) for rule in config.reject]).all(0)
+        per_token["train/rejected"] = 1 - kept.to(weight.dtype)
+    return weight, per_token, metrics
+
+
+def _without_far_sequences(loss: Tensor, ratios: Ratios, values: dict[str, Tensor], config: PolicyLossConfig) -> Tensor:
+    """The loss of tokens, [T], without completions that are worse than others and that the policy hardly writes now."""
+    if config.off_policy_bound is None:
+        return loss
+    difference = mean_by_sequence(values["rollout_logprobs"] - ratios.logprobs.detach(), ratios.microbatch)
+    is_far = spread_over_tokens(difference, ratios.microbatch) > config.off_policy_bound
+    return torch.where(is_far & (ratios.advantages < 0), 0.0, loss)
 
 
 def _penalties(
@@ -160,7 +184,7 @@ def _check_values(microbatch: Microbatch, config: PolicyLossConfig) -> None:
     needs = {
         "advantages": "every policy loss",
         "old_logprobs": "" if config.on_policy is True else f"on_policy={config.on_policy}",
-        "rollout_logprobs": "" if config.correction.kind == "none" else f"correction.kind={config.correction.kind}",
+        "rollout_logprobs": _who_compares_with_rollouts(config),
         "ref_logprobs": (
             f"kl.coefficient={config.kl.coefficient}" if config.kl.coefficient and config.kl.where == "loss" else ""
         ),
@@ -170,20 +194,13 @@ def _check_values(microbatch: Microbatch, config: PolicyLossConfig) -> None:
             raise ValueError(f"{who} needs values['{name}'] in the microbatch, which has {sorted(microbatch.values)}")
 
 
-def _surrogate(
-    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, weight: Tensor | None, config: PolicyLossConfig
-) -> tuple[Tensor, Tensor]:
-    """Loss of each token times its weight, and whether clipping changed it."""
-    weighted = advantages if weight is None else advantages * weight
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    if config.surrogate == "cispo":
-        ratio = log_ratio.detach().exp()
-        clipped = ratio.clamp(low, high)
-        return -weighted * clipped * logprobs, ratio != clipped
-    _, is_clipped = pessimistic_ratio(log_ratio.detach(), advantages, low, high, config.dual_clip)
-    # A token of weight 0 has none of the loss, whatever its ratio is.
-    ratio, _ = pessimistic_ratio(log_ratio, weighted, low, high, config.dual_clip)
-    return -weighted * ratio, is_clipped
+def _who_compares_with_rollouts(config: PolicyLossConfig) -> str:
+    """The setting that needs the generator's log-probabilities; empty if none does."""
+    if config.off_policy_bound is not None:
+        return f"off_policy_bound={config.off_policy_bound}"
+    if config.correction.reject:
+        return "correction.reject"
+    return "" if config.correction.kind == "none" else f"correction.kind={config.correction.kind}"
 
 
 def _normalise(loss: Tensor, microbatch: Microbatch, config: PolicyLossConfig) -> dict[Denominator, Tensor]:

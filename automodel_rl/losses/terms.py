@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import EPISODE_TOKENS, Microbatch, spread_over_tokens, sum_by_sequence
-from automodel_rl.config.losses import CorrectionConfig
+from automodel_rl.config.losses import CorrectionConfig, RejectConfig
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
@@ -76,19 +76,62 @@ def correction_weights(
 ) -> Tensor:
     """Weights of tokens, [T], that correct for the difference between generator and policy; without gradient."""
     log_weight = torch.where(microbatch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
-    if config.kind == "truncate":
-        return log_weight.exp().nan_to_num(0.0, posinf=torch.inf).clamp(config.low, config.high)
-    weight = log_weight.exp().nan_to_num(0.0, posinf=0.0)
     compared = compared_weights(old_logprobs, rollout_logprobs, microbatch, config)
-    return torch.where((compared >= config.low) & (compared <= config.high), weight, 0.0)
+    if config.kind == "none":
+        weights = torch.ones_like(log_weight)
+    elif config.kind in ("truncate", "product_truncate"):
+        weights = compared.nan_to_num(0.0, posinf=torch.inf).clamp(config.low, config.high)
+    else:
+        weights = compared if config.kind == "product_mask" else log_weight.exp()
+        is_inside = (compared >= config.low) & (compared <= config.high)
+        weights = torch.where(is_inside, weights.nan_to_num(0.0, posinf=0.0), 0.0)
+    for rule in config.reject:
+        weights = torch.where(is_kept(old_logprobs, rollout_logprobs, microbatch, rule), weights, 0.0)
+    return weights
+
+
+def is_kept(old_logprobs: Tensor, rollout_logprobs: Tensor, microbatch: Microbatch, rule: RejectConfig) -> Tensor:
+    """Whether a rule lets tokens be trained, bool [T]."""
+    p, g = (torch.where(microbatch.loss_mask, one, 0.0) for one in (old_logprobs, rollout_logprobs))
+    log_weight = p - g
+    statistic = {
+        "ratio": lambda: log_weight,
+        "k2": lambda: log_weight.square() / 2,
+        "k3": lambda: torch.expm1(log_weight) - log_weight,
+        "tv": lambda: (p.exp() - g.exp()).abs(),
+        "binary_kl": lambda: binary_divergence(g, p),
+    }[rule.statistic]()
+    if rule.level == "mean":
+        statistic = spread_over_tokens(mean_by_sequence(statistic, microbatch), microbatch)
+    elif rule.level == "sum":
+        statistic = spread_over_tokens(sum_by_sequence(statistic, microbatch), microbatch)
+    elif rule.level == "max":
+        statistic = spread_over_tokens(_largest_by_sequence(statistic, microbatch), microbatch)
+    if rule.statistic == "ratio":
+        statistic = statistic.exp()
+    return (statistic >= rule.low) & (statistic <= rule.high)
+
+
+def binary_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL divergence of coins with probabilities exp(p) and exp(q), [T]."""
+    p, q = (one.clamp_max(-torch.finfo(one.dtype).eps) for one in (p, q))  # a certain token has no other side
+    other_p, other_q = torch.log(-torch.expm1(p)), torch.log(-torch.expm1(q))
+    return p.exp() * (p - q) + other_p.exp() * (other_p - other_q)
+
+
+def _largest_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """The largest value over the counted tokens of each sequence, [N]; -inf for a sequence without any."""
+    counted = torch.where(microbatch.loss_mask, values, -torch.inf)
+    return torch.segment_reduce(counted, "max", lengths=microbatch.cu_seqlens.diff().long(), unsafe=True)
 
 
 def compared_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, microbatch: Microbatch, config: CorrectionConfig
 ) -> Tensor:
-    """What a correction compares with its bounds, for each token, [T]: its weight, or the geometric mean of its
-    sequence's weights."""
+    """What a correction compares with its bounds, for each token, [T]: its weight, or the geometric mean or the product
+    of its sequence's weights."""
     log_weight = torch.where(microbatch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
-    if config.kind == "sequence_mask":
-        return spread_over_tokens(mean_by_sequence(log_weight, microbatch).exp(), microbatch)
+    if config.compares_sequences:
+        of_sequences = mean_by_sequence if config.kind == "sequence_mask" else sum_by_sequence
+        return spread_over_tokens(of_sequences(log_weight, microbatch).exp(), microbatch)
     return log_weight.exp()

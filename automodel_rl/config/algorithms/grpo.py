@@ -148,7 +148,7 @@ class GRPOConfig(RolloutRunConfig):
                 f"router_replay.stages={list(replay.stages)} leave out old_logprobs, and ratios would compare "
                 "different experts: add old_logprobs, or set loss.on_policy to true"
             )
-        if rollout.max_staleness and self.loss.correction.kind == "none":
+        if rollout.max_staleness and not self.loss.correction.is_on:
             raise ValueError(
                 f"rollout.max_staleness={rollout.max_staleness} with loss.correction.kind=none: completions of older "
                 "weights need a correction: use truncate, icepop or sequence_mask"

@@ -230,7 +230,8 @@ class History:
 
     @property
     def leaves(self) -> list[SampledTurn]:
-        """The ends of rows, that of the last call that was answered first, others in the order of their calls.
+        """The ends of rows, that of the last call that was answered first, others by their tokens: calls that an agent
+        makes at once come in any order, and rows shall not.
 
         A turn that the agent did not get ends no row, for its client had given up. Nor does one that the agent dropped:
         it sent the same messages again, and went on from that answer. The last one that it got always does.
@@ -244,7 +245,7 @@ class History:
         followed = {turn.digest for turn in self.turns if id(turn) in inner}
         ends = [turn for turn in self.turns if id(turn) in seen and id(turn) not in inner and turn is not last]
         kept = [turn for turn in ends if turn.digest not in followed]
-        return [last, *sorted(kept, key=lambda turn: turn.number)]
+        return [last, *sorted(kept, key=lambda turn: turn.token_ids)]
 
     def branches(self) -> list[Branch]:
         """The rows to train on, that of the last call first. A turn counts in the first row that has it."""

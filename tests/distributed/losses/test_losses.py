@@ -36,7 +36,13 @@ LOSSES: dict[str, LossFn] = {
         ),
     ),
 }
-READOUTS = {"dpo": Readout(), "preferences": Readout(), "gspo": Readout(temperature=0.7, entropy=True)}
+BY_SEQUENCE = {"statistic": "k3", "level": "mean", "high": 0.05}
+for name, settings in {
+    "vespo": {"surrogate": "vespo", "correction": {"kind": "product_truncate", "high": 3.0}},
+    "gmpo": {"surrogate": "gmpo", "normalise": "sequence", "correction": {"reject": [BY_SEQUENCE]}},
+}.items():
+    LOSSES[name] = functools.partial(grpo_loss, config=PolicyLossConfig.model_validate(settings))
+READOUTS = {name: Readout() for name in LOSSES} | {"gspo": Readout(temperature=0.7, entropy=True)}
 
 
 def with_values(sequences: list[TokenSequence]) -> list[TokenSequence]:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import TokenSequence, in_packed_order, pack, unpack
-from automodel_rl.config.losses import DPOLossConfig
-from automodel_rl.losses import LossFn, TokenOutputs, dpo_loss
+from automodel_rl.config.losses import CorrectionConfig, DPOLossConfig, PolicyLossConfig
+from automodel_rl.losses import LossFn, TokenOutputs, dpo_loss, grpo_loss
 from automodel_rl.losses.outputs import count
+from automodel_rl.losses.terms import correction_weights
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())
 CASES = {case["name"]: case for case in GOLDEN["cases"]}
@@ -57,8 +58,52 @@ PREFERENCES: dict[str, dict[str, Any]] = {
     "cpo_simpo_beta2.0_gamma1.0_alpha0.5": {"variant": "simpo", "beta": 2.0, "gamma": 1.0, "alpha": 0.5},
     "orpo_odds_ratio_term": {"variant": "orpo", "sft_weight": 0.0},
 }
-LOOSE = {"exo_pair_ls0.001", "exo_pair_ls0.2", "orpo_odds_ratio_term"}
+LOOSE = {"exo_pair_ls0.001", "exo_pair_ls0.2", "orpo_odds_ratio_term", "sapo"}
 """Cases whose functions have constants of float32 inside."""
+
+
+CLIPPED = {"clip_high": 0.28}
+POLICY: dict[str, dict[str, Any]] = {
+    "sapo": {"surrogate": "sapo", "normalise": "sequence"},
+    "verl_sapo": {"surrogate": "sapo", "normalise": "sequence"},
+    "vespo": {"surrogate": "vespo"},
+    "vespo_with_token_tis": {"surrogate": "vespo", "correction": {"kind": "truncate", "high": 3.0}},
+    "cispo_hi1.3": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 0.3},
+    "dapo_hi0.28": CLIPPED,
+    "dr_grpo": {"normalise": "constant", "max_completion_tokens": 8},
+    "luspo_levelsequence": {"ratio": "sequence", "normalise": "constant", "max_completion_tokens": 1},
+    "grpo_levelsequence": {"ratio": "sequence", "normalise": "sequence"},
+    "verl_gspo": {"ratio": "sequence", "normalise": "sequence", "clip_low": 0.02, "clip_high": 0.02},
+    "grpo_opsm0.05": {"normalise": "sequence", "off_policy_bound": 0.05},
+    "gmpo": {"surrogate": "gmpo", "normalise": "sequence", "clip_low": 0.4, "clip_high": 0.4},
+    "verl_geo_mean": {"surrogate": "gmpo", "normalise": "sequence", "clip_low": 0.4, "clip_high": 0.4},
+    "verl_dppo_tv": {"surrogate": "dppo_tv", "clip_low": 0.1, "clip_high": 0.1},
+    "verl_dppo_kl": {"surrogate": "dppo_kl", "clip_low": 0.02, "clip_high": 0.02},
+    "nrl_clipped_pg_nll0.0": CLIPPED | {"dual_clip": 10.0},
+    "openrlhf_ppo_token_ratio": CLIPPED | {"correction": {"kind": "icepop", "low": 0.8, "high": 1.25}},
+    "openrlhf_ppo_seq_ratio": CLIPPED | {"correction": {"kind": "sequence_mask", "low": 0.9, "high": 1.1}},
+}
+for level, of in {"token": "token", "mean": "seq"}.items():
+    for statistic, bound in {"binary_kl": 0.01, "tv": 0.05}.items():
+        rule = {"statistic": statistic, "level": level, "high": bound}
+        # Bounds so far apart that what is kept has its own weight.
+        POLICY[f"openrlhf_ppo_{of}_{statistic}"] = CLIPPED | {
+            "correction": {"kind": "truncate", "high": 1e9, "reject": [rule]}
+        }
+
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "verl_rs_token_k1": {"reject": [{"low": 0.8, "high": 1.25}]},
+    "verl_rs_token_k2": {"reject": [{"statistic": "k2", "high": 0.02}]},
+    "verl_rs_token_k3": {"reject": [{"statistic": "k3", "high": 0.02}]},
+    "verl_rs_seq_sum_k1": {"reject": [{"level": "sum", "low": 0.8, "high": 1.25}]},
+    "verl_rs_seq_mean_k1": {"reject": [{"level": "mean", "low": 0.9, "high": 1.1}]},
+    "verl_rs_seq_mean_k2": {"reject": [{"statistic": "k2", "level": "mean", "high": 0.01}]},
+    "verl_rs_seq_mean_k3": {"reject": [{"statistic": "k3", "level": "mean", "high": 0.01}]},
+    "verl_rs_seq_max_k2": {"reject": [{"statistic": "k2", "level": "max", "high": 0.05}]},
+    "verl_rs_seq_max_k3": {"reject": [{"statistic": "k3", "level": "max", "high": 0.05}]},
+    "verl_is_token_norm0": {"kind": "truncate", "high": 1.5},
+    "verl_is_sequence_norm0": {"kind": "product_truncate", "high": 1.5},
+}
 
 
 def rows_of(values: dict[str, list[list[float]]], masks: list[list[int]] | None = None) -> list[TokenSequence]:
@@ -106,3 +151,35 @@ def test_preference_losses_have_the_numbers_of_other_packages(name: str, capacit
 
 def _in_turn(chosen: list[Any], rejected: list[Any]) -> list[Any]:
     return [one for pair in zip(chosen, rejected, strict=True) for one in pair]
+
+
+def policy_rows() -> list[TokenSequence]:
+    given = SHARED["policy"]
+    values = {name: given[name] for name in ("logprobs", "old_logprobs", "rollout_logprobs")}
+    of_sequences = zip(given["sequence_advantages"], given["lengths"], strict=True)
+    values["advantages"] = [[advantage] * length for advantage, length in of_sequences]
+    return rows_of(values, given["loss_mask"])
+
+
+@pytest.mark.parametrize("capacity", [64, 7], ids=["one microbatch", "several"])
+@pytest.mark.parametrize("name", POLICY)
+def test_policy_losses_have_the_numbers_of_other_packages(name: str, capacity: int) -> None:
+    config = PolicyLossConfig.model_validate(POLICY[name] | {"on_policy": False})
+    total, gradients = computed(functools.partial(grpo_loss, config=config), policy_rows(), capacity, together=1)
+    outputs, tolerance = CASES[name]["outputs"], 1e-6 if name.startswith("verl") or name in LOOSE else 1e-9
+    assert total == pytest.approx(outputs["loss"], rel=tolerance, abs=tolerance)
+    for ours, theirs in zip(gradients, outputs["grad_logprobs"], strict=True):
+        assert ours[1:].tolist() == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("capacity", [64, 7], ids=["one microbatch", "several"])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_have_the_numbers_of_other_packages(name: str, capacity: int) -> None:
+    config, microbatches = CorrectionConfig.model_validate(CORRECTIONS[name]), pack(policy_rows(), capacity)
+    found = []
+    for one in microbatches:
+        weights = correction_weights(one.values["old_logprobs"], one.values["rollout_logprobs"], one, config)
+        found += unpack(weights * one.loss_mask, one)
+    (expected,) = CASES[name]["outputs"].values()
+    for ours, theirs in zip(in_packed_order(found, microbatches), expected, strict=True):
+        assert ours[1:].tolist() == pytest.approx(theirs, rel=1e-9)

@@ -323,6 +323,23 @@ def test_the_row_of_the_last_answer_that_the_agent_got_is_first() -> None:
         assert conversation.messages[-1]["content"].strip() == text
 
 
+def test_calls_at_once_give_the_same_rows_in_any_order() -> None:
+    def rows_of(numbers: tuple[int, ...]) -> list[Any]:
+        async def agent(ask: Any) -> None:
+            messages = [user("Who?")]
+            first = await ask(messages)
+            for number in numbers:
+                await ask([*messages, first, user(f"Question {number}?")])
+            await ask([user("Something else?")])
+
+        answers = [said(f"It is {'seven' if number else 'Ada'}.") for number in numbers]
+        episode = run_case(Script("qwen3", [said("Ben."), *answers, said("Yes.")]), agent)
+        return [(row.prompt, row.token_ids, row.sampled) for row in episode.completion.branches([])]
+
+    assert len(rows_of((0, 1))) == 3
+    assert rows_of((0, 1)) == rows_of((1, 0))
+
+
 def test_calls_whose_arguments_are_no_object_go_on_and_what_is_no_json_is_a_text() -> None:
     async def agent(ask: Ask) -> None:
         m = [user("Ask.")]
