@@ -46,6 +46,7 @@ GROUPS = {
         "LinearLoss",
         "LossOutput",
         "sft_loss",
+        "dft_loss",
         "dpo_loss",
         "grpo_loss",
         "token_loss",
@@ -60,6 +61,7 @@ GROUPS = {
     "Configs of training": (
         *("OffloadConfig", "OptimizerConfig", "MuonConfig", "ParameterGroupConfig"),
         *("DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig", "RejectConfig"),
+        "SFTLossConfig",
     ),
     "Errors": ("InputError", "MicrobatchError"),
 }

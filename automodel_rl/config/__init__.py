@@ -28,6 +28,7 @@ from automodel_rl.config.losses import (
     KLConfig,
     PolicyLossConfig,
     RejectConfig,
+    SFTLossConfig,
 )
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig, OffloadConfig
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, ParameterGroupConfig
@@ -73,6 +74,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutRunConfig",
     "RunConfig",
+    "SFTLossConfig",
     "Section",
     "ServeConfig",
     "ServeLimitsConfig",

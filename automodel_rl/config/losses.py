@@ -1,10 +1,25 @@
-"""Settings of the preference and policy-gradient losses. The losses themselves take these sections."""
+"""Settings of the supervised, preference and policy-gradient losses. The losses themselves take these sections."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from automodel_rl.config.base import Positive, Section
+
+
+class SFTLossConfig(Section):
+    """The supervised loss.
+
+    Example:
+        >>> SFTLossConfig(kind="dft").kind
+        'dft'
+    """
+
+    kind: Literal["likelihood", "dft"] = "likelihood"
+    """likelihood: -log p of each trained token. dft: -sg(p) log p, where sg stops the gradient, so that tokens which
+    the model finds unlikely pull less (dynamic fine-tuning; Wu et al., arXiv:2508.05629). val/loss is that of
+    likelihood."""
+
 
 Preference = Literal[
     "dpo",

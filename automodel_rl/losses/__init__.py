@@ -12,7 +12,7 @@ from automodel_rl.losses.outputs import (
     count,
 )
 from automodel_rl.losses.policy_gradient import grpo_loss
-from automodel_rl.losses.sft import sft_loss
+from automodel_rl.losses.sft import dft_loss, sft_loss
 from automodel_rl.losses.token_losses import TOKEN_LOSSES, token_loss
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Readout",
     "TokenOutputs",
     "count",
+    "dft_loss",
     "dpo_loss",
     "grpo_loss",
     "sft_loss",

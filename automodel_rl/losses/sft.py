@@ -1,9 +1,10 @@
-"""Supervised fine-tuning: negative log-likelihood of the trained tokens."""
+"""Supervised fine-tuning: negative log-likelihood of the trained tokens, and the same with a weight for each."""
 
+import torch
 from torch import Tensor
 
 from automodel_rl.batch import Microbatch
-from automodel_rl.losses.outputs import LinearLoss
+from automodel_rl.losses.outputs import LinearLoss, LossOutput, TokenOutputs
 
 
 class SFTLoss(LinearLoss):
@@ -31,3 +32,27 @@ def _weights(microbatch: Microbatch) -> Tensor:
 
 
 sft_loss = SFTLoss(_weights, "tokens")
+
+
+def dft_loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
+    """-sum of p(target) log p(target) over the tokens in `loss_mask`, without a gradient of p (dynamic fine-tuning; Wu
+    et al., arXiv:2508.05629).
+
+    Args:
+        outputs: log-probabilities under the model.
+        microbatch: the microbatch that they are for.
+
+    Returns:
+        A sum over tokens. Its metric train/likelihood_loss is the mean of -log p(target).
+
+    Example:
+        >>> import torch
+        >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]))
+        >>> (microbatch,) = pack([sequence], capacity=8)
+        >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0]))
+        >>> round(dft_loss(outputs, microbatch).sums["tokens"].item(), 4)
+        0.638
+    """
+    counted = torch.where(microbatch.loss_mask, outputs.logprobs, 0.0)
+    likelihood = -counted.detach().sum(), microbatch.loss_mask.sum()
+    return LossOutput({"tokens": -(counted.detach().exp() * counted).sum()}, {"train/likelihood_loss": likelihood})

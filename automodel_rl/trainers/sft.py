@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from automodel_rl.losses import sft_loss
+from automodel_rl.config.algorithms import SFTConfig
+from automodel_rl.losses import dft_loss, sft_loss
 from automodel_rl.policy.policy import Policy
 from automodel_rl.trainers.example_data import ExampleData
 from automodel_rl.trainers.open_run import choose_loss
@@ -19,7 +20,9 @@ def sft(policy: Policy, run: Run) -> Path:
     Returns:
         The folder of the trained checkpoint.
     """
-    config, loss = run.config, choose_loss(run.config, sft_loss)
+    config: SFTConfig = run.config
+    loss = choose_loss(config, dft_loss if config.loss.kind == "dft" else sft_loss)
+    validation_loss = choose_loss(config, sft_loss)
     data = ExampleData(run)
     held_out = data.once(config.data.validation)
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
@@ -35,5 +38,5 @@ def sft(policy: Policy, run: Run) -> Path:
         run.note_overlong(step, loaded)
         if len(held_out) and run.validates:
             with step.time("validate"):
-                step.metrics["val/loss"], _ = policy.evaluate(held_out, loss)
+                step.metrics["val/loss"], _ = policy.evaluate(held_out, validation_loss)
     return run.finish(data.samples)

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from automodel_rl.config.data import BatchConfig, DataConfig
+from automodel_rl.config.losses import SFTLossConfig
 from automodel_rl.config.run import Records, RunConfig, refuse_idle_data_ranks
 
 
@@ -23,6 +24,7 @@ class SFTConfig(RunConfig):
 
     data: DataConfig
     batch: BatchConfig
+    loss: SFTLossConfig = SFTLossConfig()
 
     @property
     def reads(self) -> Records:
@@ -42,7 +44,7 @@ class SFTConfig(RunConfig):
     @property
     def has_likelihood_loss(self) -> bool:
         """Whether the loss is the mean negative log-likelihood of the trained tokens."""
-        return self.loss_function is None
+        return self.loss_function is None and self.loss.kind == "likelihood"
 
     @property
     def sequences_per_step(self) -> int:

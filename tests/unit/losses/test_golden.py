@@ -16,7 +16,7 @@ from torch import Tensor
 
 from automodel_rl.batch import TokenSequence, in_packed_order, pack, unpack
 from automodel_rl.config.losses import CorrectionConfig, DPOLossConfig, PolicyLossConfig
-from automodel_rl.losses import LossFn, TokenOutputs, dpo_loss, grpo_loss
+from automodel_rl.losses import LossFn, TokenOutputs, dft_loss, dpo_loss, grpo_loss
 from automodel_rl.losses.outputs import count
 from automodel_rl.losses.terms import correction_weights
 
@@ -183,3 +183,22 @@ def test_corrections_have_the_numbers_of_other_packages(name: str, capacity: int
     (expected,) = CASES[name]["outputs"].values()
     for ours, theirs in zip(in_packed_order(found, microbatches), expected, strict=True):
         assert ours[1:].tolist() == pytest.approx(theirs, rel=1e-9)
+
+
+def test_dynamic_fine_tuning_has_the_numbers_of_another_package() -> None:
+    given, case = SHARED["distill"], CASES["sft_dft"]["outputs"]
+    rows, logits = [], []
+    for tokens, mask, of_row in zip(given["tokens"], given["loss_mask"], given["student_logits"], strict=True):
+        ids = torch.tensor([0, *map(int, tokens)])
+        rows.append(TokenSequence(ids, torch.tensor([False, *map(bool, mask)])))
+        logits.append(torch.tensor(of_row, dtype=torch.float64, requires_grad=True))
+    (microbatch,) = pack(rows, 64)
+    logprobs = [
+        torch.cat([one.log_softmax(1).gather(1, rows[place].input_ids[1:, None])[:, 0], one.new_zeros(1)])
+        for place, one in ((place, logits[place]) for place in microbatch.order)
+    ]
+    loss = dft_loss(TokenOutputs(torch.cat(logprobs)), microbatch).sums["tokens"]
+    assert loss.item() == pytest.approx(case["loss_sum"], rel=1e-5)
+    gradients = torch.autograd.grad(loss, logits)
+    for ours, theirs in zip(gradients, case["grad_student_logits"], strict=True):
+        torch.testing.assert_close(ours, torch.tensor(theirs, dtype=torch.float64), rtol=1e-5, atol=1e-5)
