@@ -38,6 +38,9 @@ Preference = Literal[
 ]
 """Names of preference losses."""
 
+OF_MARGIN: tuple[Preference, ...] = ("dpo", "hinge", "robust", "exo", "discopop")
+"""Those that depend on the difference between chosen and rejected times beta, and on nothing else."""
+
 
 class DPOLossConfig(Section):
     """The preference loss. For a pair, m = l(chosen) - l(rejected), where l is a completion's log-probability minus the
@@ -132,7 +135,7 @@ class DPOLossConfig(Section):
     @model_validator(mode="after")
     def _parts_that_exclude_each_other(self) -> "DPOLossConfig":
         names = [*self.variants]
-        if self.mix and "variant" in self.model_fields_set:
+        if self.mix and self.variant != "dpo":
             raise ValueError(f"variant={self.variant} and mix: mix names all variants, so leave variant out")
         smoothed = [name for name in names if name in ("dpo", "robust", "exo")]
         if self.label_smoothing and not smoothed:
@@ -143,8 +146,15 @@ class DPOLossConfig(Section):
             raise ValueError(f"variant={sharp[0]} needs the share of wrong labels: set label_smoothing, such as 0.1")
         if self.alpha and "simpo" not in names:
             raise ValueError(f"alpha={self.alpha} is for simpo, not {names[0]}: set it to 0")
-        if self.divergence != "reverse_kl" and not self.needs_reference:
-            raise ValueError(f"divergence={self.divergence} is from a reference, and {names[0]} has none here")
+        if self.divergence != "reverse_kl":
+            if not self.needs_reference:
+                raise ValueError(f"divergence={self.divergence} is from a reference, and {names[0]} has none here")
+            if others := [name for name in names if name not in OF_MARGIN]:
+                raise ValueError(f"divergence={self.divergence} is for {', '.join(OF_MARGIN)}, not {others[0]}")
+        if self.tau != 0.05 and "discopop" not in names:
+            raise ValueError(f"tau={self.tau} is for discopop, not {names[0]}: leave it out")
+        if self.sft_mean == "token" and not self.weight_of_sft:
+            raise ValueError("sft_mean=token averages the loss of sft_weight, which is 0: give sft_weight")
         return self
 
 
@@ -267,8 +277,8 @@ class PolicyLossConfig(Section):
     """Temperatures of sapo: of tokens with A > 0, and of others."""
 
     off_policy_bound: Annotated[float, Field(ge=0)] | None = None
-    """Completions with A < 0 whose mean of rollout_logprobs - logprobs is above it are not trained (DeepSeek-V3.2,
-    arXiv:2512.02556); null trains all."""
+    """Completions with A < 0 whose mean of rollout_logprobs - logprobs is above it are not trained, not by penalties
+    either (DeepSeek-V3.2, arXiv:2512.02556); null trains all."""
 
     ratio: Literal["token", "sequence"] = "token"
     """token: every token has its own q. sequence: all tokens of a completion have the same q, the geometric mean of
@@ -312,8 +322,21 @@ class PolicyLossConfig(Section):
             raise ValueError(f"surrogate={self.surrogate} bounds ratios itself: use ratio=token and dual_clip=null")
         if self.surrogate in ("gmpo", "sapo") and self.normalise != "sequence":
             raise ValueError(f"surrogate={self.surrogate} is a mean over completions: set normalise=sequence")
-        if self.clip_low > 1:
+        if self.clip_low > 1 and self.surrogate in ("clip", "cispo", "dppo_tv"):
             raise ValueError(f"clip_low={self.clip_low}: a ratio is never negative, so at most 1: lower it")
+        if self.surrogate in ("sapo", "vespo") and (self.clip_low, self.clip_high) != (0.2, 0.2):
+            raise ValueError(f"surrogate={self.surrogate} clips nothing: leave clip_low and clip_high out")
+        if self.surrogate != "sapo" and self.soft_temperatures != (1.0, 1.05):
+            raise ValueError(f"soft_temperatures are for surrogate=sapo, not {self.surrogate}: leave them out")
+        correction = self.correction
+        if self.surrogate == "vespo" and (correction.kind not in ("none", "truncate") or correction.reject):
+            raise ValueError("surrogate=vespo multiplies a completion's weights: use correction.kind=truncate or none")
+        by_token = correction.kind == "icepop" or any(rule.level == "token" for rule in correction.reject)
+        if self.surrogate == "gmpo" and by_token:
+            raise ValueError(
+                "surrogate=gmpo averages over whole completions, and correction.kind=icepop or reject with level=token "
+                "leaves out single tokens: judge completions, by sequence_mask or another level"
+            )
         return self
 
 

@@ -11,6 +11,9 @@ from automodel_rl.batch import Microbatch, spread_over_tokens, sum_by_sequence
 from automodel_rl.config.losses import DPOLossConfig, Preference
 from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
 
+LARGEST_EXPONENT = 40.0
+"""Bound of exponents: exp of more would be infinite in fp32, or have no digit left of what it is compared with."""
+
 
 def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfig) -> LossOutput:
     """Direct preference optimisation and its relatives. Formulas and papers are in `DPOLossConfig`.
@@ -118,7 +121,7 @@ def _by_pair(values: Tensor, microbatch: Microbatch) -> Tensor:
 def _divergent(score: Tensor, config: DPOLossConfig) -> Tensor:
     """l under the divergence of the config."""
     if config.divergence == "forward_kl":
-        return -torch.expm1(-score)
+        return -torch.expm1((-score).clamp_max(LARGEST_EXPONENT))
     return math.log(2) + F.logsigmoid(score) if config.divergence == "js" else score
 
 
@@ -160,7 +163,9 @@ def _ipo(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
 
 def _simpo(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
     def shaped(score: Tensor) -> Tensor:
-        return -torch.expm1(-config.alpha * score) / config.alpha if config.alpha else score
+        if not config.alpha:
+            return score
+        return -torch.expm1((-config.alpha * score).clamp_max(LARGEST_EXPONENT)) / config.alpha
 
     return -F.logsigmoid(config.beta * (shaped(chosen) - shaped(rejected)) - config.gamma)
 

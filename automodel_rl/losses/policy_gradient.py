@@ -76,13 +76,16 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
     weight, of_weights, metrics = _correction(old, values, microbatch, config.correction)
     ratios = Ratios(logprobs, old, log_ratio, values["advantages"], weight, microbatch)
     loss, is_clipped = SURROGATES[config.surrogate](ratios, config)
-    loss = _without_far_sequences(loss, ratios, values, config)
 
     ratio = log_ratio.detach().exp()
     per_token = {"train/ratio_mean": ratio, "train/clip_fraction": is_clipped.to(loss.dtype)}
     per_token |= _rollout_errors(old, values, microbatch) | of_weights
     penalties, of_penalties = _penalties(outputs, values, microbatch, config)
-    loss, per_token = loss + penalties, per_token | of_penalties
+    per_token |= of_penalties
+    loss = loss + penalties
+    if config.off_policy_bound is not None:
+        is_far = _is_far(ratios, values["rollout_logprobs"], config.off_policy_bound)
+        loss, per_token["train/far_fraction"] = torch.where(is_far, 0.0, loss), is_far.to(loss.dtype)
     metrics |= _means(per_token, microbatch)
     return LossOutput(_normalise(loss, microbatch, config), metrics, **_extremes(ratio, old, values, microbatch))
 
@@ -105,13 +108,10 @@ def _correction(
     return weight, per_token, metrics
 
 
-def _without_far_sequences(loss: Tensor, ratios: Ratios, values: dict[str, Tensor], config: PolicyLossConfig) -> Tensor:
-    """The loss of tokens, [T], without completions that are worse than others and that the policy hardly writes now."""
-    if config.off_policy_bound is None:
-        return loss
-    difference = mean_by_sequence(values["rollout_logprobs"] - ratios.logprobs.detach(), ratios.microbatch)
-    is_far = spread_over_tokens(difference, ratios.microbatch) > config.off_policy_bound
-    return torch.where(is_far & (ratios.advantages < 0), 0.0, loss)
+def _is_far(ratios: Ratios, rollout_logprobs: Tensor, bound: float) -> Tensor:
+    """Whether a token's completion is worse than others, and so unlikely now that it is left out, bool [T]."""
+    difference = mean_by_sequence(rollout_logprobs - ratios.logprobs.detach(), ratios.microbatch)
+    return (spread_over_tokens(difference, ratios.microbatch) > bound) & (ratios.advantages < 0)
 
 
 def _penalties(

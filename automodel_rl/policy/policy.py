@@ -87,6 +87,7 @@ class Policy:
             InputError: the rows do not fit the model or a microbatch. Nothing was trained.
             MicrobatchError, TrainingDivergedError: as `Engine.train_step`.
         """
+        self._check_ids(batch, readout.ids)
         agreed, shares = self.shares(batch, replay, of_one_part=True)
         output: TrainOutput = self.crew.ask(jobs.TrainStep(loss, readout, agreed, replay), shares)[0]
         return output
@@ -109,6 +110,7 @@ class Policy:
         Returns:
             The loss and its metrics.
         """
+        self._check_ids(batch, readout.ids)
         agreed, shares = self.shares(batch, replay, of_one_part=True)
         job = jobs.ForwardBackward(loss, readout, agreed, counts, replay)
         result: tuple[float, dict[str, float]] = self.crew.ask(job, shares)[0]
@@ -140,6 +142,7 @@ class Policy:
             batch: rows; those of several parts are packed part by part, and evaluated as one.
             loss, readout, counts: as those of `forward_backward`.
         """
+        self._check_ids(batch, readout.ids)
         agreed, shares = self.shares(batch)
         result: tuple[float, dict[str, float]] = self.crew.ask(jobs.Evaluate(loss, readout, agreed, counts), shares)[0]
         return result
@@ -156,6 +159,7 @@ class Policy:
             ids: the name of values with other token ids in the place of each token, int64 [n, K], -1 for none: their
                 log-probabilities are returned, [n, K].
         """
+        self._check_ids(batch, ids)
         agreed, shares = self.shares(batch, replay)
         return _in_order(self.crew.ask(jobs.Logprobs(temperature, agreed, replay, ids), shares), len(batch))
 
@@ -325,6 +329,23 @@ class Policy:
                 of_parts.append([[[part[place] for place in places] for places in share] for share in dealt])
             self._dealt[batch] = of_parts
         return self._dealt[batch]
+
+    def _check_ids(self, batch: Batch, name: str | None) -> None:
+        """Raises InputError unless the rows have values of this name that are token ids of the model, or -1."""
+        if name is None or not len(batch):
+            return
+        if name not in batch:
+            raise InputError(f"ids={name!r}: the rows have values {sorted(batch.sequences[0].values)}")
+        for row, ids in enumerate(batch[name]):
+            if ids.dtype != torch.int64 or ids.ndim != 2:
+                raise InputError(
+                    f"{name} of row {row} is of {ids.dtype} with shape {list(ids.shape)}: give int64 [n, K]"
+                )
+            if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+                raise InputError(
+                    f"{name} of row {row} has token ids {int(ids.min())} to {int(ids.max())}, but the model's are 0 to "
+                    f"{self.vocab_size - 1}, and -1 stands for none"
+                )
 
     def _check_tokens(self, batch: Batch) -> None:
         if not len(batch):

@@ -36,8 +36,9 @@ class GlobalBatch:
     Example:
         >>> import torch
         >>> runner = StepRunner(ModelHandle.from_pretrained(checkpoint))
-        >>> runner.global_batch(pack([TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))], capacity=8))
-        GlobalBatch(num_microbatches=1, counts={'tokens': 1, 'sequences': 1, 'pairs': 0, 'positions': 2})
+        >>> sequence = TokenSequence(torch.tensor([5, 6]), torch.tensor([False, True]))
+        >>> runner.global_batch(pack([sequence], capacity=8)).counts["positions"]
+        2
     """
 
     num_microbatches: int
@@ -171,6 +172,6 @@ def _value_summary(microbatches: Sequence[Microbatch]) -> int:
     for microbatch in microbatches:
         for name in sorted(microbatch.values):
             values = microbatch.values[name].detach().to("cpu", torch.float64).nan_to_num(0.0, 0.0, 0.0)
-            total += float(values @ torch.arange(len(values), dtype=torch.float64).add(len(name)).cos())
+            total += float(values.flatten() @ torch.arange(values.numel(), dtype=torch.float64).add(len(name)).cos())
             size += float(values.abs().sum())
     return round(UNITS * total / size) if size else 0

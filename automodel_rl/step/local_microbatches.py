@@ -53,7 +53,7 @@ def local_microbatches(
         if gradient is not None:
             tokens[LOGPROB_GRADIENT] = gradient
         if ids is not None:
-            tokens[READ_IDS] = _ids(microbatch, ids)
+            tokens[READ_IDS] = _ids(microbatch, ids, handle.config.vocab_size)
         part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, tokens)
         if embeddings:
             part = dataclasses.replace(part, media=dataclasses.replace(part.media, embeddings=embeddings[number]))
@@ -63,11 +63,15 @@ def local_microbatches(
     return parts
 
 
-def _ids(microbatch: Microbatch, name: str) -> Tensor:
+def _ids(microbatch: Microbatch, name: str, vocab_size: int) -> Tensor:
     """The token ids [T, K] among the values of a microbatch."""
     found = microbatch.values.get(name)
     if found is None:
         raise ValueError(f"Readout.ids={name}: the microbatch has values {sorted(microbatch.values)}")
     if found.dtype != torch.int64 or found.ndim != 2:
         raise ValueError(f"{name} is of {found.dtype} with shape {list(found.shape)}: token ids are int64 [T, K]")
+    if found.numel() and int(found.max()) >= vocab_size:  # it would be scored as a token with a logit of 0
+        raise ValueError(
+            f"{name} has the token id {int(found.max())}, and those of the model are 0 to {vocab_size - 1}; -1 is none"
+        )
     return found

@@ -148,10 +148,10 @@ class GRPOConfig(RolloutRunConfig):
                 f"router_replay.stages={list(replay.stages)} leave out old_logprobs, and ratios would compare "
                 "different experts: add old_logprobs, or set loss.on_policy to true"
             )
-        if rollout.max_staleness and not self.loss.correction.is_on:
+        if rollout.max_staleness and self.loss.correction.kind == "none":
             raise ValueError(
                 f"rollout.max_staleness={rollout.max_staleness} with loss.correction.kind=none: completions of older "
-                "weights need a correction: use truncate, icepop or sequence_mask"
+                "weights need a correction: use truncate, icepop, sequence_mask or a product of weights"
             )
         product = "rollout.prompts x rollout.group_size / batch.optimizer_steps"
         refuse_idle_data_ranks(product, self.sequences_per_step, self.parallel)

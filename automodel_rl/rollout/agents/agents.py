@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,7 +19,7 @@ from automodel_rl.generators.protocol import Completion, Generator, OnFinished, 
 from automodel_rl.launch.background import in_thread
 from automodel_rl.rollout.agents.codecs import ChatCodecs
 from automodel_rl.rollout.agents.endpoint import Endpoint
-from automodel_rl.rollout.agents.episode import AgentEpisode, AgentLimits, Asked, Ended
+from automodel_rl.rollout.agents.episode import AgentEpisode, AgentLimits, Asked, Broken, Ended
 from automodel_rl.rollout.agents.protocol import AgentResult
 from automodel_rl.rollout.agents.runner import AgentRunner, ForkedAgents, VerifiersAgents
 from automodel_rl.rollout.protocol import Promptlike
@@ -145,7 +146,14 @@ class Agents:
 
     def _start(self, episode: AgentEpisode) -> None:
         """Starts the process of an episode's agent."""
-        asyncio.run_coroutine_threadsafe(self._run(episode), self._endpoint.loop)
+
+        def done(future: "Future[None]") -> None:
+            if future.cancelled():
+                episode.break_off(ConnectionError("the endpoint of the agents was closed"))
+            elif (error := future.exception()) is not None:
+                episode.break_off(error)
+
+        asyncio.run_coroutine_threadsafe(self._run(episode), self._endpoint.loop).add_done_callback(done)
 
     async def _run(self, episode: AgentEpisode) -> None:
         """Runs the agent of an episode, and ends the episode with it."""
@@ -201,7 +209,7 @@ class _AgentWork:
     on_finished: OnFinished
     room: threading.Semaphore
     start: Callable[[AgentEpisode], None]
-    news: "SimpleQueue[Asked | Ended | _TurnWritten | _GeneratorLost]" = field(default_factory=SimpleQueue)
+    news: "SimpleQueue[Asked | Ended | Broken | _TurnWritten | _GeneratorLost]" = field(default_factory=SimpleQueue)
     calls: list[Asked] = field(default_factory=list)
     begun: int = 0
     over: int = 0
@@ -252,7 +260,7 @@ class _AgentWork:
                     return
             until = time.monotonic()
 
-    def _handle(self, event: Asked | Ended | _TurnWritten | _GeneratorLost) -> None:
+    def _handle(self, event: Asked | Ended | Broken | _TurnWritten | _GeneratorLost) -> None:
         match event:
             case Asked():
                 self.calls.append(event)
@@ -264,7 +272,7 @@ class _AgentWork:
                 call = asked.episode.waiting.get(asked.number)
                 if call is not None:
                     call.give(completion)
-            case _GeneratorLost(error):
+            case _GeneratorLost(error) | Broken(error):
                 raise error
 
     def _ask(self) -> None:

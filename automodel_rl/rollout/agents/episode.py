@@ -96,6 +96,13 @@ class Ended:
     episode: "AgentEpisode"
 
 
+@dataclass(frozen=True)
+class Broken:
+    """Tells the driver that an episode cannot go on, and why."""
+
+    error: BaseException
+
+
 class AgentEpisode:
     """The state of an agent's episode. It outlives the generator that writes its turns.
 
@@ -141,7 +148,7 @@ class AgentEpisode:
         self._numbers, self._asked = itertools.count(), Counter[bytes]()
         self._answers: OrderedDict[bytes, list[asyncio.Task[ChatAnswer]]] = OrderedDict()
         self._told: set[str] = set()
-        self._lock, self._news = threading.Lock(), SimpleQueue[Asked | Ended]()
+        self._lock, self._news = threading.Lock(), SimpleQueue[Asked | Ended | Broken]()
         self.waiting: dict[int, WaitingCall] = {}
 
     def attach(self, news: "SimpleQueue[Any]") -> None:
@@ -352,6 +359,15 @@ class AgentEpisode:
             CACHED: sum(turn.completion.num_cached or 0 for turn in cached),
             ASKED: sum(len(turn.token_ids) - len(turn.completion.token_ids) for turn in cached),
         }
+
+    def break_off(self, error: BaseException) -> None:
+        """Tells the driver of an error that is not the agent's.
+
+        Args:
+            error: the error.
+        """
+        with self._lock:
+            self._news.put(Broken(error))
 
     def begin(self) -> None:
         """Notes that the agent starts."""

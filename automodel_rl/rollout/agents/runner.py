@@ -81,13 +81,19 @@ class ForkedAgents:
             returned(result, error)
 
         loop.add_reader(connection.fileno(), take)
-        with contextlib.suppress(OSError):  # it has ended, and the reader learns of it
+        try:
             connection.send((address, example))
+        except OSError:  # it has ended, and the reader learns of it
+            pass
+        except BaseException:
+            leave(at_once=True)
+            raise
         return lambda: leave(at_once=True)
 
     def close(self) -> None:
-        self._starter.shutdown(cancel_futures=True)
-        self._processes.close()
+        self._starter.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()  # and with it a start that still waits
+        self._starter.shutdown()
 
 
 class VerifiersAgents:

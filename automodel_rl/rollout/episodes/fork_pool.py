@@ -15,6 +15,9 @@ from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
 START_SECONDS = 120.0
 """Time limit for importing the user's modules."""
 
+FORK_SECONDS = 60.0
+"""Time limit for a process to say that it is there."""
+
 END_SECONDS = 10.0
 """Longest wait for the server to end all processes."""
 
@@ -37,12 +40,16 @@ class ForkPool:
     def __init__(self, module: str, setup: Any, what: str):
         self.module, self.setup, self.what = module, setup, what
         self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._is_closed = False
         self._server, self.greeting = self._start()
 
     def begin(self) -> tuple[int, Connection]:
         """Starts a process and waits until it is there. Returns its number and the connection to it.
 
         Several at once wait for one another: the server forks one after the other.
+
+        Raises:
+            TimeoutError: it is not there in time, and was ended.
         """
         number = next(self._numbers)
         ours, theirs = multiprocessing.Pipe()
@@ -50,9 +57,17 @@ class ForkPool:
             try:
                 self._send(number, theirs)
             except (ChildEndedError, OSError):
+                if self._is_closed:
+                    raise
                 self._server.close()
                 self._server, _ = self._start()
                 self._send(number, theirs)
+        if not ours.poll(FORK_SECONDS):
+            ours.close()
+            self.end(number, at_once=True)
+            raise TimeoutError(
+                f"a process for rollout.{self.what} was not there after {FORK_SECONDS:g} s: look at its log"
+            )
         with contextlib.suppress(EOFError, OSError):  # it has ended, as whoever uses the connection will see
             ours.recv()
         return number, ours
@@ -69,6 +84,7 @@ class ForkPool:
 
     def close(self) -> None:
         """Ends the server and all processes."""
+        self._is_closed = True
         self._server.close(END_SECONDS)
 
     def _start(self) -> tuple[ChildProcess, Any]:

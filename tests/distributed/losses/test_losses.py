@@ -38,7 +38,7 @@ LOSSES: dict[str, LossFn] = {
 }
 BY_SEQUENCE = {"statistic": "k3", "level": "mean", "high": 0.05}
 for name, settings in {
-    "vespo": {"surrogate": "vespo", "correction": {"kind": "product_truncate", "high": 3.0}},
+    "vespo": {"surrogate": "vespo", "correction": {"kind": "truncate", "high": 3.0}},
     "gmpo": {"surrogate": "gmpo", "normalise": "sequence", "correction": {"reject": [BY_SEQUENCE]}},
 }.items():
     LOSSES[name] = functools.partial(grpo_loss, config=PolicyLossConfig.model_validate(settings))

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from automodel_rl.batch import Batch, TokenSequence
+from automodel_rl.batch import Batch, TokenSequence, in_packed_order, pack, set_values, unpack
 from automodel_rl.config import OptimizerConfig
+from automodel_rl.engine import Engine
+from automodel_rl.errors import InputError
 from automodel_rl.losses import LinearLoss, LossOutput, Readout, TokenOutputs
 from automodel_rl.policy.policy import Policy
-from tests.distributed.policy.test_policy import LAYOUTS, LENGTHS, use
+from tests.distributed.policy.test_policy import LAYOUTS, LENGTHS, load, use
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -136,3 +138,39 @@ def test_a_gradient_made_in_the_forward_is_that_of_transformers(
     loss, norm = ranks(2).run(use, model, {"tp": 2}, soft_step)[0]
     assert loss == pytest.approx(expected["losses"][1], rel=1e-9)
     assert norm == pytest.approx(expected["norms"][1], rel=1e-9)
+
+
+def by_an_engine(folder: Path) -> tuple[list[Tensor], str]:
+    """Log-probabilities of ids by an engine, and what it says of ids that the model does not have."""
+    engine = Engine(load(folder, {}))
+    microbatches = pack(rows_of(), 64)
+    scored = engine.add_logprobs(microbatches, "at", TEMPERATURE, ids="ids")
+    found = [piece for one in scored for piece in unpack(one.values["at"], one)]
+    beyond = [set_values(one, "ids", one.values["ids"] + 200) for one in microbatches]
+    with pytest.raises(ValueError, match="those of the model are 0 to") as error:
+        engine.add_logprobs(beyond, "at", TEMPERATURE, ids="ids")
+    return in_packed_order(found, microbatches), str(error.value)
+
+
+def test_an_engine_takes_values_of_several_entries(ranks: RankPool, model: Path, expected: dict[str, Any]) -> None:
+    found, _ = ranks(1).run(by_an_engine, model)[0]
+    for ours, theirs in zip(found, expected["at"], strict=True):
+        torch.testing.assert_close(ours[1:], theirs, rtol=1e-9, atol=1e-11)
+
+
+def strange_ids(policy: Policy) -> list[str]:
+    rows, problems = rows_of(), []
+    short = [TokenSequence(row.input_ids, row.loss_mask, {"ids": row.values["ids"].int()}) for row in rows]
+    beyond = [TokenSequence(row.input_ids, row.loss_mask, {"ids": row.values["ids"] + 200}) for row in rows]
+    for batch, name in ((Batch(rows), "other"), (Batch(short), "ids"), (Batch(beyond), "ids")):
+        with pytest.raises(InputError) as error:
+            policy.logprobs(batch, ids=name)
+        problems.append(str(error.value))
+    return problems
+
+
+def test_ids_that_the_model_does_not_have_are_refused(ranks: RankPool, model: Path) -> None:
+    missing, of_int, beyond = ranks(2).run(use, model, {"tp": 2}, strange_ids)[0]
+    assert "ids='other': the rows have values ['ids', 'weights']" in missing
+    assert "give int64 [n, K]" in of_int
+    assert "and -1 stands for none" in beyond

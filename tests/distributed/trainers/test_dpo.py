@@ -100,7 +100,10 @@ BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
         lambda s, f: spoil(s, f, chosen=[{"role": "user", "content": "no"}]),
         "pairs.jsonl:1: chosen must end with a turn of the assistant",
     ),
-    (lambda s, _: s.update(loss={"variant": "ipo", "label_smoothing": 0.1}), "label_smoothing=0.1 is for variant=dpo"),
+    (
+        lambda s, _: s.update(loss={"variant": "ipo", "label_smoothing": 0.1}),
+        "label_smoothing=0.1 is for dpo",
+    ),
     (lambda s, _: s["batch"].update(pairs=1) or s.update(parallel={"dp_shard": 2}), "batch.pairs=1 must be at least"),
 ]
 

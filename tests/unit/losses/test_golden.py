@@ -153,6 +153,28 @@ def _in_turn(chosen: list[Any], rejected: list[Any]) -> list[Any]:
     return [one for pair in zip(chosen, rejected, strict=True) for one in pair]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"divergence": "forward_kl"},
+        {"variant": "hinge", "divergence": "forward_kl"},
+        {"variant": "simpo", "alpha": 8.0},
+    ],
+    ids=str,
+)
+def test_completions_that_have_become_most_unlikely_have_finite_gradients(settings: dict[str, Any]) -> None:
+    logprobs, reference = [[-0.5], [-130.0], [-120.0], [-150.0]], [[-0.5], [-0.5], [-0.5], [-0.5]]
+    rows = rows_of({"logprobs": logprobs, "ref_logprobs": reference})
+    rows = [
+        TokenSequence(row.input_ids, row.loss_mask, {name: value.float() for name, value in row.values.items()})
+        for row in rows
+    ]
+    loss = functools.partial(dpo_loss, config=DPOLossConfig.model_validate(settings))
+    total, gradients = computed(loss, rows, 64, together=2)
+    assert torch.tensor(total).isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 def policy_rows() -> list[TokenSequence]:
     given = SHARED["policy"]
     values = {name: given[name] for name in ("logprobs", "old_logprobs", "rollout_logprobs")}

@@ -13,6 +13,7 @@ from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion
+from automodel_rl.rollout.episodes import fork_pool
 from automodel_rl.rollout.rollouts import Rollouts
 from tests import fleets
 from tests.fleets import Echo, LocalCrew
@@ -170,6 +171,25 @@ def test_agents_call_while_others_are_started(rollouts_of: Any) -> None:
     processes.begin, agents.conversations._end = begin_late, end_and_tell
     collected(agents, 2)
     assert waited == [True] * 4
+
+
+def test_an_error_that_is_not_the_agents_reaches_the_run(rollouts_of: Any) -> None:
+    agents = rollouts_of("good")
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("nobody saw this")
+
+    agents.conversations._end = fail
+    with pytest.raises(RuntimeError, match="nobody saw this"):
+        collected(agents, 2)
+
+
+def test_a_process_that_does_not_say_it_is_there_costs_its_agent_alone(
+    rollouts_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_pool, "FORK_SECONDS", 0.0)
+    for rollout in collected(rollouts_of("good"), 2):
+        assert "was not there after" in rollout.completion.error
 
 
 def test_a_turn_ends_with_the_token_that_completes_a_stop_text(rollouts_of: Any) -> None:
