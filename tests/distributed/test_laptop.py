@@ -50,10 +50,12 @@ def make_demo(ranks: RankPool, folder: Path) -> None:
 def typed(folder: Path, script: str) -> list[list[str]]:
     """The arguments of every automodel-rl of a script, as the shell makes them."""
     (folder / ".venv" / "bin").mkdir(parents=True)
-    (folder / ".venv" / "bin" / "activate").write_text("automodel-rl() { printf '%s\\0' \"$@\"; printf '\\n'; }\n")
+    # Each line in one write: two commands may run at once.
+    lines = "local line; printf -v line '%s\\x1f' \"$@\"; printf '%s\\n' \"$line\";"
+    (folder / ".venv" / "bin" / "activate").write_text(f"automodel-rl() {{ {lines} }}\n")
     done = run_command(["bash", "-ec", f"{script}\nwait"], cwd=folder)
     assert done.returncode == 0, done.stderr
-    return [line.split("\0")[:-1] for line in done.stdout.splitlines()]
+    return [line.split("\x1f")[:-1] for line in done.stdout.splitlines()]
 
 
 def test_from_chats_to_rewards(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
