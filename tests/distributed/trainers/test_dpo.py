@@ -102,7 +102,7 @@ BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
     ),
     (
         lambda s, _: s.update(loss={"variant": "ipo", "label_smoothing": 0.1}),
-        "label_smoothing=0.1 is for dpo",
+        "label_smoothing=0.1 is for dpo, robust and exo, not ipo",
     ),
     (lambda s, _: s["batch"].update(pairs=1) or s.update(parallel={"dp_shard": 2}), "batch.pairs=1 must be at least"),
 ]
