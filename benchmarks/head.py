@@ -19,7 +19,8 @@ from automodel_rl import TokenSequence
 from automodel_rl.batch import LocalMicrobatch, local_microbatch, pack_microbatch
 from automodel_rl.batch.tensors import LOGPROB_GRADIENT
 from automodel_rl.losses import Readout
-from automodel_rl.model.logprobs import Head, target_readout
+from automodel_rl.model.head import Head
+from automodel_rl.model.logprobs import target_readout
 
 TOKENS, HIDDEN = 8192, 2048
 

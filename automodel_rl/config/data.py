@@ -16,6 +16,7 @@ Column = Literal[
     "text",
     "chosen",
     "rejected",
+    "margin",
     "answer",
     "tools",
     "system",
@@ -111,6 +112,14 @@ class ExamplesConfig(SourcesConfig):
     num_workers: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Number of processes that tokenise examples ahead of training, beside rank 0. null: one for each data rank, up to
     8, and none where there is one data rank."""
+
+
+class RankedDataConfig(ExamplesConfig):
+    """Pairs of completions for a reward model, which reads the end of each."""
+
+    overlong: Literal["drop"] = "drop"
+    """A pair that is longer than `max_tokens`, a microbatch or the model's context is left out, for a completion that
+    is cut has another end. The metrics count them."""
 
 
 class DataConfig(ExamplesConfig):

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, SFTConfig
+from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, RewardModelConfig, SFTConfig
 from automodel_rl.config.base import Section
 from automodel_rl.config.elsewhere import answer, answers
 from automodel_rl.config.generators import EARLIER, generator_of_earlier
@@ -20,7 +20,12 @@ from automodel_rl.errors import InputError, closest
 
 Checked = typing.TypeVar("Checked", bound=Section)
 
-ALGORITHMS: dict[str, type[RunConfig]] = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
+ALGORITHMS: dict[str, type[RunConfig]] = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward": RewardModelConfig,
+    "grpo": GRPOConfig,
+}
 
 TELLING = {"grpo": {"rollout", "rewards", "weight_sync"}}
 """Sections by which a config without the key `algorithm` is known."""
@@ -48,7 +53,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
             own key `algorithm`, else "sft".
 
     Returns:
-        An `SFTConfig`, `DPOConfig` or `GRPOConfig`.
+        The config of the algorithm: an `SFTConfig`, say.
 
     Raises:
         InputError: the file is missing or malformed, or a key or value is wrong.

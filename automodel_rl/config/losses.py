@@ -252,6 +252,20 @@ class KLConfig(Section):
     the completion's reward."""
 
 
+class RewardLossConfig(Section):
+    """The loss of a reward model: -log sigmoid(r_chosen - r_rejected - margin), with the pair's own margin if the data
+    have one (Ouyang et al., arXiv:2203.02155, eq. 1; Touvron et al., arXiv:2307.09288, eq. 2).
+
+    Example:
+        >>> RewardLossConfig(centring=0.01).centring
+        0.01
+    """
+
+    centring: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of (r_chosen + r_rejected)^2, which holds scores around 0 (Eisenstein et al., arXiv:2312.09244, eq. 2);
+    0.01 is usual."""
+
+
 class PolicyLossConfig(Section):
     """The policy-gradient loss. A is a token's advantage, and q = exp(logprobs - old_logprobs). The default is PPO's
     -min(q A, clip(q) A) (Schulman et al., arXiv:1707.06347, eq. 7), as in GRPO (Shao et al., arXiv:2402.03300).

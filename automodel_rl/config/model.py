@@ -118,6 +118,11 @@ class ModelConfig(Section):
     products and a softmax. auto: the first of fa3, te and varlen that can run here and computes this model's sinks or
     soft cap, if it has any; else sdpa, or eager, which alone computes soft caps."""
 
+    num_labels: Positive | None = None
+    """Number of outputs of a linear head that is trained in place of the vocabulary's, as in transformers' sequence
+    classifiers. A checkpoint without such a head gets one with random weights. reward has 1, and a critic of ppo; null:
+    the vocabulary's head."""
+
     frozen: tuple[Literal["vision", "audio", "projector", "language"], ...] = ()
     """Parts of a multimodal model that are not trained: the encoder of images or of audio, the projectors after them,
     the language model."""

@@ -17,7 +17,7 @@ from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import RolloutConfig, RouterReplayConfig, WeightSyncConfig
 from automodel_rl.config.validation import ValidationConfig
 
-Records = Literal["chats", "pairs", "prompts"]
+Records = Literal["chats", "pairs", "ranked pairs", "prompts"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
@@ -196,6 +196,11 @@ class RunConfig(Section, abc.ABC):
         return False
 
     @property
+    def trains_linear_head(self) -> bool:
+        """Whether the model has a linear head in place of the vocabulary's."""
+        return False
+
+    @property
     def generation(self) -> "RolloutRunConfig | None":
         """The run's config if it generates completions while it trains; None if it does not."""
         return None
@@ -204,6 +209,15 @@ class RunConfig(Section, abc.ABC):
     def world_size(self) -> int:
         """Number of ranks of the job."""
         return self.parallel.world_size if self.components is None else self.components.world_size
+
+    @model_validator(mode="after")
+    def _has_its_head(self) -> "RunConfig":
+        if self.model.num_labels is not None and not self.trains_linear_head:
+            raise ValueError(
+                f"model.num_labels={self.model.num_labels}: this run reads the vocabulary's head: leave it out, or "
+                "train a reward model with algorithm reward"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_reference(self) -> "RunConfig":

@@ -96,6 +96,16 @@ def _taught(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | N
     return [*dict.fromkeys([*of_texts, *template_ends(ChatTemplate(tokenizer, variables=variables))])]
 
 
+def row_ends(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> set[int]:
+    """Ids of the tokens that end what is trained: texts and turns.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        variables: further variables for the chat template.
+    """
+    return {*_taught(tokenizer, variables)}
+
+
 def template_ends(template: ChatTemplate) -> list[int]:
     """Ids of the tokens with which a chat template ends the assistant's turns; empty if it ends them with no token.
 

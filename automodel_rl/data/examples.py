@@ -1,9 +1,11 @@
 """Examples: records as token sequences. A chat makes one sequence, a pair of completions two."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.utils.data import Dataset
 
 from automodel_rl.batch import TokenSequence
@@ -13,7 +15,7 @@ from automodel_rl.config.run import Records
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.media import cut
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import Pair, Reader, Text, chats_of, read_chat, read_pair
+from automodel_rl.data.records import Pair, Reader, Text, chats_of, read_chat, read_pair, read_ranked_pair
 from automodel_rl.data.sampler import Draw
 from automodel_rl.data.sources import Sources
 from automodel_rl.data.turn_split import open_examples
@@ -93,9 +95,21 @@ class ExampleDataset(Dataset):
             held, where = self._held(draw)
             if isinstance(held, Text):
                 return self._fit(draw, (self.chat.text_sequence(held.text),), where)
-            return self._fit(draw, tuple(self.chat(chat, place) for chat, place in chats_of(held, where)), where)
+            return self._fit(draw, self.sequences(held, where), where)
         except InputError as error:
             return error
+
+    def sequences(self, held: Chat | Pair, where: str) -> tuple[TokenSequence, ...]:
+        """The token sequences of what a record holds.
+
+        Args:
+            held: a chat, or a pair.
+            where: the record's place in the data, for error messages.
+
+        Raises:
+            InputError: the chat template refuses a chat.
+        """
+        return tuple(self.chat(chat, place) for chat, place in chats_of(held, where))
 
     def prompt(self, draw: Draw) -> tuple[TokenSequence, str] | None:
         """The tokens before the assistant's last turn of a record's first chat, and the content of that turn in the
@@ -135,7 +149,25 @@ class PairDataset(ExampleDataset):
     read = staticmethod(read_pair)
 
 
-DATASETS: dict[Records, type[ExampleDataset]] = {"chats": ChatDataset, "pairs": PairDataset}
+class RankedPairDataset(PairDataset):
+    """Preference pairs for a reward model: each row has its pair's margin as the value `margin` of every token."""
+
+    read = staticmethod(read_ranked_pair)
+
+    def sequences(self, held: Chat | Pair, where: str) -> tuple[TokenSequence, ...]:
+        """The two token sequences of a pair, with its margin. The arguments are those of `ExampleDataset.sequences`."""
+        assert isinstance(held, Pair)
+        return tuple(
+            dataclasses.replace(sequence, values={"margin": torch.full((len(sequence),), held.margin)})
+            for sequence in super().sequences(held, where)
+        )
+
+
+DATASETS: dict[Records, type[ExampleDataset]] = {
+    "chats": ChatDataset,
+    "pairs": PairDataset,
+    "ranked pairs": RankedPairDataset,
+}
 """How records that hold their completions become examples, by what they hold."""
 
 

@@ -1,7 +1,8 @@
 """Reading of records: a record holds a chat, a text, a pair of completions, or a prompt, in columns named as in TRL."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from automodel_rl.config import SourceConfig
@@ -15,10 +16,15 @@ from automodel_rl.errors import InputError
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better completion, and the same prompt with a worse one."""
+    """A prompt with a better completion, and the same prompt with a worse one.
+
+    Attributes:
+        margin: how much better it is, on the scale of a reward model's scores; 0 where the data do not say.
+    """
 
     chosen: Chat
     rejected: Chat
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,19 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
     for name, messages in zip(columns, (chosen, rejected), strict=True):
         whole = with_media_files([*prompt, *messages], record, config, where)
         chats.append(_with_trained(Chat(whole, tools, start=len(prompt)), f"{where}, {name}"))
-    return Pair(*chats)
+    return Pair(chats[0], chats[1])
+
+
+def read_ranked_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
+    """The pair of a record, with its margin if there is a column of them.
+
+    Raises:
+        InputError: as `read_pair`, or the margin is no finite number.
+    """
+    margin = optional(record, config, "margin", where)
+    if isinstance(margin, bool) or not isinstance(margin or 0.0, int | float) or not math.isfinite(margin or 0.0):
+        raise InputError(f"{where}: margin is {margin!r}: give a finite number, or leave the column out")
+    return replace(read_pair(record, config, where), margin=float(margin or 0.0))
 
 
 def _common_start(chosen: list[Message], rejected: list[Message]) -> list[Message]:
@@ -258,5 +276,10 @@ def _messages(
     return checked_messages(value, column, where, role)
 
 
-READERS: dict[Records, Reader] = {"chats": read_chat, "pairs": read_pair, "prompts": read_prompt}
+READERS: dict[Records, Reader] = {
+    "chats": read_chat,
+    "pairs": read_pair,
+    "ranked pairs": read_ranked_pair,
+    "prompts": read_prompt,
+}
 """How records are read, by what they hold."""

@@ -17,8 +17,10 @@ from automodel_rl.engine.trained_state import TrainedState, take_state
 from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.logprobs import Head, read_targets, top_logits, top_logprobs
+from automodel_rl.model.head import Head, OutputFn
+from automodel_rl.model.logprobs import top_logits, top_logprobs
 from automodel_rl.model.offload import Offload
+from automodel_rl.model.readouts import read
 from automodel_rl.optimizers import OPTIMIZERS, AdamWSettings, ModelOptimizer, learning_rate, warmup_steps
 from automodel_rl.parallel.sharding import by_mesh
 from automodel_rl.step.agreement import GlobalBatch
@@ -124,6 +126,7 @@ class Engine:
                 before.
             TrainingDivergedError: the loss or gradient was not finite in too many steps in a row.
         """
+        self.handle.check_head(is_linear=readout.scores)
         agreed = self.runner.global_batch(microbatches, agreed)
         lr = learning_rate(self.config, self.step, self.total_steps)
         if agreed.num_microbatches == 0:
@@ -169,6 +172,7 @@ class Engine:
             InputError: as `train_step`; the gradients of earlier calls are still there.
             MicrobatchError: as `train_step`; all gradients are gone, also those of earlier calls.
         """
+        self.handle.check_head(is_linear=readout.scores)
         agreed = self.runner.global_batch(microbatches, agreed)
         counts = agreed.counts if counts is None else counts
         if agreed.num_microbatches == 0:
@@ -253,6 +257,7 @@ class Engine:
             InputError: on every rank, if the microbatches do not fit the model or each other.
             MicrobatchError: on every rank, if the loss raises on any.
         """
+        self.handle.check_head(is_linear=readout.scores)
         agreed = self.runner.global_batch(microbatches, agreed)
         totals = self.runner.evaluate(microbatches, loss_fn, readout, agreed)
         return self._shared(totals, agreed.counts if counts is None else counts)
@@ -268,7 +273,7 @@ class Engine:
             A tensor [n] for each sequence, aligned with its tokens, fp32 or float64. Its first entry is 0. Sequences
             come in the order in which the microbatches hold them.
         """
-        outputs = self.runner.forward(microbatches, read_targets(Readout(temperature)))
+        outputs = self.runner.forward(microbatches, self._read(Readout(temperature)))
         return [
             piece
             for output, microbatch in zip(outputs, microbatches, strict=True)
@@ -293,7 +298,7 @@ class Engine:
             agreed: as that of `train_step`.
             ids: the name of values with other token ids, [T, K], to give the log-probabilities of, [T, K].
         """
-        outputs = self.runner.forward(microbatches, read_targets(Readout(temperature, ids=ids)), agreed, ids)
+        outputs = self.runner.forward(microbatches, self._read(Readout(temperature, ids=ids)), agreed, ids)
         return [
             set_values(microbatch, name, (output[:, 0] if ids is None else output[:, 1:]).cpu())
             for microbatch, output in zip(microbatches, outputs, strict=True)
@@ -308,7 +313,7 @@ class Engine:
         Returns:
             [N], fp32 or float64, in the order in which the microbatches hold the sequences.
         """
-        outputs = self.runner.forward(microbatches, read_targets(LOGPROBS))
+        outputs = self.runner.forward(microbatches, self._read(LOGPROBS))
         on_device = (microbatch.to(self.handle.layout.device) for microbatch in microbatches)
         scores = (
             sum_by_sequence(torch.where(microbatch.loss_mask, output[:, 0], 0.0), microbatch)[
@@ -318,6 +323,24 @@ class Engine:
         )
         dtype = torch.promote_types(self.handle.dtype, torch.float32)
         return torch.cat([torch.empty(0, dtype=dtype, device=self.handle.layout.device), *scores])
+
+    def scores(self, microbatches: Sequence[Microbatch], agreed: GlobalBatch | None = None) -> list[Tensor]:
+        """The outputs of a linear head for each token, read at the token itself.
+
+        Args:
+            microbatches: this data rank's microbatches.
+            agreed: as that of `train_step`.
+
+        Returns:
+            One tensor [n, L] for each sequence, fp32 or float64, in the order in which the microbatches hold them.
+        """
+        outputs = self.runner.forward(microbatches, self._read(Readout(scores=True)), agreed)
+        return [
+            piece
+            for output, microbatch in zip(outputs, microbatches, strict=True)
+            if not microbatch.is_empty
+            for piece in output.split(microbatch.lengths)
+        ]
 
     def top_logits(
         self, microbatches: Sequence[Microbatch], k: int, agreed: GlobalBatch | None = None
@@ -358,6 +381,7 @@ class Engine:
             values, ids = largest(hidden, head, k)
             return torch.stack([values, ids.to(values.dtype)], dim=1)  # fp32 holds ids up to 2 ** 24
 
+        self.handle.check_head(is_linear=False)
         outputs = self.runner.forward(microbatches, both, agreed)
         pieces = [
             piece
@@ -380,6 +404,7 @@ class Engine:
         def likeliest(hidden: Tensor, head: Head, _: LocalMicrobatch) -> Tensor:
             return top_logits(hidden, head, 1)[1][:, 0]
 
+        self.handle.check_head(is_linear=False)
         outputs = self.runner.forward(microbatches, likeliest, agreed)
         ends = [
             microbatch.cu_seqlens[1 : microbatch.num_sequences + 1].to(output.device) - 1
@@ -406,6 +431,11 @@ class Engine:
         finally:
             if self.handle.memory.offloads_optimizer:
                 self._moments.to_host()
+
+    def _read(self, readout: Readout) -> OutputFn:
+        """What reads this from the model's head. Raises InputError if the head is of the other kind."""
+        self.handle.check_head(is_linear=readout.scores)
+        return read(readout)
 
     def _shared(self, totals: LossTotals, counts: dict[Denominator, int]) -> tuple[float, dict[str, float]]:
         """Loss and metrics of all ranks."""

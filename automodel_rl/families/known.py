@@ -1,11 +1,13 @@
 """All families that this package knows, and which of them a config is of."""
 
 import copy
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
+from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, is_classifier
 from automodel_rl.families.encoder import EncoderFamily
 from automodel_rl.families.family import Family
 from automodel_rl.families.file_names import SINGLE_EXPERTS, TEXT_FILE_NAMES, FileNames
@@ -55,11 +57,13 @@ class CheckpointFamily:
         name: the `model_type` of the whole model.
         language: facts of its language model's family.
         file_names: how its files name tensors.
+        is_classifier: whether it has a linear head in place of the vocabulary's.
     """
 
     name: str
     language: Family
     file_names: FileNames
+    is_classifier: bool = False
 
     @property
     def is_multimodal(self) -> bool:
@@ -80,7 +84,11 @@ def checkpoint_family(config: PretrainedConfig, names: Iterable[str] = ()) -> Ch
     else:
         known = TEXT_FILE_NAMES.get(name, (SINGLE_EXPERTS if language.is_moe else FileNames(),))
     found = list(names)
-    return CheckpointFamily(name, language, next((k for k in reversed(known) if k.fits(found)), known[0]))
+    file_names = next((k for k in reversed(known) if k.fits(found)), known[0])
+    if is_classifier(config):
+        renamed = ((rf"^{re.escape(HEAD_IN_MODEL)}$", HEAD_IN_FILES), *file_names.renamed)
+        file_names = replace(file_names, renamed=renamed)
+    return CheckpointFamily(name, language, file_names, is_classifier(config))
 
 
 def multimodal_family(config: PretrainedConfig) -> Multimodal | None:

@@ -12,7 +12,7 @@ from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
-from automodel_rl.lora.peft import AdapterFolder
+from automodel_rl.lora.peft import HEAD, AdapterFolder
 from automodel_rl.manifest import MANIFEST, check_exported
 
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -52,7 +52,10 @@ class ModelFiles:
 
     def described(self, model: ModelConfig) -> ModelConfig:
         """A model's config with its local folder, and with the config of the adapters that are trained."""
-        own = {"path": str(self.folder), "lora": self.lora, "adapters": None, "merge_adapters": False}
+        lora = self.lora
+        if lora is not None and model.num_labels is not None and HEAD not in lora.modules_to_save:
+            lora = lora.model_copy(update={"modules_to_save": (*lora.modules_to_save, HEAD)})  # it begins at random
+        own = {"path": str(self.folder), "lora": lora, "adapters": None, "merge_adapters": False}
         return model.model_copy(update=own)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from automodel_rl.errors import InputError
+from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
 from automodel_rl.families.known import COMPOSITES, checkpoint_family
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
@@ -29,13 +30,19 @@ TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def read_config(folder: Path) -> PretrainedConfig:
+def read_config(folder: Path, num_labels: int | None = None) -> PretrainedConfig:
     """The config of the model that is trained: of a checkpoint in `COMPOSITES` that of a part.
 
+    Args:
+        folder: the checkpoint's folder.
+        num_labels: number of outputs of a linear head in place of the vocabulary's; None for the vocabulary's.
+
     Raises:
-        InputError: config.json is not a model config.
+        InputError: config.json is not a model config, or the model gets no linear head.
     """
     whole = read_whole_config(folder)
+    if num_labels is not None:
+        return as_classifier(whole, num_labels)
     if whole.model_type not in COMPOSITES:
         if "tie_word_embeddings" not in whole.to_dict():  # Qwen2-Audio's config class does not know the key
             whole.tie_word_embeddings = False
@@ -86,6 +93,8 @@ class Checkpoint:
                     plain[name] = PlainTensor(name, file, tuple(part.get_shape()), part.get_dtype())
         self._tensors = stored_tensors(plain, _block_of_fp8(self.folder))
         self.family = checkpoint_family(config, plain)
+        self._lacks_head = is_classifier(config) and HEAD_IN_FILES not in self._tensors
+        self._foreign = {TIED_HEAD} if is_classifier(config) else set[str]()
 
     @property
     def names(self) -> list[str]:
@@ -137,7 +146,7 @@ class Checkpoint:
         """
         is_tied = model.config.tie_word_embeddings and TIED_HEAD in dict(model.named_parameters(remove_duplicate=False))
         for name, tensor in persistent_tensors(model):
-            if (name == TIED_HEAD and is_tied) or is_adapter(name):
+            if (name == TIED_HEAD and is_tied) or (name == HEAD_IN_MODEL and self._lacks_head) or is_adapter(name):
                 continue
             for piece in pieces(name, tuple(tensor.shape), self.family):
                 if self.family.file_names.turns_experts and is_stack(name):
@@ -162,7 +171,7 @@ class Checkpoint:
             for name, tensor in model.state_dict(keep_vars=True).items()
             for piece in pieces(name, tuple(tensor.shape), self.family)
         }
-        return sorted(self._tensors.keys() - used)
+        return sorted(self._tensors.keys() - used - self._foreign)
 
     def _turn(self, piece: Piece) -> None:
         """Turns the matrices of a stack of experts if the file has them the other way round."""
@@ -197,6 +206,9 @@ class Checkpoint:
                     initialise(name, tensor)
                 if is_adapter(name):
                     continue
+                if name == HEAD_IN_MODEL and self._lacks_head:
+                    _initialise_head(tensor, part.config.initializer_range)
+                    continue
                 stored = EMBEDDING if name == TIED_HEAD and part.config.tie_word_embeddings else name
                 local, box = local_tensor(tensor), local_box(tensor)
                 for piece in pieces(stored, tuple(tensor.shape), self.family):
@@ -206,6 +218,12 @@ class Checkpoint:
             if self.files.adapters is not None:
                 for name, tensor in part.named_parameters():
                     self.files.adapters.fill(name, tensor, self.family)
+
+
+def _initialise_head(weight: Tensor, deviation: float) -> None:
+    """Gives a linear head normally distributed weights, the same on every layout."""
+    values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * deviation
+    local_tensor(weight).copy_(values[local_box(weight) or (slice(0, 0),)])
 
 
 def _block_of_fp8(folder: Path) -> tuple[int, int] | None:

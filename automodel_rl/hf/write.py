@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from automodel_rl.families.classifier import is_classifier
 from automodel_rl.files import complete_folder
 from automodel_rl.hf.generation import write_generation
 from automodel_rl.hf.kept import QUANTIZATION, keep_config
@@ -120,7 +121,8 @@ def write_description(
     keep_config(folder, source)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
-    write_generation(folder, source, config, ends)
+    if not is_classifier(config):
+        write_generation(folder, source, config, ends)
     for name in KEPT_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
+from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL
 from automodel_rl.families.known import FAMILIES, CheckpointFamily
 from automodel_rl.files import complete_folder
 from automodel_rl.lora.experts import (
@@ -77,7 +78,7 @@ class AdapterFolder:
                 targets=self._layers
                 if isinstance(targets, str) or self._is_multimodal
                 else self._names(targets, values),
-                modules_to_save=values.get("modules_to_save") or (),
+                modules_to_save=_own_modules(values.get("modules_to_save") or ()),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{folder / CONFIG}: is not the config of LoRA adapters ({_first_line(error)})") from None
@@ -263,6 +264,8 @@ def write_single_adapters(folder: Path, tensors: dict[str, Tensor], origin: Adap
 def _name_in_class(name: str, family: CheckpointFamily) -> str:
     """The name that PEFT sees of a tensor or layer: that in transformers' class, where the language model of a
     multimodal model is a module of its own."""
+    if family.is_classifier and name == HEAD_IN_MODEL:
+        return HEAD_IN_FILES
     if not family.is_multimodal:
         return name
     return re.sub(r"^model\.(layers|embed_tokens|norm)\.", r"model.language_model.\1.", name)
@@ -270,7 +273,24 @@ def _name_in_class(name: str, family: CheckpointFamily) -> str:
 
 def _own_name(name: str) -> str:
     """The name that a tensor of PEFT's file has in the model's parts."""
-    return re.sub(r"^model\.language_model\.", "model.", name)
+    return HEAD_IN_MODEL if name == HEAD_IN_FILES else re.sub(r"^model\.language_model\.", "model.", name)
+
+
+HEAD, HEAD_OF_CLASSIFIER = "lm_head", "score"
+"""The module of a linear head in the model, and in transformers' sequence classifiers."""
+
+UNUSED = "classifier"
+"""A module that PEFT names for every sequence classifier, whether it has one or not."""
+
+
+def _own_modules(names: Sequence[str]) -> tuple[str, ...]:
+    """The modules to save of PEFT's config by their names in the model's parts."""
+    return tuple(HEAD if name == HEAD_OF_CLASSIFIER else name for name in names if name != UNUSED)
+
+
+def _modules_in_class(names: Sequence[str], family: CheckpointFamily) -> list[str]:
+    """The modules to save by their names in transformers' class."""
+    return [HEAD_OF_CLASSIFIER if name == HEAD and family.is_classifier else name for name in names]
 
 
 def _layers_of(tensors: dict[str, Tensor]) -> list[str]:
@@ -282,13 +302,13 @@ def _write(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin, targ
     save_file(named, folder / WEIGHTS, {"format": "pt"})
     values = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if origin.family.is_classifier else "CAUSAL_LM",
         "base_model_name_or_path": origin.base,
         "r": origin.config.rank,
         "lora_alpha": origin.config.alpha,
         "lora_dropout": origin.config.dropout,
         "use_rslora": origin.config.rslora,
-        "modules_to_save": [*origin.config.modules_to_save] or None,
+        "modules_to_save": _modules_in_class(origin.config.modules_to_save, origin.family) or None,
         "bias": "none",
         "inference_mode": True,
     }

@@ -12,6 +12,7 @@ from automodel_rl.losses.outputs import (
     count,
 )
 from automodel_rl.losses.policy_gradient import grpo_loss
+from automodel_rl.losses.reward import reward_loss
 from automodel_rl.losses.sft import dft_loss, sft_loss
 from automodel_rl.losses.token_losses import TOKEN_LOSSES, token_loss
 
@@ -28,6 +29,7 @@ __all__ = [
     "dft_loss",
     "dpo_loss",
     "grpo_loss",
+    "reward_loss",
     "sft_loss",
     "token_loss",
 ]

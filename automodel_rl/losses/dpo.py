@@ -10,6 +10,7 @@ from torch import Tensor
 from automodel_rl.batch import Microbatch, spread_over_tokens, sum_by_sequence
 from automodel_rl.config.losses import DPOLossConfig, Preference
 from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
+from automodel_rl.losses.terms import check_pairs
 
 LARGEST_EXPONENT = 40.0
 """Bound of exponents: exp of more would be infinite in fp32, or have no digit left of what it is compared with."""
@@ -42,7 +43,7 @@ def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfi
         >>> round(dpo_loss(outputs, microbatch, DPOLossConfig()).sums["pairs"].item(), 4)  # log 2: no preference yet
         0.6931
     """
-    _check_pairs(microbatch)
+    check_pairs(microbatch)
     if config.needs_reference and "ref_logprobs" not in microbatch.values:
         raise ValueError(
             f"variant={next(iter(config.variants))} needs values['ref_logprobs'] in the microbatch: see "
@@ -71,17 +72,6 @@ def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfi
     num_pairs = loss.new_tensor(float(len(loss)))
     metrics = {name: (value.detach().sum(), num_pairs) for name, value in per_pair.items()}
     return LossOutput(sums, metrics)
-
-
-def _check_pairs(microbatch: Microbatch) -> None:
-    """Raises ValueError if neighbours are no pair: neighbours in the packed list, the first at an even place."""
-    order = microbatch.order
-    pairs = zip(order[::2], order[1::2], strict=False)
-    if len(order) % 2 or any(chosen % 2 or rejected != chosen + 1 for chosen, rejected in pairs):
-        raise ValueError(
-            f"a microbatch holds the sequences {list(order)} of those that were packed, which are no whole pairs: use "
-            "pack(..., together=2), with every chosen completion before its rejected one"
-        )
 
 
 def _scores(logprobs: Tensor, microbatch: Microbatch, variant: Preference, config: DPOLossConfig) -> Tensor:

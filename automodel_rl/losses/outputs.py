@@ -28,18 +28,20 @@ class Readout:
         entropy: whether to read the softmax's entropy, too.
         ids: the name of the values [T, K] that have token ids, int64, to read the log-probabilities of, besides the
             target's; -1 for none. None reads the target's alone.
+        scores: whether to read the outputs of a linear head, which the model then has in place of the vocabulary's.
 
     Raises:
         ValueError: the temperature is not above 0.
 
     Example:
         >>> Readout(temperature=0.7, entropy=True)
-        Readout(temperature=0.7, entropy=True, ids=None)
+        Readout(temperature=0.7, entropy=True, ids=None, scores=False)
     """
 
     temperature: float = 1.0
     entropy: bool = False
     ids: str | None = None
+    scores: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -54,11 +56,14 @@ class TokenOutputs:
     """What a loss gets to know of the model for one microbatch.
 
     Attributes:
-        logprobs: log-probability of every target under the model, [T], fp32 or float64; 0 where there is no target.
+        logprobs: log-probability of every target under the model, [T], fp32 or float64; 0 where there is no target. [0]
+            if scores were read in its place.
         entropy: entropy of the model's distribution over the target, in nats, [T]; 0 where there is no target; None if
             it was not asked for.
         at: log-probabilities of the tokens of `Readout.ids` under the model, [T, K]; 0 where there is no such token or
             no target; None if they were not asked for.
+        scores: outputs of a linear head, read at every token and not at its predictor, [T, L]; None if they were not
+            asked for.
 
     Example:
         >>> import torch
@@ -69,15 +74,18 @@ class TokenOutputs:
     logprobs: Tensor
     entropy: Tensor | None = None
     at: Tensor | None = None
+    scores: Tensor | None = None
 
     @classmethod
     def from_columns(cls, columns: Tensor, readout: Readout) -> "TokenOutputs":
         """The outputs in the columns that a readout gives.
 
         Args:
-            columns: [T, 1], then K columns if ids are read, then one of entropies if these are.
+            columns: [T, 1], then K columns if ids are read, then one of entropies if these are; or [T, L] scores.
             readout: what was read.
         """
+        if readout.scores:
+            return cls(columns.new_zeros(0), scores=columns)
         end = columns.shape[1] - readout.entropy
         entropy = columns[:, end] if readout.entropy else None
         return cls(columns[:, 0], entropy, None if readout.ids is None else columns[:, 1:end])

@@ -135,3 +135,14 @@ def compared_weights(
         of_sequences = mean_by_sequence if config.kind == "sequence_mask" else sum_by_sequence
         return spread_over_tokens(of_sequences(log_weight, microbatch).exp(), microbatch)
     return log_weight.exp()
+
+
+def check_pairs(microbatch: Microbatch) -> None:
+    """Raises ValueError if neighbours are no pair: neighbours in the packed list, the first at an even place."""
+    order = microbatch.order
+    pairs = zip(order[::2], order[1::2], strict=False)
+    if len(order) % 2 or any(chosen % 2 or rejected != chosen + 1 for chosen, rejected in pairs):
+        raise ValueError(
+            f"a microbatch holds the sequences {list(order)} of those that were packed, which are no whole pairs: use "
+            "pack(..., together=2), with every chosen completion before its rejected one"
+        )

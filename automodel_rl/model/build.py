@@ -11,6 +11,7 @@ from automodel_rl.compat.modules import parameters_without_storage
 from automodel_rl.compat.nemo import check_installed, nemo_model
 from automodel_rl.compat.nemo_mixtures import nemo_mixture
 from automodel_rl.config.model import Implementation
+from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import encoder_families, language_config, language_family, multimodal_family
 from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_experts
 from automodel_rl.model.attention import register_attention
@@ -80,6 +81,8 @@ def build_empty_model(
         if implementation == "nemo_automodel" and family.is_moe:
             assert family.nemo_class is not None
             model = nemo_mixture(family.nemo_class, config, model, family.router, family.router_bias)
+    if is_classifier(config):
+        model.lm_head = nn.Linear(config.hidden_size, config.num_labels, bias=False, dtype=dtype)
     if config.tie_word_embeddings:  # building without storage has cut the tie
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight

@@ -16,6 +16,7 @@ from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
+from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import CheckpointFamily, checkpoint_family, num_deepstack
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.opened_model import OpenedModel
@@ -295,7 +296,11 @@ class ModelHandle:
         return adapters_alone(self.named_parameters(), dtype)
 
     def save_pretrained(
-        self, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, ends: Sequence[int] = ()
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        ends: Sequence[int] = (),
+        pads_with: int | None = None,
     ) -> None:
         """Writes a Hugging Face checkpoint in the compute dtype, or PEFT's files if adapters are trained. A collective.
 
@@ -306,6 +311,7 @@ class ModelHandle:
             tokenizer: the tokenizer to save along, if given.
             ends: tokens at which generation stops besides those of the checkpoint's generation_config.json. Adapters
                 have no such file.
+            pads_with: the config's padding token of a model with a linear head; None leaves the checkpoint's.
         """
         self.check_on_device()
         if self.adapter_origin is not None:
@@ -322,6 +328,7 @@ class ModelHandle:
         config = read_whole_config(self.source) if is_composite else self.whole_config
         config = type(config).from_dict(config.to_dict())
         config.dtype = self.dtype
+        config.pad_token_id = config.pad_token_id if pads_with is None else pads_with
         world = self.layout.world_control
         save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, world, ends)
 
@@ -391,6 +398,25 @@ class ModelHandle:
         """Raises RuntimeError if the weights are on the host."""
         if self.is_on_host:
             raise RuntimeError("the model's weights are on the host: call ModelHandle.to_device() first")
+
+    @property
+    def has_linear_head(self) -> bool:
+        """Whether it has a linear head in place of the vocabulary's."""
+        return is_classifier(self.whole_config)
+
+    def check_head(self, *, is_linear: bool) -> None:
+        """Raises InputError, alike on every rank, if the model's head is not of this kind.
+
+        Args:
+            is_linear: whether a linear head is needed, or the vocabulary's.
+        """
+        if self.has_linear_head and not is_linear:
+            raise InputError(
+                "the model has a linear head (model.num_labels) and no vocabulary, so that no token has a "
+                "log-probability: read it with Readout(scores=True)"
+            )
+        if is_linear and not self.has_linear_head:
+            raise InputError("the model has no linear head, whose scores are asked for: give model.num_labels")
 
     def named_hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole gradients of this rank's stages, between `forward_backward` and `zero_grad`. A

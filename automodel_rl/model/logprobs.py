@@ -4,9 +4,7 @@ Shape letters: T tokens, H hidden size, V vocabulary (this rank's part of it und
 chunk, K token ids whose log-probabilities are read for a token: its target first.
 """
 
-import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,46 +17,9 @@ from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.batch.tensors import LOGPROB_GRADIENT, READ_IDS
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
+from automodel_rl.model.head import Head, accurate, accurate_matmul, add_matmul
 from automodel_rl.model.softmax import Given, Softmax, cap
 from automodel_rl.parallel.collectives import all_gather
-
-
-@dataclass(frozen=True)
-class Head:
-    """The output projection as one rank holds it.
-
-    Attributes:
-        weight: this rank's part, [V, H]; detached if its gradient goes to `gradient`.
-        softcap: turns logits into softcap * tanh(logits / softcap), if not None.
-        tp_group: the ranks that hold the parts of the vocabulary, in order; None if this rank holds all of it.
-        gradient: gives the sum of the weight's gradients over microbatches, [V, H] in fp32 or wider, to which the head
-            adds. It is asked for right before an addition, for the sum may have been reduced since the forward. None:
-            autograd gets the gradient.
-        compiled: whether what is not a matrix product is compiled.
-        factor: multiplies the logits, after a soft cap.
-    """
-
-    weight: Tensor
-    softcap: float | None = None
-    tp_group: dist.ProcessGroup | None = None
-    gradient: Callable[[], Tensor] | None = None
-    compiled: bool = False
-    factor: float = 1.0
-
-    @property
-    def first_token(self) -> int:
-        """Token id of the weight's first row."""
-        return 0 if self.tp_group is None else self.tp_group.rank() * len(self.weight)
-
-
-OutputFn = Callable[[Tensor, Head, LocalMicrobatch], Tensor]
-"""(final hidden states [t, H], head, this rank's part of the microbatch) -> result [t, ...]. It runs inside the last
-stage."""
-
-
-def read_targets(readout: Readout) -> OutputFn:
-    """An output function that gives what `readout` asks for, for every token."""
-    return functools.partial(target_readout, readout=readout)
 
 
 def target_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, readout: Readout) -> Tensor:
@@ -125,7 +86,7 @@ class _LinearLossReadout(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, wanted: Tensor, known: Tensor, head: Head, readout: Readout
     ) -> Tensor:
-        known = torch.where(wanted >= 0, known, 0.0).to(_accurate(hidden.dtype))
+        known = torch.where(wanted >= 0, known, 0.0).to(accurate(hidden.dtype))
         work = _HeadWork(hidden, weight, wanted, head, readout.temperature)
         scores, sums = work.empty_scores(False), _GradientSums(work, ctx.needs_input_grad[1])
         for tokens, chunks in work.groups:
@@ -189,12 +150,12 @@ class _HeadWork:
         self.groups = [(slice(group[0].start, group[-1].stop), group) for group in groups]
 
     def empty_scores(self, with_mean: bool) -> _Scores:
-        picked = torch.empty(self.places.shape, dtype=_accurate(self.hidden.dtype), device=self.hidden.device)
+        picked = torch.empty(self.places.shape, dtype=accurate(self.hidden.dtype), device=self.hidden.device)
         logsumexp = torch.empty_like(picked[:, 0])
         return _Scores(picked, logsumexp, torch.empty_like(logsumexp) if with_mean else None)
 
     def products(self, chunk: slice) -> Tensor:
-        return _accurate_matmul(self.hidden[chunk], self.weight.t())
+        return accurate_matmul(self.hidden[chunk], self.weight.t())
 
     def score(self, products: Tensor, chunk: slice, with_mean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         scores = self.softmax.score(products, self.places[chunk], with_mean)
@@ -211,7 +172,7 @@ class _GradientSums:
         self._d_products = torch.empty(longest, len(weight), dtype=weight.dtype, device=weight.device)
         self._d_weight = None if work.head.gradient is None else work.head.gradient()  # None for a frozen head
         if for_autograd:
-            self._d_weight = torch.zeros(weight.shape, dtype=_accurate(weight.dtype), device=weight.device)
+            self._d_weight = torch.zeros(weight.shape, dtype=accurate(weight.dtype), device=weight.device)
 
     def put(self, products: Tensor, chunk: slice, first: int, given: Given) -> None:
         """Makes the gradient of a chunk's products. `first` is the first token of its group."""
@@ -223,7 +184,7 @@ class _GradientSums:
         d_products = self._d_products[: tokens.stop - tokens.start]
         torch.mm(d_products, self.work.weight, out=self.d_hidden[tokens])
         if self._d_weight is not None:
-            _add_matmul(self._d_weight, d_products.t(), self.work.hidden[tokens])
+            add_matmul(self._d_weight, d_products.t(), self.work.hidden[tokens])
 
     def for_autograd(self) -> Tensor | None:
         """The weight's gradient, if autograd is to have it."""
@@ -294,7 +255,7 @@ def _side_by_side(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _chunks(num_tokens: int, weight_VH: Tensor) -> list[slice]:
     """Slices of tokens whose logits exist at once; a multiple of 128 tokens if that many fit."""
     most = block_sizes.head_bytes if weight_VH.is_cuda else block_sizes.head_bytes // 32  # a GPU wants large matrices
-    size = max(1, most // (len(weight_VH) * _accurate(weight_VH.dtype).itemsize))
+    size = max(1, most // (len(weight_VH) * accurate(weight_VH.dtype).itemsize))
     size -= size % 128 if size > 128 else 0
     starts = list(range(0, num_tokens, size))
     if len(starts) > 1 and num_tokens - starts[-1] == 1:  # compiled functions would need a graph for a single row
@@ -302,26 +263,5 @@ def _chunks(num_tokens: int, weight_VH: Tensor) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise([*starts, num_tokens])]
 
 
-def _accurate(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _logits(hidden_CH: Tensor, head: Head) -> Tensor:
-    return head.factor * cap(_accurate_matmul(hidden_CH, head.weight.t()), head.softcap)
-
-
-def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in place and without a product of its own where the dtypes allow it."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += _accurate_matmul(a, b)
-
-
-def _accurate_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32 or wider. On CUDA the product of 16-bit matrices is not rounded to 16 bits on its way."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).to(_accurate(a.dtype))
+    return head.factor * cap(accurate_matmul(hidden_CH, head.weight.t()), head.softcap)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES
 from automodel_rl.lora.layers import install_adapters
@@ -112,7 +113,8 @@ def split_weights(work: PartInProgress) -> None:
     if work.layout.parallel.tp > 1:
         plan = work.family.whole_tp_plan(work.part.config.base_model_tp_plan)
         mesh = work.layout.mesh["tp"]
-        work.partial += split_part(work.part, plan, mesh, work.tp, work.family.scales_embedding)
+        splits_head = not is_classifier(work.part.config)
+        work.partial += split_part(work.part, plan, mesh, work.tp, work.family.scales_embedding, splits_head)
 
 
 def replace_linear_attention(work: PartInProgress) -> None:

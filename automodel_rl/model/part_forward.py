@@ -5,6 +5,7 @@ every model whose layers have transformers' signature. AutoPipeline has set the 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -17,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.batch.tensors import ROTARY_POSITIONS
 from automodel_rl.compat.fsdp import gradient_sum
-from automodel_rl.model.logprobs import Head, OutputFn
+from automodel_rl.families.classifier import is_classifier
+from automodel_rl.model.head import Head, OutputFn
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import TensorParallel
 
@@ -61,15 +63,18 @@ def install_part_forward(part: Any, context: ForwardContext) -> None:
             sums = None
             if torch.is_grad_enabled() and self.weight.requires_grad:
                 sums = functools.partial(_gradient_sum, self if isinstance(self, FSDPModule) else part, self.weight)
-            weight = local_tensor(self.weight.detach())
-            return output_fn(
-                hidden,
-                Head(weight, context.softcap, context.tp.group, sums, context.compiled, context.logit_factor),
-                microbatch,
-            )
+            return output_fn(hidden, _head(local_tensor(self.weight.detach()), sums, part.config, context), microbatch)
 
         # Called as `lm_head(...)`, so that FSDP's hooks gather the weight before and reduce its gradient after.
         part.lm_head.forward = MethodType(head, part.lm_head)
+
+
+def _head(weight: Tensor, sums: Callable[[], Tensor] | None, config: Any, context: ForwardContext) -> Head:
+    """The head of a part of a model with this config."""
+    if is_classifier(config):
+        copies = 1 if context.tp.group is None else context.tp.group.size()
+        return Head(weight, gradient=sums, copies=copies, is_linear=True)
+    return Head(weight, context.softcap, context.tp.group, sums, context.compiled, context.logit_factor)
 
 
 def _gradient_sum(unit: FSDPModule, weight: Tensor) -> Tensor:

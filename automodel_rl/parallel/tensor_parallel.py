@@ -69,7 +69,7 @@ class TensorParallel:
 
 
 def split_part(
-    part: Any, plan: dict[str, str], mesh: DeviceMesh, how: TensorParallel, scales_embedding: bool
+    part: Any, plan: dict[str, str], mesh: DeviceMesh, how: TensorParallel, scales_embedding: bool, splits_head: bool
 ) -> list[tuple[nn.Module, str]]:
     """Splits a part's layers, embedding and head, without storage yet, and sets their forwards.
 
@@ -79,6 +79,7 @@ def split_part(
         mesh: the mesh of the tp ranks.
         how: how blocks are entered and left.
         scales_embedding: whether the embedding multiplies by its `embed_scale`.
+        splits_head: whether the head is the vocabulary's; a linear one stays whole, and ranks share its gradient.
 
     Returns:
         Parameters, as (module, name), for which each rank's gradient is only a summand.
@@ -89,7 +90,9 @@ def split_part(
     if part.model.embed_tokens is not None:
         _shard(part.model.embed_tokens, mesh, dim=0, bias_dim=None)
         part.model.embed_tokens.forward = MethodType(_embedding_forward(how, scales_embedding), part.model.embed_tokens)
-    if part.lm_head is not None:
+    if part.lm_head is not None and not splits_head:
+        partial.append((part.lm_head, "weight"))
+    elif part.lm_head is not None:
         if part.model.embed_tokens is not None and part.config.tie_word_embeddings:
             part.lm_head.weight = part.model.embed_tokens.weight
         else:

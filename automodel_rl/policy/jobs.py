@@ -88,6 +88,15 @@ class Logprobs(Job):
 
 
 @dataclass(frozen=True)
+class Scores(Job):
+    """The outputs of a linear head for each token of each row: `RowValues`, values [n, L]."""
+
+    answered_by = "all"
+
+    agreed: GlobalBatch
+
+
+@dataclass(frozen=True)
 class TopLogits(Job):
     """The k largest logits for each token of each row, and their ids: two `RowValues`, values [n, k]. `normalised` asks
     for log-probabilities in place of logits."""

@@ -163,6 +163,20 @@ class Policy:
         agreed, shares = self.shares(batch, replay)
         return _in_order(self.crew.ask(jobs.Logprobs(temperature, agreed, replay, ids), shares), len(batch))
 
+    def scores(self, batch: Batch) -> list[Tensor]:
+        """The outputs of a linear head for each token of each row, [n, L], fp32 or float64. Entry i is what the head
+        gives after token i: the last one is the score of a whole row, and entry i - 1 the value of the state in which
+        token i is chosen.
+
+        Args:
+            batch: rows; those of several parts are packed part by part.
+
+        Raises:
+            InputError: the model has the vocabulary's head.
+        """
+        agreed, shares = self.shares(batch)
+        return _in_order(self.crew.ask(jobs.Scores(agreed), shares), len(batch))
+
     def top_logits(self, batch: Batch, k: int) -> list[tuple[Tensor, Tensor]]:
         """The k largest logits for each token of each row, [n, k], fp32 or float64, largest first, and their ids.
 

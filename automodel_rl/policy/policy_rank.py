@@ -13,6 +13,7 @@ from automodel_rl.batch import Microbatch, unpack
 from automodel_rl.checkpoint.load import check_whole, load_checkpoint, newest_whole
 from automodel_rl.checkpoint.saver import CheckpointSaver
 from automodel_rl.data.ends import new_ends
+from automodel_rl.data.padding import padding_of
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import JobEndedError
@@ -57,6 +58,7 @@ class PolicyRank:
             jobs.ZeroGrad: lambda job, _: self.engine.zero_grad(),
             jobs.Evaluate: self._evaluate,
             jobs.Logprobs: self._logprobs,
+            jobs.Scores: self._scores,
             jobs.TopLogits: self._top_logits,
             jobs.NextTokens: self._next_tokens,
             jobs.KeepWeights: self._keep_weights,
@@ -109,6 +111,10 @@ class PolicyRank:
         # Alone, for a value of this name may come with the rows.
         return self._of_rows(scored, [piece for one in scored for piece in unpack(one.values["logprobs"], one)])
 
+    def _scores(self, job: jobs.Scores, share: Share | None) -> RowValues | None:
+        microbatches = self._microbatches(share)
+        return self._of_rows(microbatches, [piece.cpu() for piece in self.engine.scores(microbatches, job.agreed)])
+
     def _top_logits(self, job: jobs.TopLogits, share: Share | None) -> tuple[RowValues, RowValues] | None:
         microbatches = self._microbatches(share)
         largest = self.engine.top_logprobs if job.normalised else self.engine.top_logits
@@ -155,8 +161,12 @@ class PolicyRank:
 
     def _save_model(self, job: jobs.SaveModel, _: Share | None) -> str:
         handle, is_adapters = self.handle, self.handle.adapter_origin is not None
-        ends = new_ends(handle.source, handle.whole_config, self.tokenizer, self.variables, adapters=is_adapters)
         try:
+            if handle.has_linear_head:
+                padding = padding_of(handle.whole_config, self.tokenizer, self.variables)
+                handle.save_pretrained(job.folder, padding.tokenizer, pads_with=padding.token)
+                return padding.note
+            ends = new_ends(handle.source, handle.whole_config, self.tokenizer, self.variables, adapters=is_adapters)
             handle.save_pretrained(job.folder, self.tokenizer, ends.ids)
         except Exception as error:
             if not is_of_files(error):

@@ -12,7 +12,7 @@ from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.compat.pipelining import PackedStage, Schedule, StageGroups, run_schedule
 from automodel_rl.config import ParallelConfig
 from automodel_rl.launch.flight import in_microbatch
-from automodel_rl.model.logprobs import OutputFn
+from automodel_rl.model.head import OutputFn
 from automodel_rl.model.part_forward import num_carried
 from automodel_rl.model.split import Stage
 from automodel_rl.parallel.layout import Layout

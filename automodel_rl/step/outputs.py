@@ -18,7 +18,7 @@ from automodel_rl.batch import LocalMicrobatch, Microbatch
 from automodel_rl.errors import MicrobatchError, first_in_chain
 from automodel_rl.launch.flight import in_microbatch
 from automodel_rl.losses import Denominator, LinearLoss, LossFn, LossOutput, Readout, TokenOutputs
-from automodel_rl.model.logprobs import OutputFn
+from automodel_rl.model.head import OutputFn
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.step.totals import LossTotals
 

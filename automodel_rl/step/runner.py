@@ -15,7 +15,8 @@ from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.mixture.router_replay import replay_metrics
 from automodel_rl.mixture.routers import global_loads, load_metric
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.model.logprobs import OutputFn, read_targets
+from automodel_rl.model.head import OutputFn
+from automodel_rl.model.readouts import read
 from automodel_rl.parallel.gradients import local_square_norm, sum_partial_gradients
 from automodel_rl.parallel.host_collectives import tensor_from_last_stage
 from automodel_rl.parallel.sharding import abandon_step, release_gathered
@@ -103,7 +104,7 @@ class StepRunner:
                 with self._microbatches_let_go():
                     known = adapter.gradient_known_before if self.layout.has_last_stage else None
                     local = self._local(microbatches, embeddings, known, readout.ids)
-                    self._driver.forward_backward(local, adapter, self._whole_microbatches(read_targets(readout)))
+                    self._driver.forward_backward(local, adapter, self._whole_microbatches(read(readout)))
             self._complete_gradients()
             if self._encoder is not None:
                 self._encoder.backward()
@@ -174,7 +175,7 @@ class StepRunner:
         Raises:
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        columns = self._forward(microbatches, agreed.num_microbatches, read_targets(readout), readout.ids)
+        columns = self._forward(microbatches, agreed.num_microbatches, read(readout), readout.ids)
         whole = [microbatch.to(self.layout.device) for microbatch in microbatches]
         adapter = PPLossAdapter(loss_fn, whole, agreed.counts, readout, stage=self.layout.parallel.num_stages - 1)
         with torch.no_grad():

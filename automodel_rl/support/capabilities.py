@@ -46,6 +46,7 @@ LACKS = (
     Lack(f.NEMO, f.AUX_LOSS, "routers of its mixtures do not give the scores that it needs", _PLAIN_CLASSES),
     Lack(f.NEMO, f.WINDOWED_MIXTURE, "its class has no sliding windows", _PLAIN_CLASSES),
     Lack(f.NEMO_MIXTURE, f.COMPILED, "layers of its mixtures do not compile", f"set it to auto, or {_PLAIN_CLASSES}"),
+    Lack(f.NEMO, f.LINEAR_HEAD, "it takes the place of the head of transformers' classes only", _PLAIN_CLASSES),
     Lack(f.TP, f.LORA, "adapters are not split", "use parallel.dp_shard, or leave lora out"),
     Lack(f.TP, f.FP8, "split layers have no fp8", "use tp=1"),
     Lack(f.ENCODER_TP, f.LORA, "adapters are not split", "use dp_shard"),

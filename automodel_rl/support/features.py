@@ -38,6 +38,10 @@ def _nemo(asked: Combination) -> str:
     return _when(asked.model.implementation == "nemo_automodel", "model.implementation=nemo_automodel")
 
 
+def _linear_head(asked: Combination) -> str:
+    return _when(asked.model.num_labels is not None, f"model.num_labels={asked.model.num_labels}")
+
+
 def _fp8(asked: Combination) -> str:
     return _when(asked.model.fp8 is not None, f"model.fp8={asked.model.fp8}")
 
@@ -157,6 +161,7 @@ WIDE = Feature(
     "float32, float64", lambda asked: _when(asked.model.dtype != "bfloat16", f"model.dtype={asked.model.dtype}")
 )
 FP8 = Feature("fp8", _fp8)
+LINEAR_HEAD = Feature("a linear head", _linear_head)
 LORA = Feature("LoRA", _lora)
 LORA_DROPOUT = Feature("dropout of adapters", _lora_dropout)
 EXPERT_ADAPTERS = Feature("adapters of experts", _expert_adapters)

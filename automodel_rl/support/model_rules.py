@@ -1,5 +1,6 @@
 """Rules of text models: family, checkpoint, attention, adapters and routers."""
 
+from automodel_rl.families.classifier import classifier_families
 from automodel_rl.families.known import COMPOSITES
 from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.support import features as f
@@ -145,6 +146,13 @@ WINDOWS = Rule("sliding windows", f"every attention backend; {', '.join(WITHOUT_
 SOFTCAP = Rule("soft cap in attention", f"attention {', '.join(WITH_SOFTCAP)} (auto chooses it)")
 SINKS = Rule("sinks in attention", f"attention {', '.join(WITH_SINKS)}")
 TIED = Rule("tied embeddings", "with every axis")
+
+
+LINEAR_HEAD = Rule(
+    "linear head (reward models, critics)",
+    f"every layout, {', '.join(classifier_families())}: where transformers has a class ForSequenceClassification",
+    features=(f.LINEAR_HEAD,),
+)
 
 
 def _routers(asked: Combination) -> str | None:

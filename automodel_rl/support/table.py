@@ -27,6 +27,7 @@ RULES = (
     layout_rules.RESHARDING,
     layout_rules.HSDP,
     model_rules.TIED,
+    model_rules.LINEAR_HEAD,
     layout_rules.TENSOR_PARALLEL,
     layout_rules.SEQUENCE_PARALLEL,
     layout_rules.CONTEXT_PARALLEL,

@@ -14,9 +14,11 @@ from automodel_rl.checkpoint.state import BUFFER, WEIGHT
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.config import ModelConfig, RunConfig, load_config
 from automodel_rl.config.load import parse_overrides
-from automodel_rl.data.ends import new_ends
+from automodel_rl.data.ends import NewEnds, new_ends
+from automodel_rl.data.padding import padding_of
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
+from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import language_config
 from automodel_rl.files import check_place, new_folder
 from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
@@ -74,7 +76,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     config: RunConfig = load_config(checkpoint / CONFIG, [*harmless, *overrides])
     files = find_model(config.model)
     model = files.described(config.model)
-    whole_config = read_config(files.folder)
+    whole_config = read_config(files.folder, model.num_labels)
     vocab_size = language_config(whole_config).vocab_size
     tokenizer = load_tokenizer(files.tokenizer_folder, vocab_size, trust_remote_code=model.trust_remote_code)
     if TEMPLATE in marker.files:
@@ -86,7 +88,12 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     if adapters == "per-expert":
         _check_single(weights)
     alone = model.lora if adapters != "merged" else None  # adapters that stay ones
-    ends = new_ends(files.folder, whole_config, tokenizer, config.data.chat_template_kwargs, adapters=alone is not None)
+    variables = config.data.chat_template_kwargs
+    if is_classifier(whole_config):
+        padding = padding_of(whole_config, tokenizer, variables)
+        tokenizer, whole_config.pad_token_id, ends = padding.tokenizer, padding.token, NewEnds((), padding.note)
+    else:
+        ends = new_ends(files.folder, whole_config, tokenizer, variables, adapters=alone is not None)
 
     def write(folder: Path) -> dict[str, StoredFile]:
         if alone is not None:

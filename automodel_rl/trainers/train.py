@@ -7,7 +7,7 @@ from typing import Any
 
 from automodel_rl.batch import Packing
 from automodel_rl.config import RunConfig
-from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, SFTConfig
+from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, RewardModelConfig, SFTConfig
 from automodel_rl.errors import InputError, JobEndedError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.fleet_rank import FleetRank
@@ -20,6 +20,7 @@ from automodel_rl.policy.shares import Share
 from automodel_rl.trainers.dpo import dpo
 from automodel_rl.trainers.grpo import grpo
 from automodel_rl.trainers.open_run import OpenedRun, open_run
+from automodel_rl.trainers.reward import reward
 from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.sft import sft
 
@@ -30,6 +31,7 @@ steps."""
 PROGRAMS: dict[type[RunConfig], Program] = {
     SFTConfig: lambda policy, fleet, run: sft(policy, run),
     DPOConfig: lambda policy, fleet, run: dpo(policy, run),
+    RewardModelConfig: lambda policy, fleet, run: reward(policy, run),
     GRPOConfig: grpo,
 }
 """The programs of the algorithms, by their configs."""

@@ -8,7 +8,8 @@ import torch
 from automodel_rl.batch import TokenSequence, local_microbatch, pack_microbatch
 from automodel_rl.batch.tensors import LOGPROB_GRADIENT
 from automodel_rl.losses import Readout
-from automodel_rl.model.logprobs import Head, target_readout
+from automodel_rl.model.head import Head
+from automodel_rl.model.logprobs import target_readout
 
 pytestmark = pytest.mark.gpu
 

@@ -33,6 +33,12 @@ OF_ALGORITHM: dict[str, Settings] = {
         "optimizer": {"lr": 3e-4, "decay": "constant"},
         "checkpoint": {"every_steps": None},
     },
+    "reward": {
+        "batch": {"pairs": 16, "microbatch_tokens": 208},
+        "length": {"steps": 6, "validate_every": 6},
+        "optimizer": {"lr": 1e-3, "decay": "constant"},
+        "checkpoint": {"every_steps": None},
+    },
     "grpo": {
         "batch": {"microbatch_tokens": 128, "optimizer_steps": 2},
         "rollout": {"prompts": 4, "group_size": 4, "max_prompt_tokens": 64, "max_new_tokens": 10},
@@ -43,7 +49,7 @@ OF_ALGORITHM: dict[str, Settings] = {
         "checkpoint": {"every_steps": None},
     },
 }
-DATA = {"sft": "", "dpo": "_pairs", "grpo": "_prompts"}
+DATA = {"sft": "", "dpo": "_pairs", "reward": "_pairs", "grpo": "_prompts"}
 
 
 def settings_of(algorithm: str, workspace: Path, output: Path, **changes: Any) -> Settings:

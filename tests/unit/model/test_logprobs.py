@@ -13,7 +13,8 @@ from automodel_rl.batch import LocalMicrobatch, TokenSequence, local_microbatch,
 from automodel_rl.batch.tensors import LOGPROB_GRADIENT, READ_IDS
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout, TokenOutputs
-from automodel_rl.model.logprobs import Head, target_readout, top_logits, top_logprobs
+from automodel_rl.model.head import Head
+from automodel_rl.model.logprobs import target_readout, top_logits, top_logprobs
 from tests.processes import run_command
 
 SEVEN_TOKENS = 32 * 7 * 40 * 8
