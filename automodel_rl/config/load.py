@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, RewardModelConfig, SFTConfig
+from automodel_rl.config.algorithms import DistillConfig, DPOConfig, GRPOConfig, RewardModelConfig, SFTConfig
 from automodel_rl.config.base import Section
 from automodel_rl.config.elsewhere import answer, answers
 from automodel_rl.config.generators import EARLIER, generator_of_earlier
@@ -24,10 +24,11 @@ ALGORITHMS: dict[str, type[RunConfig]] = {
     "sft": SFTConfig,
     "dpo": DPOConfig,
     "reward": RewardModelConfig,
+    "distill": DistillConfig,
     "grpo": GRPOConfig,
 }
 
-TELLING = {"grpo": {"rollout", "rewards", "weight_sync"}}
+TELLING = {"grpo": {"rollout", "rewards", "weight_sync"}, "distill": {"teachers"}}
 """Sections by which a config without the key `algorithm` is known."""
 
 EARLIER_DUMP = {*EARLIER}

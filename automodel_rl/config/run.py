@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 from automodel_rl.config.base import PathText, Positive, Section
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.data import CommonBatchConfig, PromptDataConfig, SourcesConfig
+from automodel_rl.config.further_models import FurtherModel
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.config.launch import LaunchConfig
@@ -199,6 +200,11 @@ class RunConfig(Section, abc.ABC):
     def trains_linear_head(self) -> bool:
         """Whether the model has a linear head in place of the vocabulary's."""
         return False
+
+    @property
+    def further_models(self) -> dict[str, FurtherModel]:
+        """The models beside the trained one, by the names that the program knows them by."""
+        return {}
 
     @property
     def generation(self) -> "RolloutRunConfig | None":

@@ -1,6 +1,7 @@
 """Engine: optimizer steps and forward-only work on a ModelHandle, the same on every layout."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -361,14 +362,19 @@ class Engine:
         return self._top(top_logits, microbatches, k, agreed)
 
     def top_logprobs(
-        self, microbatches: Sequence[Microbatch], k: int, agreed: GlobalBatch | None = None
+        self,
+        microbatches: Sequence[Microbatch],
+        k: int,
+        temperature: float = 1.0,
+        agreed: GlobalBatch | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
         """The k largest log-probabilities for each token and their ids, largest first; otherwise as `top_logits`.
 
         Args:
             microbatches, k, agreed: as those of `top_logits`.
+            temperature: the logits are divided by it.
         """
-        return self._top(top_logprobs, microbatches, k, agreed)
+        return self._top(functools.partial(top_logprobs, temperature=temperature), microbatches, k, agreed)
 
     def _top(
         self,

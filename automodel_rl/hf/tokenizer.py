@@ -43,3 +43,24 @@ def load_tokenizer(
     elif tokenizer.chat_template is None and (folder / OF_PROCESSOR).is_file():
         tokenizer.chat_template = json.loads((folder / OF_PROCESSOR).read_text())["chat_template"]
     return tokenizer
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
+    """Checks that two tokenizers give the same ids to the same tokens.
+
+    Args:
+        tokenizer: the tokenizer of the trained model.
+        other: that of a model beside it.
+
+    Raises:
+        InputError: they differ.
+    """
+    own, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if own == theirs:
+        return
+    token = min((own.keys() ^ theirs.keys()) or [one for one in own if own[one] != theirs[one]])
+    said = [f"{place} {vocab.get(token, 'no id')}" for place, vocab in (("here", own), ("there", theirs))]
+    raise InputError(
+        f"its tokenizer is another one than the trained model's ({len(theirs)} and {len(own)} tokens; {token!r} has "
+        f"{', '.join(said)}), so that their token ids mean different texts: use a model with the same tokenizer"
+    )

@@ -1,5 +1,6 @@
 """Losses over microbatches: pure tensor functions."""
 
+from automodel_rl.losses.distill import distill_loss
 from automodel_rl.losses.dpo import dpo_loss
 from automodel_rl.losses.outputs import (
     UNDIVIDED,
@@ -27,6 +28,7 @@ __all__ = [
     "TokenOutputs",
     "count",
     "dft_loss",
+    "distill_loss",
     "dpo_loss",
     "grpo_loss",
     "reward_loss",

@@ -167,6 +167,8 @@ class ModelHandle:
         parallel: ParallelConfig,
         memory: MemoryConfig,
         components: ComponentsConfig | None = None,
+        *,
+        is_trained: bool = True,
     ) -> "ModelHandle":
         """`from_pretrained` for a checkpoint that has been opened, on a layout that the table supports. A collective.
 
@@ -175,6 +177,7 @@ class ModelHandle:
             parallel: sizes of the mesh axes.
             memory: what is recomputed, offloaded or compiled.
             components: as for `from_pretrained`.
+            is_trained: whether it is trained at all. If not, weights have no master copy, and none has a gradient.
 
         Raises:
             InputError: the weights are missing or damaged, or the job has another number of ranks.
@@ -201,6 +204,9 @@ class ModelHandle:
             files.adapters.check(empty.parts)
         if empty.encoders:
             freeze(empty.language, empty.encoders, model.frozen)
+        if not is_trained:
+            for part in empty.parts:
+                part.requires_grad_(False)
         handle = cls(empty, meshes, model.model_copy(update={"lora": lora}), memory, checkpoint.family)
         handle._name = files.name
         handle._checkpoint, handle.unused_tensors = checkpoint, unused

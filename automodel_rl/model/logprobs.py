@@ -215,24 +215,26 @@ def top_logits(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def top_logprobs(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest log-probabilities of every token and their ids, both [T, k], largest first. No gradient.
+def top_logprobs(hidden: Tensor, head: Head, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The k largest log-probabilities of every token under softmax(logits / temperature) and their ids, both [T, k],
+    largest first. No gradient.
 
     Raises:
         ValueError: the vocabulary has fewer than k tokens.
     """
-    values, ids, logsumexp = _top(hidden, head, k)
+    values, ids, logsumexp = _top(hidden, head, k, temperature)
     return values - logsumexp, ids
 
 
-def _top(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest logits of every token and their ids, [T, k], and the log-sum-exp of all its logits, [T, 1]."""
+def _top(hidden: Tensor, head: Head, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest logits of every token, divided by the temperature, and their ids, [T, k], and the log-sum-exp of
+    all of these, [T, 1]."""
     size = 1 if head.tp_group is None else head.tp_group.size()
     if k > size * len(head.weight):
         raise ValueError(f"k={k}: the vocabulary has {size * len(head.weight)} tokens")
     values, ids, sums = [], [], []
     for chunk in _chunks(len(hidden), head.weight):
-        logits = _logits(hidden[chunk], head)
+        logits = _logits(hidden[chunk], head) / temperature
         # Each rank may have all of them, or fewer than k in all.
         best = logits.topk(min(k, len(head.weight)), dim=1)
         values.append(best.values)

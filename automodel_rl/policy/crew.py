@@ -21,7 +21,7 @@ from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.policy.jobs import End, Job
+from automodel_rl.policy.jobs import End, Job, OfFurtherModel
 from automodel_rl.policy.shares import Share
 
 REFUSALS = (InputError, RolloutError, TrainingDivergedError)
@@ -62,9 +62,12 @@ class Crew(Protocol):
         host: the name of the program's machine for the ranks; `localhost` if all are on this machine.
     """
 
-    signals: list[str]
-    is_intact: bool
-    host: str
+    @property
+    def signals(self) -> list[str]: ...
+    @property
+    def is_intact(self) -> bool: ...
+    @property
+    def host(self) -> str: ...
 
     def ask(self, job: Job, shares: Sequence[Share] = ()) -> list[Any]:
         """Lets all ranks do a job.
@@ -223,6 +226,37 @@ class TreeCrew:
             dist.recv(message[FIRST_BYTES:], rank, group=self.group)
         header, shares = pickle.loads(message[LENGTH_BYTES:length].numpy().data)
         return header, shares
+
+
+class FurtherCrew:
+    """The ranks of a further model, which are those of another crew, with the same data ranks.
+
+    Args:
+        crew: the crew of the trained model.
+        name: the further model's name.
+    """
+
+    def __init__(self, crew: Crew, name: str):
+        self.crew, self.name = crew, name
+
+    @property
+    def signals(self) -> list[str]:
+        """Names of the signals to stop that ranks got."""
+        return self.crew.signals
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the ranks take jobs."""
+        return self.crew.is_intact
+
+    @property
+    def host(self) -> str:
+        """The name of the program's machine for the ranks."""
+        return self.crew.host
+
+    def ask(self, job: Job, shares: Sequence[Share] = ()) -> list[Any]:
+        """Lets all ranks do a job of the further model, as `Crew.ask`."""
+        return self.crew.ask(OfFurtherModel(self.name, job), shares)
 
 
 def those_that_count(job: Job, values: Mapping[int, Any]) -> list[Any]:

@@ -23,6 +23,34 @@ class Job:
 
 
 @dataclass(frozen=True)
+class OfFurtherModel(Job):
+    """A job of a further model on the same ranks.
+
+    Attributes:
+        name: the model's name.
+        job: the job.
+    """
+
+    name: str
+    job: Job
+
+    @property
+    def answered_by(self) -> Literal["first", "all"]:  # type: ignore[override] # as the job says
+        """Whose answers count."""
+        return self.job.answered_by
+
+
+@dataclass(frozen=True)
+class ToHost(Job):
+    """Move weights and moments to the host until `ToDevice`."""
+
+
+@dataclass(frozen=True)
+class ToDevice(Job):
+    """Bring the weights back."""
+
+
+@dataclass(frozen=True)
 class Begin(Job):
     """Make the engine. The answer is None."""
 
@@ -99,13 +127,14 @@ class Scores(Job):
 @dataclass(frozen=True)
 class TopLogits(Job):
     """The k largest logits for each token of each row, and their ids: two `RowValues`, values [n, k]. `normalised` asks
-    for log-probabilities in place of logits."""
+    for log-probabilities in place of logits, at a temperature."""
 
     answered_by = "all"
 
     k: int
     agreed: GlobalBatch
     normalised: bool = False
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -186,19 +186,20 @@ class Policy:
         """
         return self._top(batch, k, normalised=False)
 
-    def top_logprobs(self, batch: Batch, k: int) -> list[tuple[Tensor, Tensor]]:
+    def top_logprobs(self, batch: Batch, k: int, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         """The k largest log-probabilities for each token of each row, [n, k], fp32 or float64, largest first, and their
         ids. The first entry is 0, for nothing predicts the first token.
 
         Args:
             batch: the rows.
             k: how many to give for each token.
+            temperature: the logits are divided by it.
         """
-        return self._top(batch, k, normalised=True)
+        return self._top(batch, k, normalised=True, temperature=temperature)
 
-    def _top(self, batch: Batch, k: int, *, normalised: bool) -> list[tuple[Tensor, Tensor]]:
+    def _top(self, batch: Batch, k: int, *, normalised: bool, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         agreed, shares = self.shares(batch)
-        answers = self.crew.ask(jobs.TopLogits(k, agreed, normalised), shares)
+        answers = self.crew.ask(jobs.TopLogits(k, agreed, normalised, temperature), shares)
         logits, ids = ([answer[place] for answer in answers if answer is not None] for place in (0, 1))
         return [*zip(_in_order(logits, len(batch)), _in_order(ids, len(batch)), strict=True)]
 
@@ -246,6 +247,21 @@ class Policy:
         finally:
             if self.crew.is_intact:
                 self.crew.ask(jobs.UseWeightsBefore())
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Has the weights on the device in this block, and in host memory before and after it."""
+        self.crew.ask(jobs.ToDevice())
+        try:
+            yield
+        finally:
+            if self.crew.is_intact:
+                self.to_host()
+
+    def to_host(self) -> None:
+        """Moves weights and moments to host memory, so that others can use the device's. Only `on_device` computes
+        then."""
+        self.crew.ask(jobs.ToHost())
 
     def forget_routes(self, rollouts: Collection[int]) -> None:
         """Lets go of the routes of rows that were trained on.

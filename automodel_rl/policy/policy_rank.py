@@ -52,6 +52,8 @@ class PolicyRank:
         self.handlers: dict[type[Job], Callable[[Any, Share | None], Any]] = {
             Job: lambda job, _: None,
             jobs.Begin: self._begin,
+            jobs.ToHost: self._to_host,
+            jobs.ToDevice: lambda job, _: handle.to_device(),
             jobs.TrainStep: self._train_step,
             jobs.ForwardBackward: self._forward_backward,
             jobs.OptimizerStep: lambda job, _: self.engine.optimizer_step(job.settings),
@@ -90,6 +92,10 @@ class PolicyRank:
         self.engine = Engine(self.handle, job.optimizer, job.total_steps)
         self.engine.keep_microbatches_in = job.keep_microbatches_in
 
+    def _to_host(self, job: jobs.ToHost, _: Share | None) -> None:
+        self.engine.moments_to_host()
+        self.handle.to_host()
+
     def _microbatches(self, share: Share | None, replay: bool = False) -> list[Microbatch]:
         if share is None:
             return []
@@ -117,8 +123,10 @@ class PolicyRank:
 
     def _top_logits(self, job: jobs.TopLogits, share: Share | None) -> tuple[RowValues, RowValues] | None:
         microbatches = self._microbatches(share)
-        largest = self.engine.top_logprobs if job.normalised else self.engine.top_logits
-        found = largest(microbatches, job.k, job.agreed)
+        if job.normalised:
+            found = self.engine.top_logprobs(microbatches, job.k, job.temperature, job.agreed)
+        else:
+            found = self.engine.top_logits(microbatches, job.k, job.agreed)
         logits = self._of_rows(microbatches, [of_row[0].cpu() for of_row in found])
         ids = self._of_rows(microbatches, [of_row[1].cpu() for of_row in found])
         return None if logits is None or ids is None else (logits, ids)

@@ -2,17 +2,19 @@
 
 import inspect
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from automodel_rl.config import RunConfig
+from automodel_rl.config.further_models import FurtherModel
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.decide import with_memory_decided
 from automodel_rl.hf.opened_model import OpenedModel
+from automodel_rl.hf.tokenizer import check_same_tokens
 from automodel_rl.import_path import import_function
 from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.losses import LossFn
@@ -31,12 +33,14 @@ class OpenedRun:
         directory: the run's files, which are only checked.
         chat: the tokenizer.
         handle: the model.
+        further: the models beside it, by name.
     """
 
     config: Any
     directory: RunDirectory
     chat: ChatTokenizer
     handle: ModelHandle
+    further: dict[str, ModelHandle] = field(default_factory=dict)
 
 
 def open_run(config: RunConfig, resume: str) -> OpenedRun:
@@ -53,6 +57,7 @@ def open_run(config: RunConfig, resume: str) -> OpenedRun:
     model = OpenedModel.open(config.model)
     model.checked(config)
     chat = open_chat_tokenizer(config, model)
+    further = {name: _opened_further(asked, config, chat) for name, asked in config.further_models.items()}
     config, decided = with_memory_decided(config, model)
     if decided:
         _say_phase(decided)
@@ -62,8 +67,25 @@ def open_run(config: RunConfig, resume: str) -> OpenedRun:
             f"{len(handle.unused_tensors)} tensors of the checkpoint, such as {handle.unused_tensors[0]}, belong to no "
             "part of the model: they are not trained, and exports keep them as they are"
         )
+    handles = {name: _load_further(*opened, config) for name, opened in further.items()}
     torch.manual_seed(mixed_seed(config.seed, dist.get_rank()))
-    return OpenedRun(config, directory, chat, handle)
+    return OpenedRun(config, directory, chat, handle, handles)
+
+
+def _opened_further(asked: FurtherModel, config: RunConfig, chat: ChatTokenizer) -> tuple[FurtherModel, OpenedModel]:
+    """A model beside the trained one, before its weights are loaded. Raises InputError if it does not fit."""
+    try:
+        opened = OpenedModel.open(asked.model)
+        opened.check_layout(config.parallel, config.memory, config.components)
+        check_same_tokens(chat.tokenizer, opened.tokenizer())
+    except InputError as error:
+        raise InputError(f"{asked.key}: {error}") from None
+    return asked, opened
+
+
+def _load_further(asked: FurtherModel, opened: OpenedModel, config: RunConfig) -> ModelHandle:
+    _say_phase(f"loading {asked.model.path} ...")
+    return ModelHandle.load(opened, config.parallel, config.memory, config.components, is_trained=asked.is_trained)
 
 
 def _say_phase(text: str) -> None:

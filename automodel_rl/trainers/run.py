@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,10 +75,12 @@ class Run:
     Args:
         opened: the run's config, files, tokenizer and model.
         policy: the model in training.
+        further: the models beside it, by name.
         max_minutes: minutes from the start of the process after which the run saves and stops; None for no limit.
 
     Attributes:
         config, directory, chat, handle: those of `opened`.
+        further: the models beside the trained one, by name.
         is_finished: whether the run to go on with is already finished, so that there are no steps.
 
     Example:
@@ -96,8 +98,14 @@ class Run:
         'final'
     """
 
-    def __init__(self, opened: OpenedRun, policy: Policy, max_minutes: float | None = None):
-        self.config, self.directory = opened.config, opened.directory
+    def __init__(
+        self,
+        opened: OpenedRun,
+        policy: Policy,
+        further: Mapping[str, Policy] | None = None,
+        max_minutes: float | None = None,
+    ):
+        self.config, self.directory, self.further = opened.config, opened.directory, dict(further or {})
         self.chat, self.handle, self.policy = opened.chat, opened.handle, policy
         self.ends_at = None if max_minutes is None else flight.started + 60 * max_minutes
         self.goal = Goal(0)

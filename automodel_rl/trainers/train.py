@@ -7,16 +7,18 @@ from typing import Any
 
 from automodel_rl.batch import Packing
 from automodel_rl.config import RunConfig
-from automodel_rl.config.algorithms import DPOConfig, GRPOConfig, RewardModelConfig, SFTConfig
+from automodel_rl.config.algorithms import DistillConfig, DPOConfig, GRPOConfig, RewardModelConfig, SFTConfig
 from automodel_rl.errors import InputError, JobEndedError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.fleet_rank import FleetRank
 from automodel_rl.launch.stop_signal import StopSignal
-from automodel_rl.policy.crew import TreeCrew
-from automodel_rl.policy.jobs import Job
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.policy.crew import Crew, FurtherCrew, TreeCrew
+from automodel_rl.policy.jobs import Job, OfFurtherModel
 from automodel_rl.policy.policy import Policy
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.policy.shares import Share
+from automodel_rl.trainers.distill import distill
 from automodel_rl.trainers.dpo import dpo
 from automodel_rl.trainers.grpo import grpo
 from automodel_rl.trainers.open_run import OpenedRun, open_run
@@ -32,6 +34,7 @@ PROGRAMS: dict[type[RunConfig], Program] = {
     SFTConfig: lambda policy, fleet, run: sft(policy, run),
     DPOConfig: lambda policy, fleet, run: dpo(policy, run),
     RewardModelConfig: lambda policy, fleet, run: reward(policy, run),
+    DistillConfig: lambda policy, fleet, run: distill(policy, run),
     GRPOConfig: grpo,
 }
 """The programs of the algorithms, by their configs."""
@@ -99,16 +102,21 @@ def _follow(crew: TreeCrew) -> Any:
 
 def _lead(program: Program, crew: TreeCrew, opened: OpenedRun, max_minutes: float | None) -> Any:
     """Runs the program on rank 0."""
-    packing = Packing.of(opened.config.batch, opened.config.parallel, opened.handle.flops)
-    policy = Policy(crew, packing, opened.handle.config.vocab_size)
+    policy = _policy(crew, opened.handle, opened)
+    further = {name: _policy(FurtherCrew(crew, name), handle, opened) for name, handle in opened.further.items()}
     try:
-        with contextlib.closing(Run(opened, policy, max_minutes)) as run:
+        with contextlib.closing(Run(opened, policy, further, max_minutes)) as run:
             result = program(policy, Fleet(crew), run)
     except BaseException as error:
         crew.end(error)
         raise
     crew.end(value=result)
     return result
+
+
+def _policy(crew: Crew, handle: ModelHandle, opened: OpenedRun) -> Policy:
+    packing = Packing.of(opened.config.batch, opened.config.parallel, handle.flops)
+    return Policy(crew, packing, handle.config.vocab_size)
 
 
 class _Rank:
@@ -119,16 +127,24 @@ class _Rank:
     """
 
     def __init__(self, opened: OpenedRun):
-        config, tokenizer = opened.config, opened.chat.tokenizer
-        policy = PolicyRank(opened.handle, tokenizer, config.data.chat_template_kwargs)
-        self._handlers, self._open = policy.handlers, contextlib.ExitStack()
+        config, tokenizer, variables = opened.config, opened.chat.tokenizer, opened.config.data.chat_template_kwargs
+        policy = PolicyRank(opened.handle, tokenizer, variables)
+        self._further = {name: PolicyRank(handle, tokenizer, variables) for name, handle in opened.further.items()}
+        self._handlers: dict[type[Job], Callable[[Any, Share | None], Any]] = {
+            **policy.handlers,
+            OfFurtherModel: self._of_further,
+        }
+        self._open = contextlib.ExitStack()
         if config.generation is not None:
             fleet = self._open.enter_context(contextlib.closing(FleetRank(policy, tokenizer)))
-            self._handlers = policy.handlers | fleet.handlers
+            self._handlers |= fleet.handlers
 
     def do(self, job: Job, share: Share | None) -> Any:
         """Does a job, with the rows of this rank's data rank."""
         return self._handlers[type(job)](job, share)
+
+    def _of_further(self, job: OfFurtherModel, share: Share | None) -> Any:
+        return self._further[job.name].do(job.job, share)
 
     def close(self) -> None:
         """Ends the processes that this rank has started."""

@@ -33,6 +33,12 @@ OF_ALGORITHM: dict[str, Settings] = {
         "optimizer": {"lr": 3e-4, "decay": "constant"},
         "checkpoint": {"every_steps": None},
     },
+    "distill": {
+        "batch": {"sequences": 8, "microbatch_tokens": 128},
+        "length": {"steps": 3},
+        "optimizer": {"lr": 1e-3, "decay": "constant"},
+        "checkpoint": {"every_steps": None},
+    },
     "reward": {
         "batch": {"pairs": 16, "microbatch_tokens": 208},
         "length": {"steps": 6, "validate_every": 6},
@@ -49,7 +55,7 @@ OF_ALGORITHM: dict[str, Settings] = {
         "checkpoint": {"every_steps": None},
     },
 }
-DATA = {"sft": "", "dpo": "_pairs", "reward": "_pairs", "grpo": "_prompts"}
+DATA = {"sft": "", "distill": "", "dpo": "_pairs", "reward": "_pairs", "grpo": "_prompts"}
 
 
 def settings_of(algorithm: str, workspace: Path, output: Path, **changes: Any) -> Settings:

@@ -1,0 +1,67 @@
+"""Distillation: from chats and teachers to a Hugging Face checkpoint of a student."""
+
+import functools
+from pathlib import Path
+
+from automodel_rl.batch import Batch
+from automodel_rl.config.algorithms import DistillConfig
+from automodel_rl.config.distillation import DistillLossConfig
+from automodel_rl.losses import Readout
+from automodel_rl.losses.distill import IDS, distill_loss
+from automodel_rl.policy.policy import Policy
+from automodel_rl.trainers.example_data import ExampleData
+from automodel_rl.trainers.open_run import choose_loss
+from automodel_rl.trainers.run import Goal, Run
+from automodel_rl.trainers.teachers import Teachers
+
+
+def distill(policy: Policy, run: Run) -> Path:
+    """Teaches a student its teachers' distributions. The config is a `DistillConfig`.
+
+    Args:
+        policy: the student.
+        run: the frame around the steps, with the teachers.
+
+    Returns:
+        The folder of the trained checkpoint.
+    """
+    config: DistillConfig = run.config
+    teachers = Teachers(config.teachers, run.further)
+    own = compared(config.loss, min(policy.vocab_size, *(of.vocab_size for of in teachers.policies.values())))
+    loss = choose_loss(config, functools.partial(distill_loss, config=own))
+    readout = Readout(own.temperature, ids=IDS)
+    data = ExampleData(run)
+    of_sources = [teachers.of_source(source.path) for source in config.data.train]
+    policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
+    teachers.begin()
+    held_out = Batch([])
+    if config.data.validation:
+        held_out = data.once(config.data.validation)
+        of_held_out = [teachers.of_source(source.path) for source in config.data.validation]
+        draws = [draw for loaded in data.every_record(config.data.validation) for draw in loaded.draws]
+        names = [of_held_out[source] for source, _ in draws]
+    run.resume(Goal(data.total_steps), {"data": data.train})
+    run.save_examples(data.examples)
+    batches = data.steps()
+    for step in run.steps(f"{data.per_step} chats a step, of {data.num_records:,}"):
+        with step.time("data"):
+            loaded = next(batches)
+        with step.time("teacher"):
+            teachers.compare(policy, loaded.batch, [of_sources[source] for source, _ in loaded.draws], own)
+        with step.time("train"):
+            output = policy.train_step(loaded.batch, loss, readout)
+        step.record([output], policy.size(loaded.batch))
+        run.note_overlong(step, loaded)
+        if len(held_out) and run.validates:
+            with step.time("validate"):
+                teachers.compare(policy, held_out, names, own)
+                step.metrics["val/loss"], metrics = policy.evaluate(held_out, loss, readout)
+            step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
+    return run.finish(data.samples)
+
+
+def compared(loss: DistillLossConfig, vocab_size: int) -> DistillLossConfig:
+    """The settings of a loss for a vocabulary of this size: if all its tokens are compared, none is outside."""
+    if loss.top_k < vocab_size:
+        return loss
+    return loss.model_copy(update={"top_k": vocab_size, "outside": "drop"})

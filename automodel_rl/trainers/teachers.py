@@ -1,0 +1,119 @@
+"""Teachers: models beside the student on the same ranks, and what they say of its rows."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from automodel_rl.batch import Batch
+from automodel_rl.config.distillation import DistillLossConfig
+from automodel_rl.config.further_models import TeacherConfig
+from automodel_rl.errors import InputError
+from automodel_rl.losses.distill import IDS, TEACHER
+from automodel_rl.policy.policy import Policy
+
+Answer = TypeVar("Answer")
+
+
+class Teachers:
+    """The teachers of a run. Each teaches the rows of its sources.
+
+    Args:
+        configs: the teachers by name.
+        policies: the models beside the student, by the same names.
+
+    Raises:
+        InputError: a source has no teacher, or two.
+    """
+
+    def __init__(self, configs: Mapping[str, TeacherConfig], policies: Mapping[str, Policy]):
+        self.configs = configs
+        self.policies = {name: policies[name] for name in configs}
+
+    def begin(self) -> None:
+        """Makes the teachers ready. Comes before everything else."""
+        for name, policy in self.policies.items():
+            policy.begin()
+            if self.configs[name].between == "host":
+                policy.to_host()
+
+    def of_source(self, path: str) -> str:
+        """The name of the teacher of a source.
+
+        Args:
+            path: the source's path in the config.
+
+        Raises:
+            InputError: there is none, or there are several.
+        """
+        named = [name for name, config in self.configs.items() if path in config.sources]
+        found = named or [name for name, config in self.configs.items() if not config.sources]
+        if len(found) == 1:
+            return found[0]
+        said = f"{' and '.join(found)} teach it" if found else "no teacher teaches it"
+        raise InputError(
+            f"teachers: of the source {path} {said}: name each source in the sources of one teacher; one without "
+            "sources teaches all others"
+        )
+
+    def compare(self, student: Policy, batch: Batch, names: Sequence[str], loss: DistillLossConfig) -> None:
+        """Gives rows the tokens that a divergence compares, and their teacher's log-probabilities of them.
+
+        Args:
+            student: the model in training.
+            batch: the rows.
+            names: the name of each row's teacher.
+            loss: the settings of the loss.
+        """
+        if loss.tokens_of == "teacher":
+            tops = self._of_rows(
+                batch, names, lambda teacher, rows: teacher.top_logprobs(rows, loss.top_k, loss.temperature)
+            )
+            batch[TEACHER], batch[IDS] = [top for top, _ in tops], [ids for _, ids in tops]
+            return
+        batch[IDS] = [ids for _, ids in student.top_logprobs(batch, loss.top_k)]
+        if loss.tokens_of == "both":
+            tops = self._of_rows(batch, names, lambda teacher, rows: teacher.top_logprobs(rows, loss.top_k))
+            batch[IDS] = [union(own, ids) for own, (_, ids) in zip(batch[IDS], tops, strict=True)]
+        batch[TEACHER] = self._of_rows(
+            batch, names, lambda teacher, rows: teacher.logprobs(rows, loss.temperature, ids=IDS)
+        )
+
+    def logprobs(self, batch: Batch, names: Sequence[str], temperature: float) -> list[Tensor]:
+        """The log-probability of each token of each row under its teacher, [n].
+
+        Args:
+            batch: the rows.
+            names: the name of each row's teacher.
+            temperature: the logits are divided by it.
+        """
+        return self._of_rows(batch, names, lambda teacher, rows: teacher.logprobs(rows, temperature))
+
+    def _of_rows(
+        self, batch: Batch, names: Sequence[str], ask: Callable[[Policy, Batch], list[Answer]]
+    ) -> list[Answer]:
+        """What each row's teacher says of it, in the order of the rows. Each teacher is asked once."""
+        found: dict[int, Answer] = {}
+        for name, teacher in self.policies.items():
+            rows = [row for row, of_row in enumerate(names) if of_row == name]
+            if not rows:
+                continue
+            comes = teacher.on_device() if self.configs[name].between == "host" else contextlib.nullcontext()
+            with comes:
+                found |= zip(rows, ask(teacher, batch.rows(rows)), strict=True)
+        return [found[row] for row in range(len(batch))]
+
+
+def union(first: Tensor, second: Tensor) -> Tensor:
+    """The token ids that are in either of two tensors at each place, without those that come twice.
+
+    Args:
+        first, second: token ids, int64 [n, K].
+
+    Returns:
+        int64 [n, 2 K]; -1 in place of an id of `second` that `first` has, too.
+    """
+    is_known = (second[:, :, None] == first[:, None, :]).any(2)
+    return torch.cat([first, second.masked_fill(is_known, -1)], dim=1)
