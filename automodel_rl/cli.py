@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from automodel_rl.config import ALGORITHMS, RayConfig, RunConfig, config_of_model, load_config, load_serve_config
-from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
 from automodel_rl.files import written
 from automodel_rl.launch.failure import guard
@@ -159,7 +159,7 @@ def _check_input(config: RunConfig, resume: str) -> None:
 
     RunDirectory(config, config.output, resume)
     chats = check_data(config)
-    if isinstance(config, GRPOConfig):
+    if isinstance(config, OnlineConfig):
         check_rewards(config.rewards)
     from automodel_rl.data.chat import check_chats  # imports torch, which errors found above need not wait for
     from automodel_rl.hf.opened_model import OpenedModel

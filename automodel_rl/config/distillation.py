@@ -55,3 +55,21 @@ class DistillLossConfig(Section):
                 "probability to tokens that do not count: use tail or renormalise"
             )
         return self
+
+
+class OnPolicyDistillationConfig(Section):
+    """What teachers add to advantages: for each token that the policy has written, the logarithm of how much likelier
+    it is under the teacher. Its mean is the negative reverse divergence from the teacher (Lu et al., "On-policy
+    distillation", thinkingmachines.ai/blog/on-policy-distillation).
+
+    Example:
+        >>> OnPolicyDistillationConfig(coefficient=0.5).discount
+        0.0
+    """
+
+    coefficient: Annotated[float, Field(gt=0)] = 1.0
+    """The factor of the logarithm. It is added to the advantage that rewards give, if there are any."""
+
+    discount: Fraction = 0.0
+    """A token also gets what later tokens of its row get, each with this factor for every token in between. 0: only its
+    own."""

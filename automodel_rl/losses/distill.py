@@ -107,3 +107,26 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "mixed": lambda student, teacher, beta: beta * _kl(teacher, student) + (1 - beta) * _kl(student, teacher),
 }
 """Divergences of a student's log-probabilities from a teacher's, [T, K] each, with `beta`: [T]."""
+
+
+def teacher_advantages(old: Tensor, teacher: Tensor, mask: Tensor, coefficient: float, discount: float) -> Tensor:
+    """Advantages of a row's tokens by a teacher: coefficient * (log q - log p), with what later tokens get, discounted.
+
+    Args:
+        old: log-probabilities of the tokens as they were sampled, [n].
+        teacher: those under the teacher, [n].
+        mask: the tokens that count, bool [n].
+        coefficient: the factor.
+        discount: factor for every token in between; 0 for a token's own alone.
+
+    Returns:
+        float64 [n]; 0 for tokens that do not count.
+    """
+    own = torch.where(mask, coefficient * (teacher.double() - old.double()), 0.0)
+    if discount == 0.0:
+        return own
+    total, found = own.new_zeros(()), torch.empty_like(own)
+    for place in reversed(range(len(own))):
+        total = own[place] + discount * total
+        found[place] = total
+    return torch.where(mask, found, 0.0)

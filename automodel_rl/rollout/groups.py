@@ -131,7 +131,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     errors = [error for rollout in rollouts for error in rollout.score.errors if error]
-    if len(errors) == len(rollouts) * len(rewards):
+    if rewards and len(errors) == len(rollouts) * len(rewards):
         raise InputError(f"every call of a reward failed in this step, the first: rewards.function={errors[0]}")
     totals = torch.cat([group.scored.rewards for group in groups])
     parts = zip(*(rollout.score.parts for rollout in rollouts), strict=True)
@@ -142,7 +142,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
     return {
         **({"rollout/staleness_mean": sum(ages) / len(ages), "rollout/staleness_max": max(ages)} if ages else {}),
         "rollout/reward_mean": totals.mean().item(),
-        "rollout/reward_std": totals.std().item(),
+        "rollout/reward_std": totals.std().nan_to_num().item(),
         "rollout/completion_tokens_mean": sum(len(branch.token_ids) for branch in branches) / len(rollouts),
         "rollout/truncated": sum(r.completion.finish == "length" for r in rollouts) / len(rollouts),
         "rollout/failed": sum(r.completion.finish == "error" for r in rollouts),

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import EPISODE_TOKENS, Batch, RouterShape, TokenSequence
-from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig, OnlineConfig
 from automodel_rl.generators.protocol import Branch
 from automodel_rl.losses.advantages import advantages
 from automodel_rl.losses.terms import kl_estimate
@@ -50,7 +50,12 @@ def rows_of(groups: Sequence[Group]) -> list[RolloutRow]:
     ]
 
 
-def batch_of(groups: Sequence[Group], config: GRPOConfig) -> Batch:
+def sources_of(groups: Sequence[Group]) -> list[int]:
+    """The source of the prompt of each row, by its place in data.train."""
+    return [row.group.prompt.source for row in rows_of(groups)]
+
+
+def batch_of(groups: Sequence[Group], config: OnlineConfig) -> Batch:
     """The rollouts of groups as rows, in their order, with a part for each optimizer step."""
     rows = rows_of(groups)
     replayed = [row.branch.routes for row in rows if row.branch.routes] if config.router_replay.enabled else []
@@ -77,7 +82,7 @@ def missing_routes(groups: Sequence[Group], batch: Batch, shape: RouterShape) ->
     return missing / max(sum(length - 1 for length in batch.lengths) * len(shape.layers), 1)
 
 
-def parts_of(groups: Sequence[Group], order: Sequence[int], config: GRPOConfig) -> list[list[int]]:
+def parts_of(groups: Sequence[Group], order: Sequence[int], config: OnlineConfig) -> list[list[int]]:
     """The rows of each optimizer step: groups are dealt to the steps in turn.
 
     Args:
@@ -91,7 +96,7 @@ def parts_of(groups: Sequence[Group], order: Sequence[int], config: GRPOConfig) 
     return [[row for place in order[number::count] for row in of_groups[place]] for number in range(count)]
 
 
-def epochs_of(batch: Batch, groups: Sequence[Group], config: GRPOConfig, step: int) -> list[Batch]:
+def epochs_of(batch: Batch, groups: Sequence[Group], config: OnlineConfig, step: int) -> list[Batch]:
     """The batch of every pass over the rollouts. Each pass after the first deals groups anew, in an order that a
     resumed run has, too."""
     further = [shuffled(len(groups), config.seed, step, epoch) for epoch in range(1, config.batch.epochs)]
@@ -121,7 +126,7 @@ def advantages_of(groups: Sequence[Group], batch: Batch, config: GRPOConfig) -> 
     return of_episodes[batch.episodes]
 
 
-def kl_sums(batch: Batch, config: GRPOConfig) -> Tensor:
+def kl_sums(batch: Batch, config: OnlineConfig) -> Tensor:
     """The divergence from the reference, summed over what the model wrote in each episode, float64 [E]."""
     pairs = zip(batch["old_logprobs"], batch["ref_logprobs"], strict=True)
     of_rows = batch.sums([kl_estimate(old.double(), ref.double(), config.loss.kl.estimator) for old, ref in pairs])
@@ -154,7 +159,7 @@ def details_of(
     return details
 
 
-def _sequence(row: RolloutRow, config: GRPOConfig) -> TokenSequence:
+def _sequence(row: RolloutRow, config: OnlineConfig) -> TokenSequence:
     """The tokens of a row; of a completion that was cut nothing is trained, if the config says so."""
     is_masked = config.filter.mask_overlong and row.rollout.completion.finish == "length"
     return row.branch.row(row.group.prompt.media, trained=not is_masked)

@@ -3,7 +3,7 @@
 import itertools
 
 from automodel_rl.batch import Batch
-from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.data.prompts import PromptStream
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generators.fleet import Fleet
@@ -42,7 +42,7 @@ class StepRollouts:
 
     def __init__(
         self,
-        config: GRPOConfig,
+        config: OnlineConfig,
         run: Run,
         fleet: Fleet,
         queue: RolloutQueue,
@@ -77,7 +77,8 @@ class StepRollouts:
             if self._is_probed:
                 self.fleet.restore()
                 self.probe.judge()
-            self.signal.look_at(groups)
+            if self.config.compares_completions:
+                self.signal.look_at(groups)
             step.metrics |= rollout_metrics(self._generated, self.config.reward_names, self.fleet.policy_version)
             for warning in self.queue.rollouts.errors.warnings(all_scores(self._generated), f"step {step.number}"):
                 self.run.say(warning)
@@ -124,7 +125,8 @@ class StepRollouts:
                 for prompt, group in zip(prompts, rollouts, strict=True)
             ]
             generated += new
-            comparable = [group.scored for group in new if group.is_comparable]
+            fewest = 2 if self.config.compares_completions else 1
+            comparable = [scored for scored in (group.scored for group in new) if len(scored.rollouts) >= fewest]
             chosen += [group for group in comparable if group.has_signal or not filter.dynamic]
             if len(chosen) == rollout.prompts or not filter.dynamic or refills == filter.max_refills:
                 break
@@ -133,8 +135,9 @@ class StepRollouts:
             chosen = [group.scored.unshaped for group in generated if group.is_comparable]
         if not chosen:
             error = first_error(rollout for group in generated for rollout in group.rollouts)
+            needed = "two completions" if fewest == 2 else "a completion"
             raise RolloutError(
-                f"no group has two completions with rewards: others failed or got none, the first with: {error}"
+                f"no group has {needed} with rewards: others failed or got none, the first with: {error}"
             )
         self._generated = generated
         return chosen

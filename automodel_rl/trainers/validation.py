@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from automodel_rl.batch import single_media_tokens
-from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.prompts import Prompt
 from automodel_rl.errors import RolloutError
@@ -31,7 +31,7 @@ class Validation:
         num_overlong: number of held-out prompts that are too long, and left out.
     """
 
-    def __init__(self, config: GRPOConfig, run: Run, rollouts: Rollouts):
+    def __init__(self, config: OnlineConfig, run: Run, rollouts: Rollouts):
         self.config, self.run, self.rollouts, self.fleet = config, run, rollouts, rollouts.fleet
         held_out = run.prompts(rollouts.schemas, held_out=True)
         self.prompts = held_out.every_prompt()

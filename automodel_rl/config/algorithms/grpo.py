@@ -1,20 +1,16 @@
-"""The whole config of a reinforcement-learning run."""
+"""The whole config of a reinforcement-learning run that compares completions in groups, or with teachers."""
 
-import itertools
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from automodel_rl.config.data import PolicyBatchConfig
-from automodel_rl.config.losses import AdvantageConfig, PolicyLossConfig
-from automodel_rl.config.rollout import ENVIRONMENT, NEED_ANSWER, FilterConfig, RewardConfig
-from automodel_rl.config.run import RolloutRunConfig, refuse_idle_data_ranks
-
-TAKEN_NAMES = ("mean", "std", "errors")
-"""Names of metrics about all rewards together. No reward may have one of these names."""
+from automodel_rl.config.algorithms.online import OnlineConfig
+from automodel_rl.config.distillation import OnPolicyDistillationConfig
+from automodel_rl.config.further_models import FurtherModel, TeacherConfig
+from automodel_rl.config.losses import AdvantageConfig
 
 
-class GRPOConfig(RolloutRunConfig):
+class GRPOConfig(OnlineConfig):
     """A run of reinforcement learning. `automodel-rl grpo --help` lists every key.
 
     Example:
@@ -26,133 +22,35 @@ class GRPOConfig(RolloutRunConfig):
     """
 
     algorithm: Literal["grpo"] = "grpo"
-    """Reinforcement learning on prompts with rewards: GRPO and its relatives."""
+    """Reinforcement learning on prompts with rewards: GRPO and its relatives; with teachers on-policy distillation."""
 
-    batch: PolicyBatchConfig = PolicyBatchConfig()
-    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)]
-    """Functions whose weighted sum is a completion's reward."""
-
-    filter: FilterConfig = FilterConfig()
     advantage: AdvantageConfig = AdvantageConfig()
-    loss: PolicyLossConfig = PolicyLossConfig()
+
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Models that judge every token that the policy writes, by names of your choice; with rewards or without. Each
+    teaches the sources of prompts that it names."""
+
+    distillation: OnPolicyDistillationConfig = OnPolicyDistillationConfig()
 
     @property
-    def answer_reader(self) -> str | None:
-        """The built-in reward that compares with the `answer` of a record; None if there is none."""
-        return next((reward.function for reward in self.rewards if reward.function in NEED_ANSWER), None)
+    def further_models(self) -> dict[str, FurtherModel]:
+        """The teachers by name."""
+        return {name: one.further_model(f"teachers.{name}", self.model) for name, one in self.teachers.items()}
 
     @property
-    def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
-        return self.rollout.prompts * self.rollout.group_size // self.batch.optimizer_steps
+    def compares_completions(self) -> bool:
+        """Whether only rewards teach something, by comparison in groups."""
+        return not self.teachers
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether a reference policy is kept."""
-        return self.loss.kl.coefficient > 0
-
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether the current log-probabilities are taken for old ones, which are then not computed."""
-        if self.loss.on_policy != "auto":
-            return self.loss.on_policy
-        in_reward = self.needs_reference and self.loss.kl.where == "reward"
-        read_elsewhere = in_reward or self.router_replay.compare or self.loss_function is not None
-        return self.batch.steps_of_all_epochs == 1 and not read_elsewhere
-
-    @property
-    def reward_names(self) -> list[str]:
-        """Names of the rewards in metrics: the names of their functions, with a number where a name is taken."""
-        names: list[str] = []
-        for reward in self.rewards:
-            own = reward.function.rpartition(":")[2]
-            numbered = (f"{own}_{number}" for number in itertools.count(2))
-            names.append(next(n for n in itertools.chain([own], numbered) if n not in (*TAKEN_NAMES, *names)))
-        return names
-
-    @property
-    def passing(self) -> tuple[int, float] | None:
-        """The reward that decides whether a completion passes, by its place in `rewards`, and the lowest score that
-        passes. It is the reward with `passes_at`, else the first built-in one that compares with the answer, at its
-        full score; None if there is neither."""
-        own = next(((i, r.passes_at) for i, r in enumerate(self.rewards) if r.passes_at is not None), None)
-        return own or next(((i, 1.0) for i, r in enumerate(self.rewards) if r.function in NEED_ANSWER), None)
+    def reads_old_logprobs(self) -> bool:
+        """Whether advantages need log-probabilities from before the optimizer step."""
+        return bool(self.teachers) or super().reads_old_logprobs
 
     @model_validator(mode="after")
-    def _one_reward_tells(self) -> "GRPOConfig":
-        telling = [reward.function for reward in self.rewards if reward.passes_at is not None]
-        if len(telling) > 1:
-            raise ValueError(
-                f"rewards: {' and '.join(telling)} have passes_at, and one reward tells whether a completion passes: "
-                "give it to one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _environment_rewards(self) -> "GRPOConfig":
-        rollout = self.rollout
-        is_asked = ENVIRONMENT in [reward.function for reward in self.rewards]
-        if is_asked and rollout.environment is None and not rollout.has_agent:
-            raise ValueError(
-                "rewards.function=environment: there is no rollout.environment or rollout.agent that gives rewards: "
-                "name one, or use another reward"
-            )
-        if not is_asked and rollout.agent_failed != "leave_out":
-            raise ValueError(
-                f"rollout.agent_failed={rollout.agent_failed:g} is a reward that an agent gives, and rewards do not "
-                "ask for it: add environment to rewards, or leave agent_failed out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _patience(self) -> "GRPOConfig":
-        most = self.failures.hang_minutes
-        for name, harness in (("lm_eval", self.validation.lm_eval), ("inspect", self.validation.inspect)):
-            if harness is not None and most is not None and harness.quiet_minutes >= most:
-                raise ValueError(
-                    f"validation.{name}.quiet_minutes={harness.quiet_minutes:g} with failures.hang_minutes={most:g}: "
-                    "the run would end first: lower the former, or raise the latter"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _sizes(self) -> "GRPOConfig":
-        rollout, batch = self.rollout, self.batch
-        if rollout.prompts % batch.optimizer_steps:
-            raise ValueError(
-                f"batch.optimizer_steps={batch.optimizer_steps} must divide rollout.prompts={rollout.prompts}: change "
-                "one of them"
-            )
-        if rollout.group_size == 1:
-            raise ValueError("rollout.group_size=1: completions are compared within their group: use at least 2")
-        is_asked = self.loss.on_policy is True
-        if is_asked and batch.steps_of_all_epochs > 1:
-            key = "optimizer_steps" if batch.optimizer_steps > 1 else "epochs"
-            raise ValueError(
-                f"loss.on_policy=true with batch.{key}={getattr(batch, key)}: later optimizer steps are off-policy: "
-                "set it to false, or use one optimizer step"
-            )
-        if is_asked and self.loss.kl.coefficient and self.loss.kl.where == "reward":
-            raise ValueError(
-                "loss.kl.where=reward with loss.on_policy=true: the reward needs log-probabilities from before the "
-                "optimizer step: set on_policy to false, or where to loss"
-            )
-        if self.router_replay.compare and is_asked:
-            raise ValueError(
-                "router_replay.compare=true with loss.on_policy=true: there are no old log-probabilities to compare: "
-                "set one of them to false"
-            )
-        replay = self.router_replay
-        if replay.enabled and "old_logprobs" not in replay.stages and not self.is_on_policy:
-            raise ValueError(
-                f"router_replay.stages={list(replay.stages)} leave out old_logprobs, and ratios would compare "
-                "different experts: add old_logprobs, or set loss.on_policy to true"
-            )
-        if rollout.max_staleness and self.loss.correction.kind == "none":
-            raise ValueError(
-                f"rollout.max_staleness={rollout.max_staleness} with loss.correction.kind=none: completions of older "
-                "weights need a correction: use truncate, icepop, sequence_mask or a product of weights"
-            )
-        product = "rollout.prompts x rollout.group_size / batch.optimizer_steps"
-        refuse_idle_data_ranks(product, self.sequences_per_step, self.parallel)
+    def _teachers_are_asked(self) -> "GRPOConfig":
+        if not self.teachers and self.distillation != OnPolicyDistillationConfig():
+            raise ValueError("distillation: there are no teachers: name one in teachers, or leave it out")
+        if self.rewards and self.rollout.group_size == 1:
+            raise ValueError("rollout.group_size=1: rewards are compared within their group: use at least 2")
         return self

@@ -85,7 +85,8 @@ class Scorer:
             else [result for scoring in scorings for result in _done(scoring.results[place])]
             for place, pool in enumerate(self.pools)
         ]
-        return [self._score(results) for results in zip(*by_reward, strict=True)]
+        of_completions = zip(*by_reward, strict=True) if by_reward else [()] * len(scorings)
+        return [self._score(results) for results in of_completions]
 
     def _together(self, pool: RewardPool, scorings: Sequence[Scoring]) -> list[Result]:
         size = max(1, -(-len(scorings) // pool.config.workers))

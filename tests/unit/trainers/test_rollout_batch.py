@@ -17,7 +17,7 @@ from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rewards.scorer import Score
 from automodel_rl.trainers import rollout_batch
-from automodel_rl.trainers.grpo import own_loss
+from automodel_rl.trainers.online import policy_loss
 from tests.unit.rollout.test_groups import group_of, rollout
 
 PROMPT = 3
@@ -181,7 +181,7 @@ def test_a_constant_is_the_most_that_the_model_may_write(
     (microbatch,) = pack(batch_with_values(groups_of(1), config).sequences[:1], 30)
     microbatch.values["advantages"] = torch.ones(microbatch.num_tokens, dtype=torch.float64)
     output = TokenOutputs(microbatch.values["old_logprobs"].clone())
-    total = own_loss(config)(output, microbatch).sums["sequences"].item()
+    total = policy_loss(config)(output, microbatch).sums["sequences"].item()
     assert total == pytest.approx(-int(microbatch.loss_mask.sum()) / longest)
 
 
@@ -259,7 +259,7 @@ def test_an_episode_counts_once_however_many_rows_it_has(normalise: str) -> None
         "sequence": sum(sum(losses) / len(losses) for losses in of_episodes.values()) / len(of_episodes),
         "constant": sum(map(sum, of_episodes.values())) / 7 / len(of_episodes),
     }[normalise]
-    found, loss = 0.0, own_loss(config)
+    found, loss = 0.0, policy_loss(config)
     for row, ratio in zip(batch.sequences, ratios, strict=True):  # a microbatch for each row, as on other ranks
         (microbatch,) = pack([row], 30)
         logprobs = to_predictor(row.values["old_logprobs"] + ratio.log())

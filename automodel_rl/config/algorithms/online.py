@@ -1,0 +1,166 @@
+"""What the configs of all reinforcement-learning runs have in common."""
+
+import itertools
+
+from pydantic import model_validator
+
+from automodel_rl.config.data import PolicyBatchConfig
+from automodel_rl.config.losses import PolicyLossConfig
+from automodel_rl.config.rollout import ENVIRONMENT, NEED_ANSWER, FilterConfig, RewardConfig
+from automodel_rl.config.run import RolloutRunConfig, refuse_idle_data_ranks
+
+TAKEN_NAMES = ("mean", "std", "errors")
+"""Names of metrics about all rewards together. No reward may have one of these names."""
+
+
+class OnlineConfig(RolloutRunConfig):
+    """The keys and rules of every run that learns from its own completions and their rewards."""
+
+    batch: PolicyBatchConfig = PolicyBatchConfig()
+    rewards: tuple[RewardConfig, ...] = ()
+    """Functions whose weighted sum is a completion's reward."""
+
+    filter: FilterConfig = FilterConfig()
+    loss: PolicyLossConfig = PolicyLossConfig()
+
+    @property
+    def answer_reader(self) -> str | None:
+        """The built-in reward that compares with the `answer` of a record; None if there is none."""
+        return next((reward.function for reward in self.rewards if reward.function in NEED_ANSWER), None)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Token sequences of one optimizer step, over all data ranks."""
+        return self.rollout.prompts * self.rollout.group_size // self.batch.optimizer_steps
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference policy is kept."""
+        return self.loss.kl.coefficient > 0
+
+    @property
+    def compares_completions(self) -> bool:
+        """Whether a completion's advantage comes from the rewards of others, so that a group whose rewards are equal
+        teaches nothing."""
+        return True
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether advantages need log-probabilities from before the optimizer step."""
+        return self.needs_reference and self.loss.kl.where == "reward"
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the current log-probabilities are taken for old ones, which are then not computed."""
+        if self.loss.on_policy != "auto":
+            return self.loss.on_policy
+        read_elsewhere = self.reads_old_logprobs or self.router_replay.compare or self.loss_function is not None
+        return self.batch.steps_of_all_epochs == 1 and not read_elsewhere
+
+    @property
+    def reward_names(self) -> list[str]:
+        """Names of the rewards in metrics: the names of their functions, with a number where a name is taken."""
+        names: list[str] = []
+        for reward in self.rewards:
+            own = reward.function.rpartition(":")[2]
+            numbered = (f"{own}_{number}" for number in itertools.count(2))
+            names.append(next(n for n in itertools.chain([own], numbered) if n not in (*TAKEN_NAMES, *names)))
+        return names
+
+    @property
+    def passing(self) -> tuple[int, float] | None:
+        """The reward that decides whether a completion passes, by its place in `rewards`, and the lowest score that
+        passes. It is the reward with `passes_at`, else the first built-in one that compares with the answer, at its
+        full score; None if there is neither."""
+        own = next(((i, r.passes_at) for i, r in enumerate(self.rewards) if r.passes_at is not None), None)
+        return own or next(((i, 1.0) for i, r in enumerate(self.rewards) if r.function in NEED_ANSWER), None)
+
+    @model_validator(mode="after")
+    def _learns_from_something(self) -> "OnlineConfig":
+        if not self.rewards and self.compares_completions:
+            raise ValueError("rewards: name at least one, such as math, or package.module:function")
+        if self.filter.dynamic and not self.compares_completions:
+            raise ValueError(
+                "filter.dynamic leaves out groups with equal rewards, and completions are not compared in groups here: "
+                "set it to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_reward_tells(self) -> "OnlineConfig":
+        telling = [reward.function for reward in self.rewards if reward.passes_at is not None]
+        if len(telling) > 1:
+            raise ValueError(
+                f"rewards: {' and '.join(telling)} have passes_at, and one reward tells whether a completion passes: "
+                "give it to one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _environment_rewards(self) -> "OnlineConfig":
+        rollout = self.rollout
+        is_asked = ENVIRONMENT in [reward.function for reward in self.rewards]
+        if is_asked and rollout.environment is None and not rollout.has_agent:
+            raise ValueError(
+                "rewards.function=environment: there is no rollout.environment or rollout.agent that gives rewards: "
+                "name one, or use another reward"
+            )
+        if not is_asked and rollout.agent_failed != "leave_out":
+            raise ValueError(
+                f"rollout.agent_failed={rollout.agent_failed:g} is a reward that an agent gives, and rewards do not "
+                "ask for it: add environment to rewards, or leave agent_failed out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _patience(self) -> "OnlineConfig":
+        most = self.failures.hang_minutes
+        for name, harness in (("lm_eval", self.validation.lm_eval), ("inspect", self.validation.inspect)):
+            if harness is not None and most is not None and harness.quiet_minutes >= most:
+                raise ValueError(
+                    f"validation.{name}.quiet_minutes={harness.quiet_minutes:g} with failures.hang_minutes={most:g}: "
+                    "the run would end first: lower the former, or raise the latter"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "OnlineConfig":
+        rollout, batch = self.rollout, self.batch
+        if rollout.prompts % batch.optimizer_steps:
+            raise ValueError(
+                f"batch.optimizer_steps={batch.optimizer_steps} must divide rollout.prompts={rollout.prompts}: change "
+                "one of them"
+            )
+        if self.compares_completions and rollout.group_size == 1:
+            raise ValueError("rollout.group_size=1: completions are compared within their group: use at least 2")
+        is_asked = self.loss.on_policy is True
+        if is_asked and batch.steps_of_all_epochs > 1:
+            key = "optimizer_steps" if batch.optimizer_steps > 1 else "epochs"
+            raise ValueError(
+                f"loss.on_policy=true with batch.{key}={getattr(batch, key)}: later optimizer steps are off-policy: "
+                "set it to false, or use one optimizer step"
+            )
+        if is_asked and self.reads_old_logprobs and self.needs_reference:
+            raise ValueError(
+                "loss.kl.where=reward with loss.on_policy=true: the reward needs log-probabilities from before the "
+                "optimizer step: set on_policy to false, or where to loss"
+            )
+        if self.router_replay.compare and is_asked:
+            raise ValueError(
+                "router_replay.compare=true with loss.on_policy=true: there are no old log-probabilities to compare: "
+                "set one of them to false"
+            )
+        replay = self.router_replay
+        if replay.enabled and "old_logprobs" not in replay.stages and not self.is_on_policy:
+            raise ValueError(
+                f"router_replay.stages={list(replay.stages)} leave out old_logprobs, and ratios would compare "
+                "different experts: add old_logprobs, or set loss.on_policy to true"
+            )
+        if rollout.max_staleness and self.loss.correction.kind == "none":
+            raise ValueError(
+                f"rollout.max_staleness={rollout.max_staleness} with loss.correction.kind=none: completions of older "
+                "weights need a correction: use truncate, icepop, sequence_mask or a product of weights"
+            )
+        product = "rollout.prompts x rollout.group_size / batch.optimizer_steps"
+        refuse_idle_data_ranks(product, self.sequences_per_step, self.parallel)
+        return self

@@ -1,0 +1,178 @@
+"""What programs of reinforcement learning have in common: generators, prompts, rollouts and validation around steps."""
+
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from automodel_rl.batch import Batch
+from automodel_rl.config.algorithms import OnlineConfig
+from automodel_rl.data.prompts import PromptStream
+from automodel_rl.engine import TrainOutput
+from automodel_rl.errors import InputError
+from automodel_rl.generators.fleet import Fleet
+from automodel_rl.generators.weight_probe import WeightProbe
+from automodel_rl.losses import LossFn, grpo_loss
+from automodel_rl.losses.disagreement import effective_sample_size
+from automodel_rl.policy.policy import Policy
+from automodel_rl.rollout.groups import Group
+from automodel_rl.trainers.rollout_batch import details_of
+from automodel_rl.trainers.rollout_queue import RolloutQueue
+from automodel_rl.trainers.run import REFERENCE, Goal, Resumable, Run
+from automodel_rl.trainers.step import Step
+from automodel_rl.trainers.step_rollouts import StepRollouts
+from automodel_rl.trainers.validation import Validation
+
+
+class OnlineRun:
+    """A run that learns from its own completions. Its program trains in each step; this class does the rest.
+
+    The order of calls: a program makes it, calls `begin`, makes what needs the first weights of further models, and
+    then calls `resume`. In each step it calls `collect`, trains, and calls `end`; at the end `finish`.
+
+    Args:
+        policy: the model in training.
+        fleet: its generators.
+        run: the frame around the steps. Its config is an `OnlineConfig`.
+
+    Attributes:
+        total_steps: number of steps of the run.
+        num_optimizer_steps: number of optimizer steps of the run.
+
+    Raises:
+        InputError: rewards, prompts or their number do not fit.
+    """
+
+    def __init__(self, policy: Policy, fleet: Fleet, run: Run):
+        self.policy, self.fleet, self.run = policy, fleet, run
+        self.config: OnlineConfig = run.config
+        self.rollouts = run.rollouts(fleet, self.config.rewards)
+        self.prompts = run.prompts(self.rollouts.schemas)
+        self.prompts.check_fit()
+        self.validation = Validation(self.config, run, self.rollouts)
+        self.total_steps = self.config.length.steps or _steps_of_epochs(self.config, self.prompts)
+        self.num_optimizer_steps = self.total_steps * self.config.batch.steps_of_all_epochs
+        self._collected: StepRollouts
+        self._probe: WeightProbe
+
+    def begin(self) -> None:
+        """Makes the optimizer, keeps the reference's weights, and starts the generators."""
+        config, policy = self.config, self.policy
+        policy.begin(config.optimizer, self.num_optimizer_steps, self.run.directory.not_finite)
+        if config.needs_reference:  # the model's first weights, before a checkpoint replaces them
+            policy.keep_weights(REFERENCE, lends_memory=config.shares_memory)
+        self.fleet.start(self.rollouts.config.generator_spec)
+
+    def resume(self) -> None:
+        """Goes back to a checkpoint if that was asked for, and gives the generators their weights."""
+        config, run = self.config, self.run
+        self._probe = WeightProbe(config, self.policy, self.fleet, run.handle, run.tokenizer)
+        queue = RolloutQueue(self.prompts, self.rollouts)
+        self._collected = StepRollouts(config, run, self.fleet, queue, self._probe, self.validation.num_overlong)
+        parts: dict[str, Resumable] = {"prompts": queue, "signal": self._collected.signal}
+        run.resume(Goal(self.total_steps, "val/reward_mean", True), parts)
+        if self.rollouts.warning:
+            run.say(self.rollouts.warning)
+        if not run.is_finished:
+            if config.weight_sync.check_every:
+                self._probe.check_changed_weights()
+            self.fleet.sync()
+
+    def steps(self) -> Iterator[Step]:
+        """The steps that are left, as `Run.steps`."""
+        rollout, num_prompts = self.config.rollout, sum(self.prompts.sampler.sizes)
+        summary = f"{rollout.prompts} prompts x {rollout.group_size} completions a step, of {num_prompts:,} prompts"
+        return self.run.steps(summary, self.validation.baseline)
+
+    def collect(self, step: Step) -> tuple[list[Group], Batch]:
+        """The groups to learn from in a step, and their rollouts as rows with the log-probabilities that losses need.
+
+        Args:
+            step: the step.
+
+        Raises:
+            RolloutError, InputError: as `StepRollouts.collect`.
+        """
+        groups, batch = self._collected.collect(step)
+        with step.time("logprobs"):
+            self._add_logprobs(batch)
+        return groups, batch
+
+    def write_details(self, step: Step, groups: Sequence[Group], batch: Batch, advantages: Tensor) -> None:
+        """Writes what is known of the step's rollouts, for the report.
+
+        Args:
+            step: the step.
+            groups: the groups whose rollouts are the rows.
+            batch: the rows.
+            advantages: the advantage of each row, or the mean of its tokens', [N].
+        """
+        with step.time("details"):
+            self._collected.write(details_of(groups, advantages, self._looked_at(batch), self.run.tokenizer))
+
+    def end(self, step: Step, outputs: list[TrainOutput], epochs: Sequence[Batch]) -> None:
+        """Gives generators the new weights, and records, warns and validates.
+
+        Args:
+            step: the step.
+            outputs: the output of every optimizer step of the policy.
+            epochs: the batch of every pass over the rollouts.
+        """
+        with step.time("sync"):
+            self.fleet.sync()
+        step.record(outputs, functools.reduce(operator.add, map(self.policy.size, epochs)))
+        step.metrics |= effective_sample_size(step.metrics)
+        self._collected.warn(step)
+        self.validation.measure_in(step)
+
+    def finish(self) -> Path:
+        """Ends generators and the run. Returns the folder of the trained checkpoint."""
+        self.fleet.close()
+        return self.run.finish()
+
+    def _add_logprobs(self, batch: Batch) -> None:
+        """Gives rows the log-probabilities that the loss and the metrics need: under the policy before this step, and
+        under the reference.
+
+        The reference comes first: after a rollout, the policy's weights may still be on the host.
+        """
+        config, policy = self.config, self.policy
+        temperature, stages = config.rollout.temperature, config.router_replay.stages if batch.routes else ()
+        if config.needs_reference:
+            with policy.with_weights(REFERENCE):
+                batch["ref_logprobs"] = policy.logprobs(batch, temperature, replay="ref_logprobs" in stages)
+        self.fleet.restore()
+        if not config.is_on_policy:
+            batch["old_logprobs"] = policy.logprobs(batch, temperature, replay="old_logprobs" in stages)
+        if config.router_replay.compare:
+            batch["live_logprobs"] = policy.logprobs(batch, temperature)
+
+    def _looked_at(self, batch: Batch) -> dict[int, Tensor]:
+        """Log-probabilities of a few rows for the report, by the rows' numbers; if they are not there yet, only in
+        steps that are looked at most."""
+        policy, run = self.policy, self.run
+        rows = policy.first_rows(batch)
+        if "old_logprobs" in batch:
+            logprobs = batch["old_logprobs"]
+            return {row: logprobs[row] for row in rows}
+        is_looked_at = run.step == 1 or run.is_due(run.config.checkpoint.every_steps) or run.is_over
+        if not (is_looked_at and run.config.observe.samples):
+            return {}
+        return dict(zip(rows, policy.logprobs(batch.rows(rows), run.config.rollout.temperature), strict=True))
+
+
+def policy_loss(config: OnlineConfig) -> LossFn:
+    """The loss of a config that names no other."""
+    longest = config.loss.max_completion_tokens or config.rollout.sampled_tokens
+    decided = {"max_completion_tokens": longest, "on_policy": config.is_on_policy}
+    return functools.partial(grpo_loss, config=config.loss.model_copy(update=decided))
+
+
+def _steps_of_epochs(config: OnlineConfig, prompts: PromptStream) -> int:
+    epochs = config.length.epochs or 0.0
+    steps = round(epochs * sum(prompts.sampler.sizes)) // config.rollout.prompts
+    if steps == 0:
+        raise InputError(f"length.epochs={epochs} is less than one step of {config.rollout.prompts} prompts: raise it")
+    return steps
