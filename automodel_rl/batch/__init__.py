@@ -26,6 +26,7 @@ from automodel_rl.batch.microbatch import (
     set_values,
     spread_over_tokens,
     sum_by_sequence,
+    to_token,
     unpack,
 )
 from automodel_rl.batch.packing import Packing, StepSize
@@ -69,5 +70,6 @@ __all__ = [
     "single_media_tokens",
     "spread_over_tokens",
     "sum_by_sequence",
+    "to_token",
     "unpack",
 ]

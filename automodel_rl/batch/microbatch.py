@@ -257,7 +257,7 @@ def unpack(values: Tensor, microbatch: Microbatch) -> list[Tensor]:
     """
     if microbatch.is_empty:
         return []
-    return [_to_token(piece) for piece in values.split(microbatch.lengths)]
+    return [to_token(piece) for piece in values.split(microbatch.lengths)]
 
 
 def in_packed_order(results: Sequence[T], microbatches: Sequence[Microbatch]) -> list[T]:
@@ -346,5 +346,6 @@ def to_predictor(values: Tensor) -> Tensor:
     return torch.cat([values[1:], values.new_zeros(1, *values.shape[1:])])
 
 
-def _to_token(values: Tensor) -> Tensor:
+def to_token(values: Tensor) -> Tensor:
+    """Moves each value one place to the right, onto the token that its position predicts; the first entry is 0."""
     return torch.cat([values.new_zeros(1, *values.shape[1:]), values[:-1]])

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from automodel_rl.config.algorithms import DistillConfig, DPOConfig, GRPOConfig, RewardModelConfig, SFTConfig
+from automodel_rl.config.algorithms import DistillConfig, DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from automodel_rl.config.base import Section
 from automodel_rl.config.elsewhere import answer, answers
 from automodel_rl.config.generators import EARLIER, generator_of_earlier
@@ -26,9 +26,10 @@ ALGORITHMS: dict[str, type[RunConfig]] = {
     "reward": RewardModelConfig,
     "distill": DistillConfig,
     "grpo": GRPOConfig,
+    "ppo": PPOConfig,
 }
 
-TELLING = {"grpo": {"rollout", "rewards", "weight_sync"}, "distill": {"teachers"}}
+TELLING = {"ppo": {"critic", "gae"}, "grpo": {"rollout", "rewards", "weight_sync"}, "distill": {"teachers"}}
 """Sections by which a config without the key `algorithm` is known."""
 
 EARLIER_DUMP = {*EARLIER}

@@ -36,16 +36,17 @@ class OnlineRun:
         policy: the model in training.
         fleet: its generators.
         run: the frame around the steps. Its config is an `OnlineConfig`.
+        idle_steps: number of steps in which the policy is not trained.
 
     Attributes:
         total_steps: number of steps of the run.
-        num_optimizer_steps: number of optimizer steps of the run.
+        num_optimizer_steps: number of optimizer steps of the run, idle ones included.
 
     Raises:
         InputError: rewards, prompts or their number do not fit.
     """
 
-    def __init__(self, policy: Policy, fleet: Fleet, run: Run):
+    def __init__(self, policy: Policy, fleet: Fleet, run: Run, idle_steps: int = 0):
         self.policy, self.fleet, self.run = policy, fleet, run
         self.config: OnlineConfig = run.config
         self.rollouts = run.rollouts(fleet, self.config.rewards)
@@ -54,13 +55,14 @@ class OnlineRun:
         self.validation = Validation(self.config, run, self.rollouts)
         self.total_steps = self.config.length.steps or _steps_of_epochs(self.config, self.prompts)
         self.num_optimizer_steps = self.total_steps * self.config.batch.steps_of_all_epochs
+        self._idle = idle_steps * self.config.batch.steps_of_all_epochs
         self._collected: StepRollouts
         self._probe: WeightProbe
 
     def begin(self) -> None:
         """Makes the optimizer, keeps the reference's weights, and starts the generators."""
         config, policy = self.config, self.policy
-        policy.begin(config.optimizer, self.num_optimizer_steps, self.run.directory.not_finite)
+        policy.begin(config.optimizer, max(self.num_optimizer_steps - self._idle, 1), self.run.directory.not_finite)
         if config.needs_reference:  # the model's first weights, before a checkpoint replaces them
             policy.keep_weights(REFERENCE, lends_memory=config.shares_memory)
         self.fleet.start(self.rollouts.config.generator_spec)

@@ -172,7 +172,9 @@ class Run:
         """
         self.goal, self._parts = goal, parts
         self.progress = Progress(goal.total_steps, 0)
-        self.checkpoints = RunCheckpoints(self.config, self.directory, self.policy, self.handle, goal.higher_is_better)
+        self.checkpoints = RunCheckpoints(
+            self.config, self.directory, self.policy, self.handle, self._trained_beside, goal.higher_is_better
+        )
         if self.directory.resume == NEVER:
             return
         self.directory.take()
@@ -190,6 +192,12 @@ class Run:
             self.step = progress["step"]
             self.go_back_to(state)
         self.directory.check_length(self.total_steps)
+
+    @property
+    def _trained_beside(self) -> dict[str, Policy]:
+        """The models that are trained beside the policy."""
+        asked = self.config.further_models
+        return {name: model for name, model in self.further.items() if asked[name].is_trained}
 
     def place(self) -> dict[str, Any]:
         """The places of the resumable parts, as JSON."""

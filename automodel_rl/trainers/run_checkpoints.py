@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.run_directory import RunDirectory, step_of
 from automodel_rl.policy import jobs
 from automodel_rl.policy.policy import Policy
+from automodel_rl.trainers.further_checkpoints import FurtherCheckpoints
 
 AUTO, NEVER = "auto", "never"
 """Values of `--resume` that are not the folder of a checkpoint."""
@@ -69,6 +70,7 @@ class RunCheckpoints:
         directory: the run's files.
         policy: the model in training.
         handle: the model, before a checkpoint is loaded.
+        further: the models that are trained beside it, by name.
         higher_is_better: whether a larger metric makes a checkpoint better.
 
     Attributes:
@@ -77,7 +79,13 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, policy: Policy, handle: ModelHandle, higher_is_better: bool
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        policy: Policy,
+        handle: ModelHandle,
+        further: Mapping[str, Policy],
+        higher_is_better: bool,
     ):
         self.config, self.directory, self.crew, self.source = config.checkpoint, directory, policy.crew, handle.source
         self.trusts_code = config.model.trust_remote_code
@@ -91,6 +99,7 @@ class RunCheckpoints:
         if config.data.chat_template is not None:
             texts[TEMPLATE] = Path(config.data.chat_template).read_text()
         self.crew.ask(jobs.OpenSaver(texts, self.config.in_background))
+        self.further = FurtherCheckpoints(further, directory.checkpoints, {CONFIG: directory.config_text})
         self.seconds = 0.0
         self.saved_at = time.monotonic()
         self._written: _Checkpoint | None = None
@@ -118,6 +127,7 @@ class RunCheckpoints:
             self.crew.ask(jobs.CheckCheckpoint(folder))
             self._say_differences(folder, say)
         self._check_inputs(folder, is_own=resume == AUTO, say=say)
+        self.further.load(folder)
         progress, state = self.crew.ask(jobs.LoadCheckpoint(folder))[0]
         self._check_first_weights(progress.get("began_with"), folder)
         self.best = self._best_of(progress["best"], say)
@@ -186,7 +196,8 @@ class RunCheckpoints:
         folders = self.directory.list_checkpoints()
         if not folders:
             return None
-        newest, warnings = self.crew.ask(jobs.NewestCheckpoint(folders))[0]
+        whole = [folder for folder in folders if self.further.are_whole(folder)]
+        newest, warnings = self.crew.ask(jobs.NewestCheckpoint(whole))[0]
         for warning in warnings:
             say(warning)
         if newest is None:
@@ -222,7 +233,7 @@ class RunCheckpoints:
         folder = self._folder(step)
         progress = {"step": step, "best": best, "began_with": self.began_with}
         self._written = _Checkpoint(folder, best)
-        error: str | None = self.crew.ask(jobs.SaveCheckpoint(folder, progress, state))[0]
+        error = self.further.save(folder, step) or self.crew.ask(jobs.SaveCheckpoint(folder, progress, state))[0]
         self.saved_at = time.monotonic()
         if error is not None:
             self._written = None
@@ -301,6 +312,8 @@ class RunCheckpoints:
             keep.add(self._folder(written.best["step"]))
         try:
             self.directory.remove_checkpoints([path for path in done if path not in keep])
+            kept = {path.name for path in self.directory.list_checkpoints()}
+            self.further.remove_others(kept)
         except OSError as error:
             warning = f"older checkpoints could not be removed ({error.strerror})"
         if self.config.format == "both":

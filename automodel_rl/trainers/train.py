@@ -7,7 +7,7 @@ from typing import Any
 
 from automodel_rl.batch import Packing
 from automodel_rl.config import RunConfig
-from automodel_rl.config.algorithms import DistillConfig, DPOConfig, GRPOConfig, RewardModelConfig, SFTConfig
+from automodel_rl.config.algorithms import DistillConfig, DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from automodel_rl.errors import InputError, JobEndedError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.fleet_rank import FleetRank
@@ -22,6 +22,7 @@ from automodel_rl.trainers.distill import distill
 from automodel_rl.trainers.dpo import dpo
 from automodel_rl.trainers.grpo import grpo
 from automodel_rl.trainers.open_run import OpenedRun, open_run
+from automodel_rl.trainers.ppo import ppo
 from automodel_rl.trainers.reward import reward
 from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.sft import sft
@@ -36,6 +37,7 @@ PROGRAMS: dict[type[RunConfig], Program] = {
     RewardModelConfig: lambda policy, fleet, run: reward(policy, run),
     DistillConfig: lambda policy, fleet, run: distill(policy, run),
     GRPOConfig: grpo,
+    PPOConfig: ppo,
 }
 """The programs of the algorithms, by their configs."""
 

@@ -7,7 +7,8 @@ from automodel_rl.config.algorithms.distill import DistillConfig
 from automodel_rl.config.algorithms.dpo import DPOConfig
 from automodel_rl.config.algorithms.grpo import GRPOConfig
 from automodel_rl.config.algorithms.online import OnlineConfig
+from automodel_rl.config.algorithms.ppo import PPOConfig
 from automodel_rl.config.algorithms.reward import RewardModelConfig
 from automodel_rl.config.algorithms.sft import SFTConfig
 
-__all__ = ["DPOConfig", "DistillConfig", "GRPOConfig", "OnlineConfig", "RewardModelConfig", "SFTConfig"]
+__all__ = ["DPOConfig", "DistillConfig", "GRPOConfig", "OnlineConfig", "PPOConfig", "RewardModelConfig", "SFTConfig"]

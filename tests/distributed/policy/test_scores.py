@@ -23,6 +23,7 @@ from automodel_rl.policy.crew import TreeCrew
 from automodel_rl.policy.policy import Policy
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.quickstart.model import train_tokenizer
+from automodel_rl.trainers.ppo import values_of
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -177,3 +178,20 @@ def test_a_head_that_a_checkpoint_has_is_read(ranks: RankPool, of_one_rank: dict
 def _begin_and_score(policy: Policy) -> list[Tensor]:
     policy.begin()
     return policy.scores(Batch([dataclasses.replace(row, values={}) for row in rows_of()]))
+
+
+def _values(policy: Policy) -> list[Tensor]:
+    policy.begin()
+    return values_of(policy, Batch(rows_of()))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"cp": 2}], ids=str)
+def test_a_value_is_that_of_the_state_before_its_token(
+    ranks: RankPool, of_one_rank: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    folder = of_one_rank["folder"] / "trained"
+    found, model = ranks(2 if sizes else 1).run(use, folder, sizes, _values)[0], classifier(folder)
+    for row, ours in zip(rows_of(), found, strict=True):
+        assert ours[0] == 0
+        states = [model(row.input_ids[None, :place]).logits[0, 0].item() for place in range(1, len(row))]
+        assert ours[1:].tolist() == pytest.approx(states, rel=1e-9)

@@ -55,7 +55,8 @@ OF_ALGORITHM: dict[str, Settings] = {
         "checkpoint": {"every_steps": None},
     },
 }
-DATA = {"sft": "", "distill": "", "dpo": "_pairs", "reward": "_pairs", "grpo": "_prompts"}
+OF_ALGORITHM["ppo"] = {**OF_ALGORITHM["grpo"], "loss": {}}
+DATA = {"ppo": "_prompts", "sft": "", "distill": "", "dpo": "_pairs", "reward": "_pairs", "grpo": "_prompts"}
 
 
 def settings_of(algorithm: str, workspace: Path, output: Path, **changes: Any) -> Settings:

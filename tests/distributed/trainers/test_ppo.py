@@ -1,0 +1,90 @@
+"""Reinforcement learning with a critic: what both learn, on several layouts, resumed, and what can be wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train
+from tests.rank_pool import RankPool
+
+OF_CRITIC = ("critic/loss", "critic/value", "critic/explained_variance", "critic/grad_norm")
+
+
+def values(workspace: Path, output: Path, **changes: Any) -> Settings:
+    settings = settings_of("ppo", workspace, output)
+    settings["critic"] = {"optimizer": {"lr": 1e-3, "decay": "constant"}}
+    settings["rollout"]["group_size"] = 1
+    settings["rollout"]["prompts"] = 16
+    return settings | changes
+
+
+def judged(output: Path, number: int = 0) -> list[dict[str, Any]]:
+    return [row for row in metrics_of(output) if row["step"] > number]
+
+
+def test_every_layout_trains_policy_and_critic_alike(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    kl = {"loss": {"kl": {"coefficient": 0.1, "where": "reward"}}, "length": {"steps": 2}}
+    layouts: dict[str, Settings] = {"one": {}, "pp": {"pp": 2}, "tp": {"tp": 2}, "cp": {"cp": 2}}
+    for name, sizes in layouts.items():
+        world_size = max([1, *sizes.values()])
+        ranks(world_size).run(train, values(workspace, tmp_path / name, parallel=sizes, **kl))
+    one = judged(tmp_path / "one")
+    assert one[0]["critic/explained_variance"] < one[-1]["critic/explained_variance"] < 1
+    for name in layouts:
+        for metric in (*OF_CRITIC, "train/loss", "train/grad_norm", "rollout/reward_mean"):
+            expected = [row[metric] for row in one]
+            assert [row[metric] for row in judged(tmp_path / name)] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_a_resumed_run_has_its_critic_again(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    often = {"checkpoint": {"every_steps": 1, "keep_last": 2}}
+    ranks(2).run(train, values(workspace, tmp_path / "whole", parallel={"dp_shard": 2}, length={"steps": 4}, **often))
+    half = values(workspace, tmp_path / "half", parallel={"dp_shard": 2}, length={"steps": 4}, **often)
+    ranks(2).run(train, half)
+    checkpoints = tmp_path / "half" / "checkpoints"
+    kept = {path.name for path in checkpoints.glob("step_*")}
+    assert {path.name for path in (checkpoints / "critic").iterdir()} == kept
+    assert len(kept) == 2
+    again = half | {"output": str(tmp_path / "again")}
+    ranks(2).run(train, again, str(checkpoints / "step_3"))
+    for metric in (*OF_CRITIC, "train/loss"):
+        expected = [row[metric] for row in judged(tmp_path / "whole", 3)]
+        assert [row[metric] for row in judged(tmp_path / "again", 3)] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_critic_warms_up_alone_and_may_wait_on_the_host(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 3})
+    settings["critic"] |= {"warmup_steps": 2, "between": "host"}
+    settings["gae"] = {"level": "turn", "critic_lambda": 1.0}
+    ranks(1).run(train, settings)
+    rows = judged(tmp_path / "run")
+    assert [row["train/lr"] for row in rows] == [0.0, 0.0, 1e-3]
+    assert rows[0]["critic/loss"] > rows[2]["critic/loss"] > 0
+    assert rows[0]["rollout/reward_mean"] != rows[1]["rollout/reward_mean"]
+
+
+def test_it_learns_what_rewards_want(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 9})
+    settings["rollout"]["prompts"] = 32
+    settings["batch"] |= {"microbatch_tokens": 512, "epochs": 2}
+    ranks(1).run(train, settings)
+    rewards = [row["rollout/reward_mean"] for row in judged(tmp_path / "run")]
+    assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3])
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"rewards": []}, "rewards: name at least one"),
+    ({"critic": {"warmup_steps": 9}}, "critic.warmup_steps=9 with length.steps=5: the policy would never be trained"),
+    ({"filter": {"dynamic": True}}, "filter.dynamic leaves out groups with equal rewards"),
+    ({"advantage": {"kind": "rloo"}}, "advantage"),
+    ({"critic": {"path": "nowhere/at/all"}}, "critic: model.path=nowhere/at/all"),
+]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message[:40] for _, message in BAD])
+def test_bad_input_is_one_line_and_writes_nothing(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    assert_refused("ppo", values(workspace, tmp_path / "run", **changes), message, tmp_path, capsys)
