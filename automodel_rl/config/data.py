@@ -17,6 +17,7 @@ Column = Literal[
     "chosen",
     "rejected",
     "margin",
+    "label",
     "answer",
     "tools",
     "system",

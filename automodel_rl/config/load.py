@@ -9,7 +9,15 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from automodel_rl.config.algorithms import DistillConfig, DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from automodel_rl.config.algorithms import (
+    DistillConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    PPOConfig,
+    RewardModelConfig,
+    SFTConfig,
+)
 from automodel_rl.config.base import Section
 from automodel_rl.config.elsewhere import answer, answers
 from automodel_rl.config.generators import EARLIER, generator_of_earlier
@@ -23,6 +31,7 @@ Checked = typing.TypeVar("Checked", bound=Section)
 ALGORITHMS: dict[str, type[RunConfig]] = {
     "sft": SFTConfig,
     "dpo": DPOConfig,
+    "kto": KTOConfig,
     "reward": RewardModelConfig,
     "distill": DistillConfig,
     "grpo": GRPOConfig,

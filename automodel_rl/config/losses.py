@@ -15,10 +15,18 @@ class SFTLossConfig(Section):
         'dft'
     """
 
-    kind: Literal["likelihood", "dft"] = "likelihood"
+    kind: Literal["likelihood", "dft", "eaft"] = "likelihood"
     """likelihood: -log p of each trained token. dft: -sg(p) log p, where sg stops the gradient, so that tokens which
-    the model finds unlikely pull less (dynamic fine-tuning; Wu et al., arXiv:2508.05629). val/loss is that of
-    likelihood."""
+    the model finds unlikely pull less (dynamic fine-tuning; Wu et al., arXiv:2508.05629). eaft: -H^eaft_power log p,
+    with H the entropy of the model's `eaft_top_k` likeliest tokens among themselves, so that tokens of which the model
+    is sure pull less (entropy-adaptive fine-tuning, arXiv:2601.02151; the paper divides H by log eaft_top_k, a constant
+    factor); it takes one more forward. val/loss is that of likelihood."""
+
+    eaft_power: Annotated[float, Field(gt=0)] = 1.0
+    """Power of the entropy in eaft."""
+
+    eaft_top_k: Annotated[int, Field(ge=2)] = 20
+    """Number of likeliest tokens whose entropy eaft takes; all if the vocabulary has fewer."""
 
 
 Preference = Literal[
@@ -250,6 +258,31 @@ class KLConfig(Section):
     where: Literal["loss", "reward"] = "loss"
     """loss: the penalty is added to the loss of every token. reward: it is summed over a completion and subtracted from
     the completion's reward."""
+
+
+class KTOLossConfig(Section):
+    """The loss of completions that are called good or bad. With s the sum over a completion's tokens of the logarithm
+    of policy / reference, and z the reference point (Ethayarajh et al., arXiv:2402.01306, eq. 8): of a good one
+    desirable_weight (1 - sigmoid(beta (s - z))), of a bad one undesirable_weight (1 - sigmoid(beta (z - s))).
+
+    Example:
+        >>> KTOLossConfig(desirable_weight=1.33).reference_point
+        'batch'
+    """
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Strength of the preference. With a smaller beta the policy may move farther from the reference."""
+
+    desirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of good completions. Its number of them should be 1 to 4/3 times `undesirable_weight` times that of bad
+    ones."""
+
+    undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of bad completions."""
+
+    reference_point: Literal["batch", "zero"] = "batch"
+    """z. batch: the mean over the step of s of prompts with completions of other prompts, at least 0, which takes two
+    more forwards. zero: 0, which is APO-zero for completions without pairs (D'Oosterlinck et al., arXiv:2408.06266)."""
 
 
 class RewardLossConfig(Section):

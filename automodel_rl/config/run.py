@@ -18,7 +18,7 @@ from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import RolloutConfig, RouterReplayConfig, WeightSyncConfig
 from automodel_rl.config.validation import ValidationConfig
 
-Records = Literal["chats", "pairs", "ranked pairs", "prompts"]
+Records = Literal["chats", "pairs", "ranked pairs", "judged", "prompts"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 

@@ -15,7 +15,17 @@ from automodel_rl.config.run import Records
 from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.media import cut
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import Pair, Reader, Text, chats_of, read_chat, read_pair, read_ranked_pair
+from automodel_rl.data.records import (
+    Judged,
+    Pair,
+    Reader,
+    Text,
+    chats_of,
+    read_chat,
+    read_judged,
+    read_pair,
+    read_ranked_pair,
+)
 from automodel_rl.data.sampler import Draw
 from automodel_rl.data.sources import Sources
 from automodel_rl.data.turn_split import open_examples
@@ -83,7 +93,7 @@ class ExampleDataset(Dataset):
         self.longest, self.limit = min((limit, name) for name, limit in limits.items() if limit is not None)
         self.sources = Sources(sources, functools.partial(open_examples, data=data))
 
-    def _held(self, draw: Draw) -> tuple[Chat | Text | Pair, str]:
+    def _held(self, draw: Draw) -> tuple[Chat | Text | Pair | Judged, str]:
         """What a record holds, and its place in the data."""
         record, config, where = self.sources.find(draw)
         return type(self).read(record, config, where), where
@@ -99,11 +109,11 @@ class ExampleDataset(Dataset):
         except InputError as error:
             return error
 
-    def sequences(self, held: Chat | Pair, where: str) -> tuple[TokenSequence, ...]:
+    def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
         """The token sequences of what a record holds.
 
         Args:
-            held: a chat, or a pair.
+            held: a chat, a pair, or a completion with its label.
             where: the record's place in the data, for error messages.
 
         Raises:
@@ -154,7 +164,7 @@ class RankedPairDataset(PairDataset):
 
     read = staticmethod(read_ranked_pair)
 
-    def sequences(self, held: Chat | Pair, where: str) -> tuple[TokenSequence, ...]:
+    def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
         """The two token sequences of a pair, with its margin. The arguments are those of `ExampleDataset.sequences`."""
         assert isinstance(held, Pair)
         return tuple(
@@ -163,10 +173,25 @@ class RankedPairDataset(PairDataset):
         )
 
 
+class JudgedDataset(ExampleDataset):
+    """Completions that are called good or bad: each row has 1 or 0 as the value `label` of every token."""
+
+    read = staticmethod(read_judged)
+
+    def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
+        """The token sequence of a completion, with its label. The arguments are those of `ExampleDataset.sequences`."""
+        assert isinstance(held, Judged)
+        return tuple(
+            dataclasses.replace(sequence, values={"label": torch.full((len(sequence),), float(held.is_good))})
+            for sequence in super().sequences(held, where)
+        )
+
+
 DATASETS: dict[Records, type[ExampleDataset]] = {
     "chats": ChatDataset,
     "pairs": PairDataset,
     "ranked pairs": RankedPairDataset,
+    "judged": JudgedDataset,
 }
 """How records that hold their completions become examples, by what they hold."""
 

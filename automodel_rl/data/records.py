@@ -34,7 +34,15 @@ class Text:
     text: str
 
 
-Reader = Callable[[dict[str, Any], SourceConfig, str], Chat | Text | Pair]
+@dataclass(frozen=True)
+class Judged:
+    """A prompt with a completion that is called good or bad."""
+
+    chat: Chat
+    is_good: bool
+
+
+Reader = Callable[[dict[str, Any], SourceConfig, str], Chat | Text | Pair | Judged]
 """A function that reads a record. Its arguments are the record, its source's config, and its place in the data."""
 
 FORMS: tuple[tuple[Column, ...], ...] = (("messages",), ("prompt", "completion"), ("text",))
@@ -162,6 +170,21 @@ def read_ranked_pair(record: dict[str, Any], config: SourceConfig, where: str) -
     return replace(read_pair(record, config, where), margin=float(margin or 0.0))
 
 
+def read_judged(record: dict[str, Any], config: SourceConfig, where: str) -> Judged:
+    """The prompt and completion of a record, or its messages, with its label.
+
+    Raises:
+        InputError: as `read_chat`, the record is a text, or its label is neither true nor false.
+    """
+    label = required(record, config, "label", where)
+    if label not in (True, False):
+        raise InputError(f"{where}: label is {label!r}: give true for a good completion, false for a bad one")
+    chat = read_chat(record, config, where)
+    if isinstance(chat, Text):
+        raise InputError(f"{where}: a text has no completion to judge: give prompt and completion, or messages")
+    return Judged(chat, bool(label))
+
+
 def _common_start(chosen: list[Message], rejected: list[Message]) -> list[Message]:
     """The messages with which both begin, without the last of either."""
     count = 0
@@ -244,12 +267,12 @@ def read_example(record: dict[str, Any], config: SourceConfig) -> dict[str, Any]
     return {**record, **{column: value for column, value in named.items() if value is not MISSING}}
 
 
-def chats_of(held: Chat | Text | Pair, where: str) -> list[tuple[Chat, str]]:
+def chats_of(held: Chat | Text | Pair | Judged, where: str) -> list[tuple[Chat, str]]:
     """The chats of a record, none, one or two, each with its place in the data."""
     if isinstance(held, Text):
         return []
-    if isinstance(held, Chat):
-        return [(held, where)]
+    if isinstance(held, Chat | Judged):
+        return [(held if isinstance(held, Chat) else held.chat, where)]
     return [(held.chosen, f"{where}, chosen"), (held.rejected, f"{where}, rejected")]
 
 
@@ -280,6 +303,7 @@ READERS: dict[Records, Reader] = {
     "chats": read_chat,
     "pairs": read_pair,
     "ranked pairs": read_ranked_pair,
+    "judged": read_judged,
     "prompts": read_prompt,
 }
 """How records are read, by what they hold."""

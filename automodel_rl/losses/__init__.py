@@ -2,6 +2,7 @@
 
 from automodel_rl.losses.distill import distill_loss
 from automodel_rl.losses.dpo import dpo_loss
+from automodel_rl.losses.kto import kto_loss
 from automodel_rl.losses.outputs import (
     UNDIVIDED,
     Denominator,
@@ -31,6 +32,7 @@ __all__ = [
     "distill_loss",
     "dpo_loss",
     "grpo_loss",
+    "kto_loss",
     "reward_loss",
     "sft_loss",
     "token_loss",

@@ -56,3 +56,30 @@ def dft_loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
     counted = torch.where(microbatch.loss_mask, outputs.logprobs, 0.0)
     likelihood = -counted.detach().sum(), microbatch.loss_mask.sum()
     return LossOutput({"tokens": -(counted.detach().exp() * counted).sum()}, {"train/likelihood_loss": likelihood})
+
+
+ENTROPY_WEIGHT = "entropy_weight"
+"""Name of the value with which `eaft_loss` weighs a token."""
+
+
+def _entropy_weights(microbatch: Microbatch) -> Tensor:
+    return -microbatch.values[ENTROPY_WEIGHT] * microbatch.loss_mask
+
+
+eaft_loss = LinearLoss(_entropy_weights, "tokens")
+"""-sum of w log p(target) over the tokens in `loss_mask`, with w of `entropy_weights` (entropy-adaptive fine-tuning,
+arXiv:2601.02151)."""
+
+
+def entropy_weights(logprobs: Tensor, power: float) -> Tensor:
+    """The entropy of the likeliest tokens among themselves, to a power.
+
+    Args:
+        logprobs: log-probabilities, or logits, of the likeliest tokens at each place, [n, K].
+        power: the power.
+
+    Returns:
+        [n].
+    """
+    among = logprobs.log_softmax(1)
+    return (-(among.exp() * among).sum(1)).clamp_min(0).pow(power)

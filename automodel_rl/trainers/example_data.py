@@ -6,7 +6,7 @@ from typing import cast
 
 from automodel_rl.batch import Batch
 from automodel_rl.config import SourceConfig
-from automodel_rl.config.algorithms import DistillConfig, DPOConfig, RewardModelConfig, SFTConfig
+from automodel_rl.config.algorithms import DistillConfig, DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.examples import DATASETS, ExampleDataset
 from automodel_rl.data.loader import ExampleLoader, LoadedStep
@@ -36,7 +36,7 @@ class ExampleData:
 
     def __init__(self, run: Run):
         self.run = run
-        self.config = cast(SFTConfig | DPOConfig | RewardModelConfig | DistillConfig, run.config)
+        self.config = cast(SFTConfig | DPOConfig | KTOConfig | RewardModelConfig | DistillConfig, run.config)
         config = self.config
         self.kind = DATASETS[config.reads]
         self.train = self._loader(config.data.train, config.seed if config.data.shuffle else None, config.length.epochs)

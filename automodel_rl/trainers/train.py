@@ -7,7 +7,15 @@ from typing import Any
 
 from automodel_rl.batch import Packing
 from automodel_rl.config import RunConfig
-from automodel_rl.config.algorithms import DistillConfig, DPOConfig, GRPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from automodel_rl.config.algorithms import (
+    DistillConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    PPOConfig,
+    RewardModelConfig,
+    SFTConfig,
+)
 from automodel_rl.errors import InputError, JobEndedError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.fleet_rank import FleetRank
@@ -21,6 +29,7 @@ from automodel_rl.policy.shares import Share
 from automodel_rl.trainers.distill import distill
 from automodel_rl.trainers.dpo import dpo
 from automodel_rl.trainers.grpo import grpo
+from automodel_rl.trainers.kto import kto
 from automodel_rl.trainers.open_run import OpenedRun, open_run
 from automodel_rl.trainers.ppo import ppo
 from automodel_rl.trainers.reward import reward
@@ -34,6 +43,7 @@ steps."""
 PROGRAMS: dict[type[RunConfig], Program] = {
     SFTConfig: lambda policy, fleet, run: sft(policy, run),
     DPOConfig: lambda policy, fleet, run: dpo(policy, run),
+    KTOConfig: lambda policy, fleet, run: kto(policy, run),
     RewardModelConfig: lambda policy, fleet, run: reward(policy, run),
     DistillConfig: lambda policy, fleet, run: distill(policy, run),
     GRPOConfig: grpo,

@@ -26,6 +26,7 @@ def make_workspace(folder: Path) -> None:
         write_jsonl(folder / f"{name}.jsonl", problems)
         write_jsonl(folder / f"{name}_prompts.jsonl", [as_prompt(problem) for problem in problems])
         write_jsonl(folder / f"{name}_pairs.jsonl", [as_pair(problem) for problem in problems])
+        write_jsonl(folder / f"{name}_judged.jsonl", [*as_judged(problems)])
     write_model(folder / "model", train_tokenizer([m["content"] for r in train for m in r["messages"]], 300), seed=0)
 
 
@@ -37,6 +38,14 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, value)
     yield
     leave_process_group()
+
+
+def as_judged(problems: list[dict]) -> Iterator[dict]:
+    """One completion of each problem: more right ones than wrong ones, and several of a kind in a row."""
+    for number, pair in enumerate(map(as_pair, problems)):
+        is_good = number % 3 != 2
+        completion = pair["chosen" if is_good else "rejected"]
+        yield {"prompt": pair["prompt"], "completion": completion, "label": is_good}
 
 
 def as_pair(problem: dict) -> dict:

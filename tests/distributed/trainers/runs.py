@@ -39,6 +39,12 @@ OF_ALGORITHM: dict[str, Settings] = {
         "optimizer": {"lr": 1e-3, "decay": "constant"},
         "checkpoint": {"every_steps": None},
     },
+    "kto": {
+        "batch": {"sequences": 12, "microbatch_tokens": 128},
+        "length": {"steps": 2},
+        "optimizer": {"lr": 1e-3, "decay": "constant"},
+        "checkpoint": {"every_steps": None},
+    },
     "reward": {
         "batch": {"pairs": 16, "microbatch_tokens": 208},
         "length": {"steps": 6, "validate_every": 6},
@@ -56,7 +62,15 @@ OF_ALGORITHM: dict[str, Settings] = {
     },
 }
 OF_ALGORITHM["ppo"] = {**OF_ALGORITHM["grpo"], "loss": {}}
-DATA = {"ppo": "_prompts", "sft": "", "distill": "", "dpo": "_pairs", "reward": "_pairs", "grpo": "_prompts"}
+DATA = {
+    "ppo": "_prompts",
+    "kto": "_judged",
+    "sft": "",
+    "distill": "",
+    "dpo": "_pairs",
+    "reward": "_pairs",
+    "grpo": "_prompts",
+}
 
 
 def settings_of(algorithm: str, workspace: Path, output: Path, **changes: Any) -> Settings:

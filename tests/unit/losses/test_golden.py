@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import TokenSequence, in_packed_order, pack, unpack
-from automodel_rl.config.losses import CorrectionConfig, DPOLossConfig, PolicyLossConfig
-from automodel_rl.losses import LossFn, TokenOutputs, dft_loss, dpo_loss, grpo_loss
+from automodel_rl.config.losses import CorrectionConfig, DPOLossConfig, KTOLossConfig, PolicyLossConfig
+from automodel_rl.losses import LossFn, TokenOutputs, dft_loss, dpo_loss, grpo_loss, kto_loss, sft_loss
+from automodel_rl.losses.kto import reference_point
 from automodel_rl.losses.outputs import count
+from automodel_rl.losses.sft import ENTROPY_WEIGHT, eaft_loss, entropy_weights
 from automodel_rl.losses.terms import correction_weights
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())
@@ -207,20 +209,63 @@ def test_corrections_have_the_numbers_of_other_packages(name: str, capacity: int
         assert ours[1:].tolist() == pytest.approx(theirs, rel=1e-9)
 
 
-def test_dynamic_fine_tuning_has_the_numbers_of_another_package() -> None:
-    given, case = SHARED["distill"], CASES["sft_dft"]["outputs"]
+SUPERVISED: dict[str, tuple[float, int]] = {
+    "sft_nll": (0.0, 0),
+    "sft_dft": (0.0, 0),
+    "sft_eaft_alpha1.0_k3": (1.0, 3),
+    "sft_eaft_alpha1.0_k20": (1.0, 11),
+    "sft_eaft_alpha2.0_k3": (2.0, 3),
+    "sft_eaft_alpha2.0_k20": (2.0, 11),
+}
+"""Supervised losses, with the power and the number of tokens of an entropy."""
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_supervised_losses_have_the_numbers_of_other_packages(name: str) -> None:
+    given, case, (power, top_k) = SHARED["distill"], CASES[name]["outputs"], SUPERVISED[name]
     rows, logits = [], []
     for tokens, mask, of_row in zip(given["tokens"], given["loss_mask"], given["student_logits"], strict=True):
         ids = torch.tensor([0, *map(int, tokens)])
-        rows.append(TokenSequence(ids, torch.tensor([False, *map(bool, mask)])))
         logits.append(torch.tensor(of_row, dtype=torch.float64, requires_grad=True))
+        weights = entropy_weights(logits[-1].detach().topk(top_k).values, power) if top_k else torch.ones(len(tokens))
+        values = {ENTROPY_WEIGHT: torch.cat([weights.new_zeros(1), weights])}
+        rows.append(TokenSequence(ids, torch.tensor([False, *map(bool, mask)]), values))
     (microbatch,) = pack(rows, 64)
     logprobs = [
         torch.cat([one.log_softmax(1).gather(1, rows[place].input_ids[1:, None])[:, 0], one.new_zeros(1)])
         for place, one in ((place, logits[place]) for place in microbatch.order)
     ]
-    loss = dft_loss(TokenOutputs(torch.cat(logprobs)), microbatch).sums["tokens"]
+    loss_fn: LossFn = eaft_loss if top_k else {"sft_nll": sft_loss, "sft_dft": dft_loss}[name]
+    loss = loss_fn(TokenOutputs(torch.cat(logprobs)), microbatch).sums["tokens"]
     assert loss.item() == pytest.approx(case["loss_sum"], rel=1e-5)
     gradients = torch.autograd.grad(loss, logits)
     for ours, theirs in zip(gradients, case["grad_student_logits"], strict=True):
         torch.testing.assert_close(ours, torch.tensor(theirs, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+
+
+KTO: dict[str, dict[str, Any]] = {
+    "kto_kl_positive": {},
+    "kto_kl_clamped_to_0": {},
+    "kto_kl_positive_weights": {"desirable_weight": 1.33, "undesirable_weight": 0.8},
+    "apo_zero_unpaired_no_kl": {"reference_point": "zero"},
+}
+
+
+@pytest.mark.parametrize("capacity", [64, 7], ids=["one microbatch", "several"])
+@pytest.mark.parametrize("name", KTO)
+def test_losses_of_judged_completions_have_the_numbers_of_another_package(name: str, capacity: int) -> None:
+    config, given, outputs = KTOLossConfig(**KTO[name]), SHARED["kto"], CASES[name]["outputs"]
+    kind = CASES[name]["settings"]["mismatched_ref"]
+    of_batch = (given["mismatched_logprobs"], given[f"mismatched_ref_logprobs_{kind}"])
+    policy, reference = (torch.tensor([sum(row) for row in rows], dtype=torch.float64) for rows in of_batch)
+    point = reference_point(policy, reference) if config.reference_point == "batch" else 0.0
+    values = {name: given[name] for name in ("logprobs", "ref_logprobs")}
+    of_rows = zip(given["desirable"], given["lengths"], strict=True)
+    values["label"] = [[float(is_good)] * length for is_good, length in of_rows]
+    loss = functools.partial(kto_loss, config=config, reference_point=point)
+    total, gradients = computed(loss, rows_of(values), capacity, together=1)
+    assert total == pytest.approx(outputs["loss_mean"], rel=1e-9)
+    if config.reference_point == "batch":
+        assert point == pytest.approx(outputs["kl"], abs=1e-9)
+    for ours, theirs in zip(gradients, outputs["grad_logprobs"], strict=True):
+        assert ours[1:].tolist() == pytest.approx(theirs, rel=1e-9, abs=1e-12)

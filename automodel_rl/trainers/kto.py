@@ -1,0 +1,78 @@
+"""Preference training on single completions (KTO): from completions that are called good or bad to a checkpoint."""
+
+import functools
+from pathlib import Path
+
+from torch import Tensor
+
+from automodel_rl.batch import Batch
+from automodel_rl.config.algorithms import KTOConfig
+from automodel_rl.losses import LossFn
+from automodel_rl.losses.kto import kto_loss, mismatched, reference_point
+from automodel_rl.policy.policy import Policy
+from automodel_rl.trainers.example_data import ExampleData
+from automodel_rl.trainers.open_run import choose_loss
+from automodel_rl.trainers.run import REFERENCE, Goal, Run
+
+
+def kto(policy: Policy, run: Run) -> Path:
+    """Trains on completions that are called good or bad. The config is a `KTOConfig`.
+
+    Args:
+        policy: the model in training.
+        run: the frame around the steps.
+
+    Returns:
+        The folder of the trained checkpoint.
+    """
+    config: KTOConfig = run.config
+    data = ExampleData(run)
+    policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
+    policy.keep_weights(REFERENCE)  # the model's first weights, before a checkpoint replaces them
+    held_out = data.once(config.data.validation)
+    run.resume(Goal(data.total_steps), {"data": data.train})
+    run.save_examples(data.examples)
+    batches = data.steps()
+    for step in run.steps(f"{data.per_step} completions a step, of {data.num_records:,}"):
+        with step.time("data"):
+            loaded = next(batches)
+        with step.time("reference"):
+            point = add_reference(policy, loaded.batch, config)
+        step.metrics["train/reference_point"] = point
+        with step.time("train"):
+            output = policy.train_step(loaded.batch, own_loss(config, point))
+        step.record([output], policy.size(loaded.batch))
+        run.note_overlong(step, loaded)
+        if len(held_out) and run.validates:
+            with step.time("validate"):
+                loss = own_loss(config, add_reference(policy, held_out, config))
+                step.metrics["val/loss"], metrics = policy.evaluate(held_out, loss)
+            step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
+    return run.finish(data.samples)
+
+
+def own_loss(config: KTOConfig, point: float) -> LossFn:
+    """The loss of a batch with this reference point, unless the config names another."""
+    return choose_loss(config, functools.partial(kto_loss, config=config.loss, reference_point=point))
+
+
+def add_reference(policy: Policy, batch: Batch, config: KTOConfig) -> float:
+    """Gives rows the log-probabilities under the reference, and returns the reference point of the global batch.
+
+    Args:
+        policy: the model in training.
+        batch: the rows of a global batch.
+        config: the run's config.
+    """
+    others = Batch([])
+    if config.loss.reference_point == "batch":
+        others = Batch(mismatched(batch.sequences, config.batch.capacity))
+    with policy.with_weights(REFERENCE):
+        batch["ref_logprobs"] = policy.logprobs(batch)
+        of_reference = _sums(policy, others)
+    return reference_point(_sums(policy, others), of_reference)
+
+
+def _sums(policy: Policy, batch: Batch) -> Tensor:
+    """The log-probability of each row's trained tokens together, float64 [N]."""
+    return batch.sums(policy.logprobs(batch) if len(batch) else [])
