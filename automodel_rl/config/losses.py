@@ -390,10 +390,27 @@ class PolicyLossConfig(Section):
 class AdvantageConfig(Section):
     """Advantages: a completion's reward, compared with the rewards of other completions."""
 
-    kind: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
+    kind: Literal["grpo", "dr_grpo", "rloo", "reinforce", "gdpo"] = "grpo"
     """grpo: (reward - group mean) / group standard deviation (arXiv:2402.03300). dr_grpo: reward - group mean
     (arXiv:2503.20783). rloo: reward - mean of the group's other rewards (Ahmadian et al., arXiv:2402.14740). reinforce:
-    (reward - group mean) / standard deviation over the batch (REINFORCE++ with baseline; Hu, arXiv:2501.03262)."""
+    (reward - group mean) / standard deviation over the batch (REINFORCE++ with baseline; Hu, arXiv:2501.03262). gdpo:
+    the weighted sum over rewards of grpo's for each alone, less its mean over the batch and divided by its standard
+    deviation, so that a reward of a small scale counts as much as its weight says (arXiv:2601.05242)."""
+
+    leave_one_out: bool = False
+    """With grpo and gdpo: the mean and the standard deviation are those of the group's other completions, and where
+    these do not differ the deviation divides nothing."""
+
+    whiten: Literal["no", "tokens"] = "no"
+    """tokens: subtract the mean from advantages and divide by their standard deviation, over all trained tokens of the
+    step, so that long completions weigh more. With reinforce it takes the place of the deviation over completions
+    (REINFORCE++), with gdpo that of mean and deviation over completions."""
 
     clip: Annotated[float, Field(gt=0)] | None = None
     """Bound of advantages, which are clipped to [-clip, clip]; null clips none."""
+
+    @model_validator(mode="after")
+    def _others_of_the_group(self) -> "AdvantageConfig":
+        if self.leave_one_out and self.kind not in ("grpo", "gdpo"):
+            raise ValueError(f"leave_one_out is for grpo and gdpo, not {self.kind}: rloo leaves one out by itself")
+        return self

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.batch import EPISODE_TOKENS, Batch, RouterShape, TokenSequence
 from automodel_rl.config.algorithms import GRPOConfig, OnlineConfig
 from automodel_rl.generators.protocol import Branch
-from automodel_rl.losses.advantages import advantages
+from automodel_rl.losses.advantages import advantages, whitened_over_tokens
 from automodel_rl.losses.terms import kl_estimate
 from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
@@ -122,8 +122,19 @@ def advantages_of(groups: Sequence[Group], batch: Batch, config: GRPOConfig) -> 
         pairs = zip(rewards, sums, strict=True)
         rewards = [of_group - config.loss.kl.coefficient * of_rows for of_group, of_rows in pairs]
     counts = pad_sequence([torch.ones_like(of_group, dtype=torch.bool) for of_group in rewards], batch_first=True)
-    of_episodes = advantages(pad_sequence(rewards, batch_first=True), config.advantage, counts)[counts]
-    return of_episodes[batch.episodes]
+    weights = torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64)
+    compared = rewards if config.advantage.kind != "gdpo" else [_each_reward(group) for group in groups]
+    of_episodes = advantages(pad_sequence(compared, batch_first=True), config.advantage, counts, weights)[counts]
+    of_rows = of_episodes[batch.episodes]
+    if config.advantage.whiten == "tokens":
+        of_rows = whitened_over_tokens(of_rows, batch.sums([torch.ones(length) for length in batch.lengths]))
+    return of_rows
+
+
+def _each_reward(group: Group) -> Tensor:
+    """The score of each reward for each completion, float64 [G, R]; 0 for one that failed and does not count."""
+    parts = [rollout.score.parts for rollout in group.rollouts]
+    return torch.tensor(parts, dtype=torch.float64).nan_to_num()
 
 
 def kl_sums(batch: Batch, config: OnlineConfig) -> Tensor:

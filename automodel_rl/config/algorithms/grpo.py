@@ -48,6 +48,16 @@ class GRPOConfig(OnlineConfig):
         return bool(self.teachers) or super().reads_old_logprobs
 
     @model_validator(mode="after")
+    def _rewards_alone(self) -> "GRPOConfig":
+        if self.advantage.kind == "gdpo":
+            key = "filter.overlong_buffer" if self.filter.overlong_buffer else "loss.kl.where=reward"
+            if self.filter.overlong_buffer or (self.needs_reference and self.loss.kl.where == "reward"):
+                raise ValueError(f"advantage.kind=gdpo compares each reward alone, and {key} is none: leave it out")
+            if len(self.rewards) < 2:
+                raise ValueError("advantage.kind=gdpo compares each of several rewards alone: name two, or use grpo")
+        return self
+
+    @model_validator(mode="after")
     def _teachers_are_asked(self) -> "GRPOConfig":
         if not self.teachers and self.distillation != OnPolicyDistillationConfig():
             raise ValueError("distillation: there are no teachers: name one in teachers, or leave it out")

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import TokenSequence, in_packed_order, pack, unpack
-from automodel_rl.config.losses import CorrectionConfig, DPOLossConfig, KTOLossConfig, PolicyLossConfig
+from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, KTOLossConfig, PolicyLossConfig
 from automodel_rl.losses import LossFn, TokenOutputs, dft_loss, dpo_loss, grpo_loss, kto_loss, sft_loss
+from automodel_rl.losses.advantages import advantages, whitened_over_tokens
 from automodel_rl.losses.kto import reference_point
 from automodel_rl.losses.outputs import count
 from automodel_rl.losses.sft import ENTROPY_WEIGHT, eaft_loss, entropy_weights
@@ -269,3 +270,24 @@ def test_losses_of_judged_completions_have_the_numbers_of_another_package(name: 
         assert point == pytest.approx(outputs["kl"], abs=1e-9)
     for ours, theirs in zip(gradients, outputs["grad_logprobs"], strict=True):
         assert ours[1:].tolist() == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+
+
+GDPO: dict[str, tuple[dict[str, Any], tuple[float, float]]] = {
+    "nrl_gdpo_loo0_wNone": ({}, (1.0, 1.0)),
+    "nrl_gdpo_loo0_w[1.0, 0.5]": ({}, (1.0, 0.5)),
+    "nrl_gdpo_loo1_wNone": ({"leave_one_out": True}, (1.0, 1.0)),
+    "nrl_gdpo_loo1_w[1.0, 0.5]": ({"leave_one_out": True}, (1.0, 0.5)),
+    "verl_gdpo_wNone": ({"whiten": "tokens"}, (1.0, 1.0)),
+    "verl_gdpo_w[1.0, 0.5]": ({"whiten": "tokens"}, (1.0, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", GDPO)
+def test_advantages_of_several_rewards_have_the_numbers_of_other_packages(name: str) -> None:
+    settings, weights = GDPO[name]
+    given, config = SHARED["gdpo"], AdvantageConfig(kind="gdpo", **settings)
+    rewards = torch.tensor([given["reward_a"], given["reward_b"]], dtype=torch.float64).T.view(2, 4, 2)
+    found = advantages(rewards, config, weights=torch.tensor(weights)).flatten()
+    if config.whiten == "tokens":
+        found = whitened_over_tokens(found, torch.tensor(given["lengths"]))
+    assert found.tolist() == pytest.approx(CASES[name]["outputs"]["advantages"], rel=1e-5, abs=1e-5)
