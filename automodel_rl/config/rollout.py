@@ -140,11 +140,16 @@ SCORES = {**dict.fromkeys((*NEED_ANSWER, "format"), (0.0, 1.0)), "length": (-mat
 """Lowest and highest score of built-in rewards."""
 
 
+MODEL_SECONDS = 600.0
+"""Most seconds that a reward model may take for all completions of a step, unless a config says otherwise."""
+
+
 class RewardConfig(Section):
     function: str
-    """A built-in reward: exact_match, last_number, math, format, length, or environment, which is the sum of an
-    environment's rewards, or the reward that an agent returns. In conversations of several turns the others get the
-    last turn, and the whole conversation as example["messages"]. Or the import path `package.module:function`
+    """A built-in reward: exact_match, last_number, math, format, length; reward_model, a trained one in a process of
+    its own (options path, device and dtype), for which {model: PATH} is short; served_reward_model, one behind vLLM
+    (options url, name and path); or environment, which is the sum of an environment's rewards, or the reward that an
+    agent returns. In conversations of several turns the others get the last turn, and the whole conversation as example["messages"]. Or the import path `package.module:function`
     of your own, called as function(completion: str, example: dict) -> float. An async function has many calls at once.
     A function whose first parameter is called completions gets lists, and returns a list. In place of a number it may
     return a number and a dict of metrics."""
@@ -181,6 +186,10 @@ class RewardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _function_alone(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "model" in values:
+            given = {key: value for key, value in values.items() if key != "model"}
+            options = {**(given.get("options") or {}), "path": values["model"]}
+            return {"function": "reward_model", "time_limit": MODEL_SECONDS, **given, "options": options}
         return {"function": values} if isinstance(values, str) else values
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
 from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.protocol import Promptlike
+from automodel_rl.rollout.rewards.reward_model import PROMPT
 from automodel_rl.rollout.seeds import mixed_seed
 
 
@@ -81,8 +82,9 @@ class Conversations:
 
 
 def scored_example(prompt: Promptlike, completion: Completion) -> dict[str, object]:
-    """The record of a prompt as rewards get it: with the whole conversation, if the completion is one."""
-    example = dict(prompt.example)
+    """The record of a prompt as rewards get it: with the messages of the prompt, and with the whole
+    conversation if the completion is one."""
+    example = {**prompt.example, PROMPT: list(prompt.messages)}
     if completion.conversation is None:
         return example
     return example | {

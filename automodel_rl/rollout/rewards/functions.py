@@ -1,14 +1,15 @@
 """Reward functions: (completion, example) -> score. Imports nothing heavy, as every reward has its own process."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from automodel_rl.errors import InputError
 from automodel_rl.import_path import import_function
+from automodel_rl.rollout.rewards.reward_model import RewardModel, served_reward_model
 
 Example = Mapping[str, Any]
-RewardFn = Callable[..., float]
+RewardFn = Callable[..., Any]
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
@@ -43,6 +44,13 @@ def length(completion: str, example: Example, longest: int) -> float:
     return min(0.0, 1 - len(completion.split()) / longest)
 
 
+def reward_model(
+    completions: Sequence[str], examples: Sequence[Example], path: str, device: str = "cpu", dtype: str = "auto"
+) -> list[float]:
+    """The scores of a trained reward model. Its process opens the model once, and calls that (`opened`)."""
+    raise NotImplementedError("a reward model is opened first")
+
+
 def environment(completion: str, example: Example) -> float:
     """The sum of the rewards that the conversation's environment gave."""
     return float(example["environment_reward"])
@@ -55,6 +63,8 @@ BUILT_IN: dict[str, RewardFn] = {
     "format": format,
     "length": length,
     "environment": environment,
+    "reward_model": reward_model,
+    "served_reward_model": served_reward_model,
 }
 """The built-in reward functions, by their names in a config."""
 
@@ -84,6 +94,20 @@ def find_reward(name: str) -> RewardFn:
     if ":" not in name:
         raise InputError(f"rewards.function={name}: use one of {', '.join(BUILT_IN)}, or package.module:function")
     return import_function("rewards.function", name)
+
+
+def opened(name: str, function: RewardFn, options: Mapping[str, Any]) -> RewardFn:
+    """What a reward's process calls: the function, or the model that it stands for.
+
+    Args:
+        name: the function's name in the config.
+        function: the function.
+        options: its options.
+
+    Raises:
+        InputError: the model cannot be opened.
+    """
+    return RewardModel(**options) if function is reward_model else function
 
 
 def _last_number(text: str) -> float | None:

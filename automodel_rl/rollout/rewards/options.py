@@ -24,6 +24,7 @@ def _is_above_0(value: Any) -> bool:
 
 RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "format": {"pattern": (_compiles, "a regular expression that compiles")},
+    "reward_model": {"path": (lambda value: isinstance(value, str), "the folder of a model, or its hub id")},
     "length": {"longest": (_is_above_0, "a number above 0")},
 }
 """Rules for the options of built-in rewards: a check, and its text for error messages."""

@@ -1,7 +1,9 @@
 """Whole runs with a real vLLM on the CPU: it samples from what is trained, in every way in which weights reach it."""
 
+import asyncio
 import os
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from automodel_rl.errors import RolloutError
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.vllm_http import VllmServer
 from automodel_rl.launch.local import free_port
+from automodel_rl.rollout.rewards.reward_model import PROMPT, RewardModel, served_reward_model
 from tests.distributed.trainers.runs import (
     Settings,
     add_turns,
@@ -196,3 +199,40 @@ def test_a_head_that_keeps_its_first_weights_stops_the_run(ranks: RankPool, work
     (message,) = ranks(1).run(error_of, values(workspace, tmp_path / "run", {"kind": "vllm", "python": str(python)}))
     assert "does not compute with the weights that it got" in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.fixture(name="judge", scope="module")
+def make_judge(
+    ranks: RankPool, workspace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
+    """The address of a server with a reward model, and the model's folder."""
+    folder, port = tmp_path_factory.mktemp("judge") / "run", free_port()
+    settings = settings_of("reward", workspace, folder)
+    settings["model"]["dtype"] = "float32"
+    ranks(1).run(train, settings)
+    options = {"model": folder / "final", "host": "127.0.0.1", "port": port, "runner": "pooling", "dtype": "float32"}
+    options |= {"max-model-len": 128, "kv-cache-memory-bytes": 2**28, "served-model-name": "judge"}
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            return urllib.request.urlopen(f"{url}/health").status == 200
+        except OSError:
+            return False
+
+    with Job(command, env=dict(os.environ)) as job:
+        assert job.wait_until(answers, 0.2), job.stderr
+        yield url, folder / "final"
+
+
+@pytest.mark.longer  # others of this file start a real vLLM, and test_reward_models.py scores without one
+def test_a_served_reward_model_scores_as_transformers_does(judge: tuple[str, Path]) -> None:
+    url, folder = judge
+    said, examples = ["1", "I do not know how many.", "2 3"], [{PROMPT: [{"role": "user", "content": "How many?"}]}] * 3
+    expected = RewardModel(str(folder), dtype="float32")(said, examples)
+    options = {"url": url, "name": "judge", "path": str(folder)}
+    pairs = zip(said, examples, strict=True)
+    found = [asyncio.run(served_reward_model(*pair, **options)) for pair in pairs]
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)

@@ -1,0 +1,136 @@
+"""A trained reward model as a reward: in the reward's own process, or behind a server of vLLM.
+
+The model judges the whole chat, written by its own chat template, by the score after its last token. It may be of
+another family than the policy, with another tokenizer.
+"""
+
+import asyncio
+import functools
+import json
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from automodel_rl.errors import InputError
+
+PROMPT = "prompt_messages"
+"""Key of an example with the messages of its prompt."""
+
+MESSAGES = "messages"
+"""Key of an example with the whole conversation, if it has several turns."""
+
+BATCH_TOKENS = 8192
+"""Most tokens of the rows that the model reads at once, padded."""
+
+
+def judged_chat(completion: str, example: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages that a reward model judges.
+
+    Args:
+        completion: the completion's text, or that of the conversation's last turn.
+        example: the record of the prompt, as rewards get it.
+    """
+    messages = example.get(MESSAGES)
+    if "environment_reward" in example and messages:
+        return list(messages)
+    return [*example[PROMPT], {"role": "assistant", "content": completion}]
+
+
+class RewardModel:
+    """Scores chats with a sequence classifier of transformers.
+
+    Args:
+        path: the folder or hub id of the model.
+        device: where it computes.
+        dtype: its precision; "auto" for that of its checkpoint.
+
+    Raises:
+        InputError: it cannot be opened, gives several scores, or has no chat template.
+    """
+
+    def __init__(self, path: str, device: str = "cpu", dtype: str = "auto"):
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(path)
+            kind = dtype if dtype == "auto" else getattr(torch, dtype)
+            self.model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=kind).to(device).eval()
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"rewards.model={path}: no reward model that transformers opens ({reason})") from None
+        if self.model.config.num_labels != 1 or not hasattr(self.model, "score"):
+            raise InputError(
+                f"rewards.model={path}: gives {self.model.config.num_labels} scores, and a reward is one: use a model "
+                "that was trained as a reward model"
+            )
+        if self.tokenizer.chat_template is None:
+            raise InputError(f"rewards.model={path}: its tokenizer has no chat template to write a chat with: add one")
+
+    def __call__(self, completions: Sequence[str], examples: Sequence[dict[str, Any]], **_: Any) -> list[float]:
+        """The score of each completion. Longer chats than the model's context are an error of their own.
+
+        Args:
+            completions: texts of completions.
+            examples: the records of their prompts.
+        """
+        chats = [judged_chat(*pair) for pair in zip(completions, examples, strict=True)]
+        rows = [self.tokenizer.apply_chat_template(chat, return_dict=False) for chat in chats]
+        order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+        scores = [0.0] * len(rows)
+        while order:
+            longest = len(rows[order[-1]])
+            taken = [order.pop() for _ in range(min(len(order), max(1, BATCH_TOKENS // max(longest, 1))))]
+            for number, score in zip(taken, self._score([rows[number] for number in taken]), strict=True):
+                scores[number] = score
+        return scores
+
+    def _score(self, rows: Sequence[list[int]]) -> list[float]:
+        """The score after the last token of each row. Which token that is, is known here: transformers would look for
+        the last one that is no padding, and rows may end with the token that pads."""
+        import torch
+
+        longest, device = max(map(len, rows)), self.model.device
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros(len(rows), longest, dtype=torch.long)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = 1
+        with torch.inference_mode():
+            hidden = self.model.base_model(input_ids=ids.to(device), attention_mask=mask.to(device)).last_hidden_state
+            ends = mask.sum(1).to(device) - 1
+            scores: list[float] = self.model.score(hidden[torch.arange(len(rows)), ends])[:, 0].float().tolist()
+        return scores
+
+
+async def served_reward_model(completion: str, example: dict[str, Any], url: str, name: str, path: str) -> float:
+    """The score of a completion by a reward model behind `vllm serve MODEL --runner pooling`.
+
+    The chat is tokenised here, for vLLM gives templates another form of messages than transformers does.
+
+    Args:
+        completion: the completion's text.
+        example: the record of its prompt.
+        url: the server's address, such as http://host:8000.
+        name: the model's name there.
+        path: the folder or hub id of the model's tokenizer.
+    """
+    ids = _tokenizer(path).apply_chat_template(judged_chat(completion, example), return_dict=False)
+    body = {"model": name, "input": [ids], "use_activation": False}
+    return await asyncio.to_thread(_asked, f"{url.rstrip('/')}/classify", body)
+
+
+@functools.cache
+def _tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _asked(url: str, body: dict[str, Any]) -> float:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        (probs,) = (found["probs"] for found in json.load(answer)["data"])
+    if len(probs) != 1:
+        raise ConnectionError(f"{url} gives {len(probs)} scores for {body['model']}, and a reward is one")
+    return float(probs[0])
