@@ -48,10 +48,17 @@ GROUPS = {
         "sft_loss",
         "dft_loss",
         "dpo_loss",
+        "kto_loss",
         "grpo_loss",
+        "reward_loss",
+        "value_loss",
+        "distill_loss",
         "token_loss",
     ),
-    "Whole runs": (*("load_config", "train", "SFTConfig", "DPOConfig", "GRPOConfig", "RunConfig", "RolloutRunConfig"),),
+    "Whole runs": (
+        *("load_config", "train", "SFTConfig", "DPOConfig", "KTOConfig", "RewardModelConfig", "DistillConfig"),
+        *("GRPOConfig", "PPOConfig", "RunConfig", "RolloutRunConfig", "FurtherModel"),
+    ),
     "Programs of your own": ("run_program", "Policy", "Batch", "Fleet", "Rollouts", "Run", "Goal"),
     "Looking at data": ("first_examples", "ShownExample"),
     "Configs of a model": (
@@ -61,7 +68,8 @@ GROUPS = {
     "Configs of training": (
         *("OffloadConfig", "OptimizerConfig", "MuonConfig", "ParameterGroupConfig"),
         *("DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig", "RejectConfig"),
-        "SFTLossConfig",
+        *("SFTLossConfig", "KTOLossConfig", "RewardLossConfig", "CriticConfig", "GAEConfig"),
+        *("TeacherConfig", "DistillLossConfig", "OnPolicyDistillationConfig"),
     ),
     "Errors": ("InputError", "MicrobatchError"),
 }

@@ -26,8 +26,10 @@ from automodel_rl.config.losses import (
     CorrectionConfig,
     DPOLossConfig,
     KLConfig,
+    KTOLossConfig,
     PolicyLossConfig,
     RejectConfig,
+    RewardLossConfig,
     SFTLossConfig,
 )
 from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig, OffloadConfig
@@ -50,6 +52,7 @@ __all__ = [
     "EncoderComponent",
     "FilterConfig",
     "KLConfig",
+    "KTOLossConfig",
     "Key",
     "LanguageComponent",
     "LaunchConfig",
@@ -71,6 +74,7 @@ __all__ = [
     "RayConfig",
     "RejectConfig",
     "RewardConfig",
+    "RewardLossConfig",
     "RolloutConfig",
     "RolloutRunConfig",
     "RunConfig",

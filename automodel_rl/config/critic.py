@@ -62,7 +62,7 @@ class CriticConfig(Section):
     """Number of first steps in which only the critic is trained."""
 
     between: Between = "device"
-    """Where its weights and moments are while it does not compute. host: in host memory, so that critic and policy have
+    """Place of its weights and moments while it does not compute. host: in host memory, so that critic and policy have
     the device's memory in turns."""
 
     def further_model(self, policy: ModelConfig) -> FurtherModel:

@@ -18,6 +18,10 @@ class FurtherModel:
         key: the section of the config that asks for it, for error messages.
         is_trained: whether the run trains it, too.
         between: where its weights are while it does not compute.
+
+    Example:
+        >>> FurtherModel(ModelConfig(path="Qwen/Qwen3-8B"), "teachers.large").is_trained
+        False
     """
 
     model: ModelConfig
@@ -48,7 +52,7 @@ class TeacherConfig(Section):
     """Its attention kernel, as model.attention."""
 
     between: Between = "device"
-    """Where its weights are while it does not compute. host: in host memory, so that teacher and student have the
+    """Place of its weights while it does not compute. host: in host memory, so that teacher and student have the
     device's memory in turns; they are copied to the device and back in each step."""
 
     def further_model(self, key: str, student: ModelConfig) -> FurtherModel:

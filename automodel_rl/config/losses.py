@@ -398,8 +398,8 @@ class AdvantageConfig(Section):
     deviation, so that a reward of a small scale counts as much as its weight says (arXiv:2601.05242)."""
 
     leave_one_out: bool = False
-    """With grpo and gdpo: the mean and the standard deviation are those of the group's other completions, and where
-    these do not differ the deviation divides nothing."""
+    """Take the mean and the standard deviation of the group's other completions, with grpo and gdpo. Where these do not
+    differ, the deviation divides nothing."""
 
     whiten: Literal["no", "tokens"] = "no"
     """tokens: subtract the mean from advantages and divide by their standard deviation, over all trained tokens of the

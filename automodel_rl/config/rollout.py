@@ -149,10 +149,10 @@ class RewardConfig(Section):
     """A built-in reward: exact_match, last_number, math, format, length; reward_model, a trained one in a process of
     its own (options path, device and dtype), for which {model: PATH} is short; served_reward_model, one behind vLLM
     (options url, name and path); or environment, which is the sum of an environment's rewards, or the reward that an
-    agent returns. In conversations of several turns the others get the last turn, and the whole conversation as example["messages"]. Or the import path `package.module:function`
-    of your own, called as function(completion: str, example: dict) -> float. An async function has many calls at once.
-    A function whose first parameter is called completions gets lists, and returns a list. In place of a number it may
-    return a number and a dict of metrics."""
+    agent returns. In conversations of several turns the others get the last turn, and the whole conversation as
+    example["messages"]. Or the import path `package.module:function` of your own, called as function(completion: str,
+    example: dict) -> float. An async function has many calls at once. A function whose first parameter is called
+    completions gets lists, and returns a list. In place of a number it may return a number and a dict of metrics."""
 
     weight: float = 1.0
     """Weight of this reward. A completion's reward is the weighted sum of all."""

@@ -17,6 +17,7 @@ from automodel_rl.losses.policy_gradient import grpo_loss
 from automodel_rl.losses.reward import reward_loss
 from automodel_rl.losses.sft import dft_loss, sft_loss
 from automodel_rl.losses.token_losses import TOKEN_LOSSES, token_loss
+from automodel_rl.losses.value import value_loss
 
 __all__ = [
     "TOKEN_LOSSES",
@@ -36,4 +37,5 @@ __all__ = [
     "reward_loss",
     "sft_loss",
     "token_loss",
+    "value_loss",
 ]

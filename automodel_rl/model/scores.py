@@ -21,10 +21,10 @@ def token_scores(hidden: Tensor, head: Head) -> Tensor:
     Returns:
         [T, L], float64 for float64 hidden states, else float32; equal on all tp ranks.
     """
-    return _Scores.apply(hidden, head.weight, head)
+    return _LinearHead.apply(hidden, head.weight, head)
 
 
-class _Scores(torch.autograd.Function):
+class _LinearHead(torch.autograd.Function):
     """A product whose gradient of the weight goes where the head says."""
 
     @staticmethod

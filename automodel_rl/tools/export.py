@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.checkpoint.folder import CONFIG, TEMPLATE, TENSORS, check_files, read_marker
 from automodel_rl.checkpoint.state import BUFFER, WEIGHT
@@ -88,12 +88,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     if adapters == "per-expert":
         _check_single(weights)
     alone = model.lora if adapters != "merged" else None  # adapters that stay ones
-    variables = config.data.chat_template_kwargs
-    if is_classifier(whole_config):
-        padding = padding_of(whole_config, tokenizer, variables)
-        tokenizer, whole_config.pad_token_id, ends = padding.tokenizer, padding.token, NewEnds((), padding.note)
-    else:
-        ends = new_ends(files.folder, whole_config, tokenizer, variables, adapters=alone is not None)
+    tokenizer, ends = _with_ends(files.folder, whole_config, tokenizer, config, adapters=alone is not None)
 
     def write(folder: Path) -> dict[str, StoredFile]:
         if alone is not None:
@@ -110,6 +105,18 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         return written
 
     _publish(out, write, f"the model after step {marker.step}{HOW.get(adapters, '')}", ends.note)
+
+
+def _with_ends(
+    folder: Path, whole: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, config: RunConfig, *, adapters: bool
+) -> tuple[PreTrainedTokenizerBase, NewEnds]:
+    """The tokenizer to save, and the ends of what was trained. The config of a classifier gets its padding."""
+    variables = config.data.chat_template_kwargs
+    if not is_classifier(whole):
+        return tokenizer, new_ends(folder, whole, tokenizer, variables, adapters=adapters)
+    padding = padding_of(whole, tokenizer, variables)
+    whole.pad_token_id = whole.pad_token_id if padding.token is None else padding.token
+    return padding.tokenizer, NewEnds((), padding.note)
 
 
 def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[str] = ()) -> Checkpoint:

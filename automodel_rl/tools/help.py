@@ -53,7 +53,11 @@ def _training(brief: str) -> Command:
 COMMANDS: dict[str, Command] = {
     "sft": _training("supervised fine-tuning on chats and texts"),
     "dpo": _training("preference training on pairs of a chosen and a rejected completion"),
-    "grpo": _training("reinforcement learning on prompts with rewards"),
+    "kto": _training("preference training on completions that are each called good or bad"),
+    "reward": _training("a reward model from pairs of a chosen and a rejected completion"),
+    "distill": _training("distillation of larger models into a student, on chats"),
+    "grpo": _training("reinforcement learning on prompts with rewards, or with teachers that judge each token"),
+    "ppo": _training("reinforcement learning on prompts with rewards and a critic"),
     "run": Command(
         "LOOP.py --config CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] "
         "[--dotted.key value ...]",
@@ -69,7 +73,7 @@ COMMANDS: dict[str, Command] = {
         "prints. It needs automodel-rl[serve]. Ctrl-C saves all runs.",
     ),
     "init": Command(
-        "sft|dpo|grpo MODEL DATA [--out my.yaml] [--gpus N] [--device H200]",
+        "sft|dpo|kto|reward|grpo|ppo MODEL DATA [--out my.yaml] [--gpus N] [--device H200]",
         "writes a commented config for a model and a data file",
         "It looks at the data's columns and lengths, the model's chat template, and the GPUs of this machine or those "
         "that you name. The config is checked before it is written.",

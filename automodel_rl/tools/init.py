@@ -12,10 +12,11 @@ import yaml
 
 from automodel_rl.config import ALGORITHMS, ModelConfig, RunConfig, SourceConfig
 from automodel_rl.config.load import check_config
+from automodel_rl.config.run import Records
 from automodel_rl.data.chat import check_chats, open_chat_tokenizer
 from automodel_rl.data.checks import check_data
 from automodel_rl.data.columns import MISSING, look_up
-from automodel_rl.data.records import Text, chats_of, read_chat, read_pair, read_prompt
+from automodel_rl.data.records import READERS, Text, chats_of
 from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.fit import GIB, fit_to_device
@@ -29,12 +30,20 @@ MOST_LOOKED_AT = 200
 LEAST_ON_CPU = 2048
 """Fewest tokens of a microbatch on a CPU."""
 
-READERS = {"sft": read_chat, "dpo": read_pair, "grpo": read_prompt}
+READS: dict[str, Records] = {
+    "sft": "chats",
+    "dpo": "pairs",
+    "kto": "judged",
+    "reward": "pairs",
+    "grpo": "prompts",
+    "ppo": "prompts",
+}
+"""What a record of the data holds, by algorithm."""
 
 Columns = dict[str, str | list[str]]
 
-COLUMNS: dict[str, list[Columns]] = {
-    "sft": [
+COLUMNS: dict[Records, list[Columns]] = {
+    "chats": [
         {"messages": "messages"},
         {"prompt": "prompt", "completion": "completion"},
         {"prompt": ["instruction", "input"], "completion": "output"},
@@ -47,14 +56,18 @@ COLUMNS: dict[str, list[Columns]] = {
         {"text": "text"},
         {"text": "content"},
     ],
-    "dpo": [{"chosen": "chosen", "rejected": "rejected"}, {"chosen": "preferred", "rejected": "dispreferred"}],
-    "grpo": [{"prompt": name} for name in ("prompt", "question", "problem", "query", "instruction", "messages")],
+    "judged": [
+        {"prompt": "prompt", "completion": "completion", "label": "label"},
+        {"messages": "messages", "label": "label"},
+    ],
+    "pairs": [{"chosen": "chosen", "rejected": "rejected"}, {"chosen": "preferred", "rejected": "dispreferred"}],
+    "prompts": [{"prompt": name} for name in ("prompt", "question", "problem", "query", "instruction", "messages")],
 }
 """Columns to look for, the best first."""
 
 ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "final_answer")
 
-LEARNING_RATES = {"sft": 1e-5, "dpo": 1e-6, "grpo": 1e-6}
+LEARNING_RATES = {"sft": 1e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-5, "grpo": 1e-6, "ppo": 1e-6}
 """Learning rates of all weights of a model as wide as `WIDTH`."""
 
 OF_ADAPTERS = 10
@@ -69,7 +82,7 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     """Writes a config.
 
     Args:
-        algorithm: sft, dpo or grpo.
+        algorithm: one of `READS`.
         model: the model's folder or hub id.
         data: the data file or dataset.
         out: the config file, which must not exist.
@@ -78,6 +91,10 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     Raises:
         InputError: the model or the data cannot be read, or the file exists.
     """
+    if algorithm not in READS:
+        raise InputError(
+            f"init writes no config for {algorithm}, only for {', '.join(READS)}: write it by hand, from one for sft"
+        )
     if os.path.lexists(out):
         raise InputError(f"{out}: exists already: give another file in --out")
     check_place(out.parent, f"--out {out}")
@@ -93,13 +110,13 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
         "optimizer": {"lr": 1.0, "warmup_ratio": 0.03},
         "checkpoint": {"every_steps": 100},
     }
-    if algorithm == "grpo":
+    if READS[algorithm] == "prompts":
         has_answer = "answer" in columns or look_up(opened[0], "answer") is not MISSING
         values |= {"rewards": [{"function": "math"}]} if has_answer else {"rewards": [{"function": "my_rewards:score"}]}
         values |= {"rollout": {"prompts": min(32, len(opened)), "group_size": 8}, "length": {"steps": 200}}
         values["batch"] = {"microbatch_tokens": "auto"}
     else:
-        size = {"sft": "sequences", "dpo": "pairs"}[algorithm]
+        size = _size_of_batch(algorithm)
         values["batch"] = {size: max(1, min(64, len(opened) // 4))}
         values["length"] = {"epochs": 3 if len(opened) < 5000 else 1}
     lengths = _add_lengths(algorithm, values, opened_model)
@@ -117,11 +134,16 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     print(f"next: automodel-rl plan {out}; automodel-rl {algorithm} {out}")
 
 
+def _size_of_batch(algorithm: str) -> str:
+    """The key of `batch` that says how many examples a step has."""
+    return "pairs" if READS[algorithm] == "pairs" else "sequences"
+
+
 def peak_learning_rate(algorithm: str, width: int, has_adapters: bool) -> float:
     """The learning rate to begin with, to one digit.
 
     Args:
-        algorithm: sft, dpo or grpo.
+        algorithm: one of `READS`.
         width: the model's hidden size.
         has_adapters: whether adapters are trained, not all weights.
     """
@@ -135,19 +157,20 @@ def guess_columns(algorithm: str, record: dict[str, Any], where: str) -> dict[st
     Raises:
         InputError: no column looks like what the algorithm needs.
     """
+    reads = READS[algorithm]
     own: list[Columns] = [
-        {"prompt" if algorithm == "grpo" else "messages": name}
+        {"prompt" if reads == "prompts" else "messages": name}
         for name, value in record.items()
-        if _are_messages(value) and algorithm != "dpo"
+        if _are_messages(value) and reads in ("chats", "prompts")
     ]
     own.sort(key=lambda columns: columns.get("messages") != "messages")
-    known = [*own, *COLUMNS[algorithm]] if algorithm == "sft" else [*COLUMNS[algorithm], *own]
+    known = [*own, *COLUMNS[reads]] if reads == "chats" else [*COLUMNS[reads], *own]
     for columns in known:
         names = itertools.chain.from_iterable([n] if isinstance(n, str) else n for n in columns.values())
         if all(look_up(record, name) not in (MISSING, None) for name in names):
             found: dict[str, Any] = {column: name for column, name in columns.items() if column != name}
             answer = next((name for name in ANSWERS if look_up(record, name) is not MISSING), None)
-            if algorithm == "grpo" and answer not in (None, "answer"):
+            if reads == "prompts" and answer not in (None, "answer"):
                 found["answer"] = answer
             return found
     raise InputError(
@@ -180,11 +203,13 @@ def _add_lengths(algorithm: str, values: dict[str, Any], model: OpenedModel) -> 
     """Adds what depends on the lengths of the data to a config."""
     records = _lengths_of_records(algorithm, values, model)
     longest, limit = max(itertools.chain.from_iterable(records)), model.description.context or 32_768
-    if algorithm != "grpo":
+    if READS[algorithm] != "prompts":
         needed = max(sum(min(length, limit) for length in record) for record in records)
         too_long = sum(max(record) > limit for record in records)
-        remedy = f"are longer than the model's context of {limit:,} tokens and are cut; data.overlong: drop leaves out"
-        said = f"the longest {'completion with its prompt' if algorithm == 'dpo' else 'one'} of some {longest:,} tokens"
+        cut = "left out" if algorithm == "reward" else "cut; data.overlong: drop leaves out"
+        remedy = f"are longer than the model's context of {limit:,} tokens and are {cut}"
+        what = "completion with its prompt" if READS[algorithm] == "pairs" else "one"
+        said = f"the longest {what} of some {longest:,} tokens"
         return Lengths(needed, said, _of_records(too_long, len(records), remedy))
     prompt = _rounded(longest, limit // 2)
     completion = min(1024, limit - prompt)
@@ -201,18 +226,18 @@ def _of_records(count: int, seen: int, remedy: str) -> tuple[str, ...]:
 
 
 def _lengths_of_records(algorithm: str, values: dict[str, Any], model: OpenedModel) -> list[list[int]]:
-    """The tokens of each sequence of the first records; of grpo's those of the prompts."""
+    """The tokens of each sequence of the first records; those of prompts where completions are written."""
     trial = {**values, "length": {"steps": 1}}
-    if algorithm == "grpo":
+    if READS[algorithm] == "prompts":
         trial["rollout"] = {**values["rollout"], "max_prompt_tokens": 1, "max_new_tokens": 1}
     config = check_config(ALGORITHMS[algorithm], trial)
     (source,) = config.data.train
     chat, opened = open_chat_tokenizer(config, model), open_source(source)
-    write = chat.opening if algorithm == "grpo" else chat
+    write = chat.opening if READS[algorithm] == "prompts" else chat
     records = []
     for number in range(min(MOST_LOOKED_AT, len(opened))):
         where = opened.where(number)
-        held = READERS[algorithm](opened[number], source, where)
+        held = READERS[READS[algorithm]](opened[number], source, where)
         if isinstance(held, Text):
             records.append([len(chat.text_sequence(held.text))])
         else:
@@ -235,8 +260,8 @@ def _add_layout(
         values["batch"]["microbatch_tokens"] = max(LEAST_ON_CPU, needed)
         return ["no GPU here: one rank on the CPU, in float32; --gpus and --device plan for another machine"]
     count = count or torch.cuda.device_count() or 1
-    examples = {"sft": "sequences", "dpo": "pairs"}.get(values["algorithm"])
-    if examples is not None:
+    if READS[values["algorithm"]] != "prompts":
+        examples = _size_of_batch(values["algorithm"])
         values["batch"][examples] = max(values["batch"][examples], count)
     if name is None and torch.cuda.is_available():
         device, memory = torch.cuda.get_device_name(), float(torch.cuda.get_device_properties(0).total_memory)

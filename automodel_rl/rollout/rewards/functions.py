@@ -6,7 +6,7 @@ from typing import Any
 
 from automodel_rl.errors import InputError
 from automodel_rl.import_path import import_function
-from automodel_rl.rollout.rewards.reward_model import RewardModel, served_reward_model
+from automodel_rl.rollout.rewards.reward_model import open_reward_model, served_reward_model
 
 Example = Mapping[str, Any]
 RewardFn = Callable[..., Any]
@@ -47,8 +47,8 @@ def length(completion: str, example: Example, longest: int) -> float:
 def reward_model(
     completions: Sequence[str], examples: Sequence[Example], path: str, device: str = "cpu", dtype: str = "auto"
 ) -> list[float]:
-    """The scores of a trained reward model. Its process opens the model once, and calls that (`opened`)."""
-    raise NotImplementedError("a reward model is opened first")
+    """The scores of a trained reward model, which its process opens once."""
+    return open_reward_model(path, device, dtype)([*completions], [*examples])
 
 
 def environment(completion: str, example: Example) -> float:
@@ -83,6 +83,9 @@ ANSWERS: dict[str, Callable[[str], Any]] = {
 }
 """Functions that give the answer of a completion, for a vote over several, by the names of built-in rewards."""
 
+OPENED: dict[str, Callable[..., object]] = {"reward_model": open_reward_model}
+"""What the process of a built-in reward does before its first call, with the reward's options."""
+
 ANSWER = "answer"
 """Name of the metric that is a text: the completion's answer."""
 
@@ -94,20 +97,6 @@ def find_reward(name: str) -> RewardFn:
     if ":" not in name:
         raise InputError(f"rewards.function={name}: use one of {', '.join(BUILT_IN)}, or package.module:function")
     return import_function("rewards.function", name)
-
-
-def opened(name: str, function: RewardFn, options: Mapping[str, Any]) -> RewardFn:
-    """What a reward's process calls: the function, or the model that it stands for.
-
-    Args:
-        name: the function's name in the config.
-        function: the function.
-        options: its options.
-
-    Raises:
-        InputError: the model cannot be opened.
-    """
-    return RewardModel(**options) if function is reward_model else function
 
 
 def _last_number(text: str) -> float | None:

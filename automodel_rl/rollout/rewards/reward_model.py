@@ -8,7 +8,7 @@ import asyncio
 import functools
 import json
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from automodel_rl.errors import InputError
@@ -23,7 +23,7 @@ BATCH_TOKENS = 8192
 """Most tokens of the rows that the model reads at once, padded."""
 
 
-def judged_chat(completion: str, example: dict[str, Any]) -> list[dict[str, Any]]:
+def judged_chat(completion: str, example: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages that a reward model judges.
 
     Args:
@@ -59,7 +59,7 @@ class RewardModel:
         except (OSError, ValueError, RuntimeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"rewards.model={path}: no reward model that transformers opens ({reason})") from None
-        if self.model.config.num_labels != 1 or not hasattr(self.model, "score"):
+        if self.model.config.num_labels != 1 or "score" not in dict(self.model.named_children()):
             raise InputError(
                 f"rewards.model={path}: gives {self.model.config.num_labels} scores, and a reward is one: use a model "
                 "that was trained as a reward model"
@@ -67,8 +67,8 @@ class RewardModel:
         if self.tokenizer.chat_template is None:
             raise InputError(f"rewards.model={path}: its tokenizer has no chat template to write a chat with: add one")
 
-    def __call__(self, completions: Sequence[str], examples: Sequence[dict[str, Any]], **_: Any) -> list[float]:
-        """The score of each completion. Longer chats than the model's context are an error of their own.
+    def __call__(self, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]) -> list[float]:
+        """The score of each completion.
 
         Args:
             completions: texts of completions.
@@ -103,7 +103,13 @@ class RewardModel:
         return scores
 
 
-async def served_reward_model(completion: str, example: dict[str, Any], url: str, name: str, path: str) -> float:
+@functools.cache
+def open_reward_model(path: str, device: str = "cpu", dtype: str = "auto") -> RewardModel:
+    """A reward model, opened once in a process. The arguments are those of `RewardModel`."""
+    return RewardModel(path, device, dtype)
+
+
+async def served_reward_model(completion: str, example: Mapping[str, Any], url: str, name: str, path: str) -> float:
     """The score of a completion by a reward model behind `vllm serve MODEL --runner pooling`.
 
     The chat is tokenised here, for vLLM gives templates another form of messages than transformers does.

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.rewards.functions import ANSWER, ANSWERS, find_reward, opened
+from automodel_rl.rollout.rewards.functions import ANSWER, ANSWERS, OPENED, find_reward
 from automodel_rl.rollout.rewards.options import check_options
 
 PR_SET_PDEATHSIG = 1
@@ -61,11 +61,13 @@ def main() -> None:
         options, time_limit = connection.recv()
         function = find_reward(name)
         check_options(name, function, options)
-        kind = kind_of(function)
-        function = opened(name, _with_answer(name, function), options)
+        if name in OPENED:
+            OPENED[name](**options)
+        function = _with_answer(name, function)
     except InputError as error:
         connection.send((None, str(error)))
         return
+    kind = kind_of(function)
     connection.send((kind, ""))
     if kind == ASYNC:
         asyncio.run(_serve_together(connection, function, options, time_limit))
