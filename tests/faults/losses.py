@@ -46,7 +46,7 @@ FAULTS: dict[str, Fault] = {
         f"{LOSSES}::test_k3_is_exact_where_policy_and_reference_are_close",
     ),
     "pairs of any neighbours": Fault(
-        lambda: patch("losses.dpo._check_pairs", return_value=None),
+        lambda: patch("losses.dpo.check_pairs", return_value=None),
         f"{LOSSES}::test_rows_whose_neighbours_are_no_pairs_are_refused",
     ),
     "chosen and rejected turned": Fault(_pairs_turned, f"{LOSSES}::test_dpo_equals_the_padded_formula"),

@@ -177,7 +177,7 @@ def test_a_missing_file_is_named() -> None:
 @pytest.mark.parametrize(
     ("values", "overrides", "message"),
     [
-        ({"algorithm": ["sft"]}, [], "algorithm: \\['sft'\\] is not one of sft, dpo, grpo"),
+        ({"algorithm": ["sft"]}, [], "algorithm: \\['sft'\\] is not one of sft, dpo, kto"),
         ({}, ["--output", "2024-13-45"], "--output: '2024-13-45' is not a YAML value; quote it"),
         ([1, 2], [], "a config is a mapping of keys to values, this is list"),
     ],
@@ -299,8 +299,8 @@ def test_what_an_earlier_version_did_not_write_is_not_taken_for_its_own(
 
 def test_an_algorithm_that_there_is_not_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(MINIMAL)
-    with pytest.raises(InputError, match="'ppo' is not one of sft, dpo, grpo"):
-        load_config(tmp_path / "c.yaml", (), "ppo")
+    with pytest.raises(InputError, match="'reinforce' is not one of sft, dpo, kto"):
+        load_config(tmp_path / "c.yaml", (), "reinforce")
 
 
 def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def rollouts_of(crew: LocalCrew, *, replay: bool = False, on_missing: str = "liv
 
 
 def prompts(count: int) -> Any:
-    return [SimpleNamespace(token_ids=[1], example={}, number=number, media=()) for number in range(count)]
+    return [SimpleNamespace(token_ids=[1], example={}, messages=(), number=number, media=()) for number in range(count)]
 
 
 @pytest.fixture

@@ -15,12 +15,16 @@ RUN: dict[str, Any] = {"output": "never", "data.train": [{"path": "none.jsonl"}]
 RUNS: dict[str, dict[str, Any]] = {
     "sft": {"batch": {"sequences": 16, "microbatch_tokens": 64}},
     "dpo": {"batch": {"pairs": 16, "microbatch_tokens": 64}},
+    "kto": {"batch": {"sequences": 16, "microbatch_tokens": 64}},
+    "reward": {"batch": {"pairs": 16, "microbatch_tokens": 64}},
+    "distill": {"batch": {"sequences": 16, "microbatch_tokens": 64}, "teachers": {"large": {"path": "m"}}},
     "grpo": {
         "batch.microbatch_tokens": 64,
         "rollout": {"prompts": 8, "group_size": 4, "max_prompt_tokens": 8, "max_new_tokens": 8},
         "rewards": [{"function": "math"}],
     },
 }
+RUNS["ppo"] = RUNS["grpo"]
 """The least that a config of each algorithm says."""
 
 

@@ -84,6 +84,11 @@ EXAMPLES = (
         {**MIXTURE, "description.has_windows": True},
     ),
     Breach(
+        "model.num_labels=1 with model.implementation=nemo_automodel: it takes the place of the head",
+        NEMO_CLASSES,
+        {"algorithm": "reward"},
+    ),
+    Breach(
         "model.dtype=float64 with model.implementation=nemo_automodel: its classes keep rotary embeddings in float32",
         {"model.dtype": "float64"},
         NEMO_CLASSES,

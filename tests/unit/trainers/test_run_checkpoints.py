@@ -7,6 +7,7 @@ import pytest
 
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.policy import jobs
+from automodel_rl.trainers.further_checkpoints import FurtherCheckpoints
 from automodel_rl.trainers.run_checkpoints import RunCheckpoints, _Checkpoint
 from tests.unit.observe.test_observe import make_config
 
@@ -17,6 +18,7 @@ def checkpoints_of(folder: Path, higher_is_better: bool, **settings: Any) -> Run
     checkpoints = object.__new__(RunCheckpoints)
     checkpoints.config, checkpoints.directory = config.checkpoint, RunDirectory(config, str(folder), resume="never")
     checkpoints.sign, checkpoints.best = 1 if higher_is_better else -1, None
+    checkpoints.further = FurtherCheckpoints({}, checkpoints.directory.checkpoints, {})
     checkpoints._export = checkpoints._written = checkpoints._warning = checkpoints._after = None
     return checkpoints
 
