@@ -1,5 +1,7 @@
 """Decides what the config leaves open of a step's memory, before the model is loaded."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
@@ -7,6 +9,7 @@ from automodel_rl.config import AnyRun, RunConfig
 from automodel_rl.config.keys import as_yaml
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.fit import GIB, Fit, fit_to_device
+from automodel_rl.estimate.further_models import bytes_beside
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.process_group import join_process_group
 
@@ -22,13 +25,16 @@ ON_CPU = 8192
 """Capacity of microbatches on a CPU, where larger ones are no faster."""
 
 
-def with_memory_decided(config: AnyRun, model: OpenedModel) -> tuple[AnyRun, str]:
+def with_memory_decided(
+    config: AnyRun, model: OpenedModel, further: Mapping[str, OpenedModel] | None = None
+) -> tuple[AnyRun, str]:
     """The config with every `auto` of a step's memory decided, and a line about it; empty if nothing was open. A
     collective.
 
     Args:
         config: the run's config.
         model: its checkpoint.
+        further: the checkpoints of the models beside it, by name.
 
     Raises:
         InputError: no microbatch fits, or none with the longest completion.
@@ -42,7 +48,8 @@ def with_memory_decided(config: AnyRun, model: OpenedModel) -> tuple[AnyRun, str
     own = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
     dist.all_reduce(own, op=dist.ReduceOp.MIN)
     described = config.model_copy(update={"model": model.model})
-    fit = fit_to_device(described, model.whole, own.item())
+    beside = bytes_beside(config, {name: opened.whole for name, opened in (further or {}).items()})
+    fit = fit_to_device(described, model.whole, own.item(), beside)
     if not fit.fits and config.batch.microbatch_tokens == "auto":
         raise InputError(
             f"batch.microbatch_tokens=auto: by the plan, microbatches of {fit.num_tokens} tokens fit into the "

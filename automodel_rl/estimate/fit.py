@@ -82,7 +82,7 @@ class Fit:
         return config.model_copy(update=decided)
 
 
-def fit_to_device(config: RunConfig, whole: PretrainedConfig, device_bytes: float) -> Fit:
+def fit_to_device(config: RunConfig, whole: PretrainedConfig, device_bytes: float, beside: int = 0) -> Fit:
     """Decides `parallel.fsdp`, `memory.activation_checkpointing`, `memory.offload_optimizer` and
     `batch.microbatch_tokens`, where they are `auto`.
 
@@ -93,11 +93,12 @@ def fit_to_device(config: RunConfig, whole: PretrainedConfig, device_bytes: floa
         config: the run's config.
         whole: the Hugging Face config of the whole model.
         device_bytes: memory of the device.
+        beside: bytes that models beside this one take (estimate/further_models.py).
     """
     model = MemoryModel(language_config(whole), config.model, STEP, config.optimizer)
     tries: list[Fit] = []
     for parallel, memory in _ways(config, whole):
-        tries.append(_try(config, model, device_bytes, parallel, memory))
+        tries.append(_try(config, model, device_bytes, beside, parallel, memory))
         is_enough = config.batch.microbatch_tokens != "auto" or tries[-1].num_tokens >= ENOUGH_TOKENS
         if tries[-1].fits and is_enough:
             return tries[-1]
@@ -131,16 +132,20 @@ def _ways(config: RunConfig, whole: PretrainedConfig) -> Iterator[tuple[Parallel
 
 
 def _try(
-    config: RunConfig, model: MemoryModel, device_bytes: float, parallel: ParallelConfig, memory: MemoryConfig
+    config: RunConfig,
+    model: MemoryModel,
+    device_bytes: float,
+    beside: int,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
 ) -> Fit:
     """A way with the capacity that the config gives, or the largest one that fits."""
     given = config.batch.microbatch_tokens
     longest = config.longest_sequence
     step = model.plan(parallel, memory, parallel.pp)
     weights = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
-    room = (
-        USED * device_bytes - rollout_phases(config, model.config, weights, step.ranks[0], device_bytes).beside_training
-    )
+    phases = rollout_phases(config, model.config, weights, step.ranks[0], device_bytes)
+    room = USED * device_bytes - phases.beside_training - beside
     num_tokens = largest_microbatch(model, parallel, memory, room) if given == "auto" else given
     if parallel.pp > 1 and given == "auto":
         num_tokens = min(num_tokens, max(MOST_IN_A_PIPELINE, -(-longest // STEP) * STEP))

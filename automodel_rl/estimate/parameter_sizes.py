@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, Pretrai
 
 from automodel_rl.compat.modules import text_model
 from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import FAMILIES, language_config, language_family, multimodal_family
 from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.lora.add import add_adapters
@@ -58,9 +59,13 @@ class ParameterSize:
 
 
 def causal_model(config: PretrainedConfig, **options: Any) -> Any:
-    """A causal language model, even if transformers has it only as a part of another model."""
+    """A causal language model, even if transformers has it only as a part of another model; with its linear head if the
+    config is a sequence classifier's."""
     if config.model_type in TEXT_FAMILIES:
-        return AutoModelForCausalLM.from_config(config, **options)
+        model = AutoModelForCausalLM.from_config(config, **options)
+        if is_classifier(config):
+            model.lm_head = nn.Linear(config.hidden_size, config.num_labels, bias=False, dtype=options["dtype"])
+        return model
     options.pop("experts_implementation", None)
     part: Any = nn.Module()
     part.config, part.model = config, text_model(config, **options)

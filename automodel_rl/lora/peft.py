@@ -68,6 +68,7 @@ class AdapterFolder:
             self.base_revision: str = values.get("revision") or "main"
             self._target_parameters: list[str] = values.get("target_parameters") or []
             self._rank: int = values["r"]
+            self._is_of_classifier = values.get("task_type") == OF_CLASSIFIER
             if self._rank < 1:
                 raise ValueError(f"r={self._rank}")
             targets = values.get("target_modules") or []
@@ -93,6 +94,12 @@ class AdapterFolder:
             return from_peft(named, self._rank, self._target_parameters)
         except (OSError, SafetensorError) as error:
             raise InputError(f"{self.folder / WEIGHTS}: damaged or not there ({error}): copy it again") from None
+
+    @property
+    def num_labels(self) -> int | None:
+        """Number of outputs of a linear head that is saved with them; None if they belong to a model with the
+        vocabulary's head."""
+        return len(self.tensors[HEAD_IN_MODEL]) if self._is_of_classifier else None
 
     def check(self, parts: Sequence[Any]) -> None:
         """Compares the tensors with a model's, by name and shape.
@@ -279,6 +286,9 @@ def _own_name(name: str) -> str:
 HEAD, HEAD_OF_CLASSIFIER = "lm_head", "score"
 """The module of a linear head in the model, and in transformers' sequence classifiers."""
 
+OF_CLASSIFIER = "SEQ_CLS"
+"""PEFT's task of adapters of a sequence classifier."""
+
 UNUSED = "classifier"
 """A module that PEFT names for every sequence classifier, whether it has one or not."""
 
@@ -302,7 +312,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin, targ
     save_file(named, folder / WEIGHTS, {"format": "pt"})
     values = {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if origin.family.is_classifier else "CAUSAL_LM",
+        "task_type": OF_CLASSIFIER if origin.family.is_classifier else "CAUSAL_LM",
         "base_model_name_or_path": origin.base,
         "r": origin.config.rank,
         "lora_alpha": origin.config.alpha,

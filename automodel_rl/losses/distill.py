@@ -42,7 +42,8 @@ def distill_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DistillL
 
     Example:
         >>> import torch
-        >>> values = {IDS: torch.tensor([[0, 0], [8, 9]]), TEACHER: torch.tensor([[0.0, 0.0], [0.5, 0.25]]).log()}
+        >>> teacher = torch.tensor([[1.0, 1.0], [0.5, 0.25]]).log()
+        >>> values = {"compared_ids": torch.tensor([[-1, -1], [8, 9]]), "teacher_logprobs": teacher}
         >>> sequence = TokenSequence(torch.tensor([5, 8]), torch.tensor([False, True]), values)
         >>> (microbatch,) = pack([sequence], capacity=8)
         >>> student = torch.tensor([[0.25, 0.25], [1.0, 1.0]]).log()  # at the place that predicts the second token

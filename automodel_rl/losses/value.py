@@ -29,7 +29,8 @@ def value_loss(outputs: TokenOutputs, microbatch: Microbatch, clip: float | None
         ValueError: there are no scores.
 
     Example:
-        >>> values = {name: torch.tensor([0.0, 0.0, number]) for name, number in ((RETURNS, 1.0), (OLD_VALUES, 0.5))}
+        >>> import torch
+        >>> values = {"returns": torch.tensor([0.0, 0.0, 1.0]), "old_values": torch.tensor([0.0, 0.0, 0.5])}
         >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, False, True]), values)
         >>> (microbatch,) = pack([sequence], capacity=8)
         >>> scores = torch.tensor([[0.0], [0.9], [0.0]])  # 0.9 before the last token, clipped to 0.7

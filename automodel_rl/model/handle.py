@@ -334,7 +334,8 @@ class ModelHandle:
         config = read_whole_config(self.source) if is_composite else self.whole_config
         config = type(config).from_dict(config.to_dict())
         config.dtype = self.dtype
-        config.pad_token_id = config.pad_token_id if pads_with is None else pads_with
+        if pads_with is not None:
+            config.pad_token_id = pads_with
         world = self.layout.world_control
         save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, world, ends)
 

@@ -38,6 +38,7 @@ class Policy:
 
     Attributes:
         total_steps: number of optimizer steps of the run; None if it has no end.
+        is_on_host: whether the weights wait in host memory, where only `on_device` brings them back from.
 
     Example:
         >>> import torch
@@ -55,6 +56,7 @@ class Policy:
         self._dealt: weakref.WeakKeyDictionary[Batch, list[Dealt]] = weakref.WeakKeyDictionary()
         self._routes_at: dict[RoutesAt, int] = {}
         self.total_steps: int | None = None
+        self.is_on_host = False
 
     def begin(
         self, optimizer: Settings | None = None, total_steps: int | None = None, not_finite: Path | None = None
@@ -250,8 +252,12 @@ class Policy:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Has the weights on the device in this block, and in host memory before and after it."""
+        """Has the weights on the device in this block. If they waited in host memory, they do so again after it."""
+        if not self.is_on_host:
+            yield
+            return
         self.crew.ask(jobs.ToDevice())
+        self.is_on_host = False
         try:
             yield
         finally:
@@ -259,9 +265,10 @@ class Policy:
                 self.to_host()
 
     def to_host(self) -> None:
-        """Moves weights and moments to host memory, so that others can use the device's. Only `on_device` computes
-        then."""
+        """Moves weights and moments to host memory, so that others can use the device's. Only in `on_device` can it
+        compute, or be saved, then."""
         self.crew.ask(jobs.ToHost())
+        self.is_on_host = True
 
     def forget_routes(self, rollouts: Collection[int]) -> None:
         """Lets go of the routes of rows that were trained on.

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -88,7 +88,8 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     if adapters == "per-expert":
         _check_single(weights)
     alone = model.lora if adapters != "merged" else None  # adapters that stay ones
-    tokenizer, ends = _with_ends(files.folder, whole_config, tokenizer, config, adapters=alone is not None)
+    variables = config.data.chat_template_kwargs
+    tokenizer, ends = _with_ends(files.folder, whole_config, tokenizer, variables, adapters=alone is not None)
 
     def write(folder: Path) -> dict[str, StoredFile]:
         if alone is not None:
@@ -108,10 +109,14 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
 
 
 def _with_ends(
-    folder: Path, whole: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, config: RunConfig, *, adapters: bool
+    folder: Path,
+    whole: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    variables: Mapping[str, Any] | None = None,
+    *,
+    adapters: bool,
 ) -> tuple[PreTrainedTokenizerBase, NewEnds]:
     """The tokenizer to save, and the ends of what was trained. The config of a classifier gets its padding."""
-    variables = config.data.chat_template_kwargs
     if not is_classifier(whole):
         return tokenizer, new_ends(folder, whole, tokenizer, variables, adapters=adapters)
     padding = padding_of(whole, tokenizer, variables)
@@ -162,13 +167,14 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
     base = given.get("model.path")
     adapters_of_base = None if base is None else str(folder)
     files = find_model(ModelConfig(path=base or str(folder), adapters=adapters_of_base, merge_adapters=True))
-    config = read_config(files.folder)
-    tokenizer = load_tokenizer(files.tokenizer_folder, language_config(config).vocab_size)
-    adapters, dtype = files.adapters, config.dtype or torch.bfloat16
+    adapters = files.adapters
     assert adapters is not None  # merge_adapters needs some
+    config = read_config(files.folder, adapters.num_labels)
+    tokenizer = load_tokenizer(files.tokenizer_folder, language_config(config).vocab_size)
+    dtype = config.dtype or torch.bfloat16
     adapters.check(empty_parts(config, dtype, ModelConfig(path=str(files.folder))))
     weights = open_weights(files, config)
-    ends = new_ends(files.folder, config, tokenizer, adapters=kind == "per-expert")
+    tokenizer, ends = _with_ends(files.folder, config, tokenizer, adapters=kind == "per-expert")
     if kind == "per-expert":
         _check_single(weights)
 

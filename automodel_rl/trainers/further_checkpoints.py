@@ -46,7 +46,8 @@ class FurtherCheckpoints:
         for name, model in self.models.items():
             folder = _beside(of_policy, name)
             folder.parent.mkdir(parents=True, exist_ok=True)
-            error: str | None = model.crew.ask(jobs.SaveCheckpoint(folder, {"step": step}, {}))[0]
+            with model.on_device():
+                error: str | None = model.crew.ask(jobs.SaveCheckpoint(folder, {"step": step}, {}))[0]
             if error is not None:
                 return error
         return None

@@ -58,7 +58,7 @@ def open_run(config: RunConfig, resume: str) -> OpenedRun:
     model.checked(config)
     chat = open_chat_tokenizer(config, model)
     further = {name: _opened_further(asked, config, chat) for name, asked in config.further_models.items()}
-    config, decided = with_memory_decided(config, model)
+    config, decided = with_memory_decided(config, model, {name: opened for name, (_, opened) in further.items()})
     if decided:
         _say_phase(decided)
     handle = ModelHandle.load(model, config.parallel, config.memory, config.components)

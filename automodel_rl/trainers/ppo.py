@@ -1,8 +1,7 @@
 """Reinforcement learning with a critic (PPO): rollouts, values, advantages, optimizer steps of both, weight sync."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -49,13 +48,11 @@ def ppo(policy: Policy, fleet: Fleet, run: Run) -> Path:
     online.begin()
     critic.begin(config.critic.optimizer, online.num_optimizer_steps, run.directory.not_finite)
     online.resume()
-    comes: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     if config.critic.between == "host":
         critic.to_host()
-        comes = critic.on_device
     for step in online.steps():
         groups, batch = online.collect(step)
-        with comes():
+        with critic.on_device():
             with step.time("values"):
                 add_advantages(batch, values_of(critic, batch), token_rewards(groups, batch, config), config)
             epochs = epochs_of(batch, groups, config, run.step)

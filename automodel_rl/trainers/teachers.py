@@ -1,6 +1,5 @@
 """Teachers: models beside the student on the same ranks, and what they say of its rows."""
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -100,8 +99,7 @@ class Teachers:
             rows = [row for row, of_row in enumerate(names) if of_row == name]
             if not rows:
                 continue
-            comes = teacher.on_device() if self.configs[name].between == "host" else contextlib.nullcontext()
-            with comes:
+            with teacher.on_device():
                 found |= zip(rows, ask(teacher, batch.rows(rows)), strict=True)
         return [found[row] for row in range(len(batch))]
 

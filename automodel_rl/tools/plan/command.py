@@ -9,6 +9,7 @@ from automodel_rl.config.keys import as_yaml
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.fit import GIB, fit_to_device
+from automodel_rl.estimate.further_models import bytes_beside
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
 from automodel_rl.estimate.rollout_phases import USABLE_IN_ROLLOUTS, RolloutPhases, rollout_phases
 from automodel_rl.hf.opened_model import OpenedModel
@@ -44,7 +45,9 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     """
     opened = OpenedModel.open(config.model)
     description, config = opened.description, opened.checked(_on_gpus(config, num_gpus))
-    config = fit_to_device(config, opened.whole, device.num_bytes).of(config)
+    further = {name: OpenedModel.open(asked.model).whole for name, asked in config.further_models.items()}
+    beside = bytes_beside(config, further)
+    config = fit_to_device(config, opened.whole, device.num_bytes, beside).of(config)
     parallel = config.parallel
     model = MemoryModel(opened.whole, config.model, config.batch.capacity, config.optimizer)
     packing = measure_packing(config, opened)
@@ -57,7 +60,7 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
     model_bytes = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
     phases = rollout_phases(config, opened.language, model_bytes, fullest, device.num_bytes)
-    capacity = USABLE * device.num_bytes - phases.beside_training
+    capacity = USABLE * device.num_bytes - phases.beside_training - beside
     rollouts_fit = phases.peak <= USABLE_IN_ROLLOUTS * device.num_bytes
     fits = peak <= capacity and rollouts_fit
     search = Search(model, description, config, packing, device, capacity)
@@ -69,6 +72,7 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
             "microbatch_tokens": config.batch.capacity,
             "world_size": config.world_size,
             "peak_bytes": peak,
+            "further_model_bytes": beside,
             "generator_bytes": phases.beside_training,
             "rollout_bytes": phases.rollout,
             "weight_sync_bytes": phases.weight_sync,
@@ -81,6 +85,8 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
         print(_tables(parallel, config.memory, step, packing, device.name, config.batch.capacity))
         if components is not None:
             print(_encoders_table(encoders, components, packing))
+        if beside:
+            print(f"models beside this one: {beside / GIB:.1f} GiB on each rank\n")
         if phases.rollout:
             print(_phases_text(phases))
         print(_speed_text(seconds, search.num_tokens))

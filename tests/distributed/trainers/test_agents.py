@@ -19,7 +19,7 @@ from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rewards.scorer import Score
 from automodel_rl.trainers import rollout_batch
-from automodel_rl.trainers.grpo import own_loss
+from automodel_rl.trainers.online import policy_loss
 from tests.distributed.policy.test_policy import use
 from tests.distributed.trainers.runs import (
     Settings,
@@ -97,7 +97,7 @@ def trained(policy: Policy, output: Path) -> dict[str, Any]:
         config, groups = config_of(normalise), groups_of()
         batch = rollout_batch.batch_of(groups, config)
         batch["advantages"] = rollout_batch.advantages_of(groups, batch, config)
-        loss, _ = policy.forward_backward(batch, own_loss(config), Readout(entropy=True))
+        loss, _ = policy.forward_backward(batch, policy_loss(config), Readout(entropy=True))
         step = policy.optimizer_step(AdamWSettings(lr=0.0))
         found[normalise] = [loss, step.grad_norm]
     policy.forward_backward(batch, own_loss(config), Readout(entropy=True))

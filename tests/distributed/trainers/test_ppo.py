@@ -56,6 +56,7 @@ def test_a_resumed_run_has_its_critic_again(ranks: RankPool, workspace: Path, tm
 def test_a_critic_warms_up_alone_and_may_wait_on_the_host(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 3})
     settings["critic"] |= {"warmup_steps": 2, "between": "host"}
+    settings["checkpoint"] = {"every_steps": 1}
     settings["gae"] = {"level": "turn", "critic_lambda": 1.0}
     ranks(1).run(train, settings)
     rows = judged(tmp_path / "run")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from automodel_rl.cli import main
@@ -102,6 +103,9 @@ def test_adapters_keep_their_head_for_peft(ranks: RankPool, workspace: Path, tmp
     merged = tmp_path / "merged"
     assert main(["export", str(tmp_path / "run" / "checkpoints" / "step_6"), str(merged), "--merge"]) == 0
     adapted = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float64)
+    assert main(["export", str(folder), str(tmp_path / "again"), "--merge"]) == 0
+    heads = [load_file(f / "model.safetensors")["score.weight"].double() for f in (merged, tmp_path / "again")]
+    torch.testing.assert_close(*heads, rtol=1e-6, atol=1e-7)
     whole = AutoModelForSequenceClassification.from_pretrained(merged, dtype=torch.float64)
     for pair in pairs_of(values(workspace, tmp_path / "x"))[:2]:
         for ids in pair:
