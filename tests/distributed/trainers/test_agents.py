@@ -100,7 +100,7 @@ def trained(policy: Policy, output: Path) -> dict[str, Any]:
         loss, _ = policy.forward_backward(batch, policy_loss(config), Readout(entropy=True))
         step = policy.optimizer_step(AdamWSettings(lr=0.0))
         found[normalise] = [loss, step.grad_norm]
-    policy.forward_backward(batch, own_loss(config), Readout(entropy=True))
+    policy.forward_backward(batch, policy_loss(config), Readout(entropy=True))
     policy.optimizer_step(AdamWSettings(lr=1.0, eps=1.0, betas=(0.0, 0.0)))
     policy.save(output)
     return found
