@@ -77,12 +77,11 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     files = find_model(config.model)
     model = files.described(config.model)
     whole_config = read_config(files.folder, model.num_labels)
-    vocab_size = language_config(whole_config).vocab_size
-    tokenizer = load_tokenizer(files.tokenizer_folder, vocab_size, trust_remote_code=model.trust_remote_code)
+    size, trusts = language_config(whole_config).vocab_size, model.trust_remote_code
+    tokenizer = load_tokenizer(files.tokenizer_folder, size, trust_remote_code=trusts)
     if TEMPLATE in marker.files:
         tokenizer.chat_template = (checkpoint / TEMPLATE).read_text()
-    reader = SafetensorsReader(checkpoint / TENSORS)
-    weights = open_weights(files, whole_config, model.pickled_weights)
+    reader, weights = SafetensorsReader(checkpoint / TENSORS), open_weights(files, whole_config, model.pickled_weights)
     if adapters != "peft" and model.lora is None:
         raise InputError(f"{checkpoint}: has no adapters: leave {FLAGS[adapters]} out")
     if adapters == "per-expert":

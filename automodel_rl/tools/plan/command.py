@@ -45,8 +45,7 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     """
     opened = OpenedModel.open(config.model)
     description, config = opened.description, opened.checked(_on_gpus(config, num_gpus))
-    further = {name: OpenedModel.open(asked.model).whole for name, asked in config.further_models.items()}
-    beside = bytes_beside(config, further)
+    beside = _bytes_beside(config)
     config = fit_to_device(config, opened.whole, device.num_bytes, beside).of(config)
     parallel = config.parallel
     model = MemoryModel(opened.whole, config.model, config.batch.capacity, config.optimizer)
@@ -68,14 +67,7 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     others = _others(search, parallel, fits, seconds) if not encoders and rollouts_fit else []
     if as_json:
         record = _record(parallel, step, packing, device.name, fits, [other for _, other in others])
-        record |= {
-            "microbatch_tokens": config.batch.capacity,
-            "world_size": config.world_size,
-            "peak_bytes": peak,
-            "further_model_bytes": beside,
-            "generator_bytes": phases.beside_training,
-            "rollout_bytes": phases.rollout,
-            "weight_sync_bytes": phases.weight_sync,
+        record |= _figures(config, peak, beside, phases) | {
             "seconds": seconds,
             "tokens_per_second": search.num_tokens / seconds,
         }
@@ -85,16 +77,33 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
         print(_tables(parallel, config.memory, step, packing, device.name, config.batch.capacity))
         if components is not None:
             print(_encoders_table(encoders, components, packing))
-        if beside:
-            print(f"models beside this one: {beside / GIB:.1f} GiB on each rank\n")
-        if phases.rollout:
-            print(_phases_text(phases))
+        print(f"models beside this one: {beside / GIB:.1f} GiB on each rank\n" if beside else "", end="")
+        print(f"{_phases_text(phases)}\n" if phases.rollout else "", end="")
         print(_speed_text(seconds, search.num_tokens))
         print(*(f"{why}: {other}\n" for why, other in others), sep="", end="")
     if not fits:
         raise DoesNotFitError(_misfit(peak, capacity, None if rollouts_fit else phases.peak, device))
     if not as_json:
         print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device.name} has to fill")
+
+
+def _figures(config: RunConfig, peak: int, beside: int, phases: RolloutPhases) -> dict[str, float]:
+    """The sizes of a plan, for JSON."""
+    return {
+        "microbatch_tokens": config.batch.capacity,
+        "world_size": config.world_size,
+        "peak_bytes": peak,
+        "further_model_bytes": beside,
+        "generator_bytes": phases.beside_training,
+        "rollout_bytes": phases.rollout,
+        "weight_sync_bytes": phases.weight_sync,
+    }
+
+
+def _bytes_beside(config: RunConfig) -> int:
+    """Bytes of the models beside the trained one, on each rank."""
+    wholes = {name: OpenedModel.open(asked.model).whole for name, asked in config.further_models.items()}
+    return bytes_beside(config, wholes)
 
 
 def _misfit(peak: float, capacity: float, rollouts: float | None, device: Device) -> str:

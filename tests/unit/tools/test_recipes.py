@@ -86,15 +86,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
     },
 }
+SHAPES["agents"] = SHAPES["qwen3_0.6b"]
+TEACHER = SHAPES["qwen3_0.6b"] | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+TEACHER |= {"num_attention_heads": 32, "tie_word_embeddings": False}
+"""A model of 8B parameters, from which a recipe distils."""
+
 FILES = [file for file in CONFIGS.glob("*/*.yaml") if file.stem != "serve"]  # a service is not planned
 RECIPES = sorted((file.parent.name, file.stem) for file in FILES)
 
 
 @pytest.mark.parametrize(("model", "algorithm"), RECIPES)
 def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, algorithm: str) -> None:
-    shape = dict(SHAPES[model])
-    AutoConfig.for_model(shape.pop("model_type"), **shape).save_pretrained(tmp_path)
-    config = load_config(CONFIGS / model / f"{algorithm}.yaml", ["--model.path", str(tmp_path)])
+    for name, shape in {"model": SHAPES[model], "teacher": TEACHER}.items():
+        AutoConfig.for_model(**shape).save_pretrained(tmp_path / name)
+    overrides = ["--model.path", str(tmp_path / "model")]
+    if algorithm.startswith("distill"):
+        overrides += ["--teachers.large.path", str(tmp_path / "teacher")]
+    config = load_config(CONFIGS / model / f"{algorithm}.yaml", overrides)
     try:
         plan(config, None, find_device("H200"), as_json=True)
     except DoesNotFitError as error:
