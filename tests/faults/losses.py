@@ -21,7 +21,9 @@ def _temperature_ignored() -> Any:
 
     add = Engine.add_logprobs
     return mock.patch.object(
-        Engine, "add_logprobs", lambda engine, microbatches, name, temperature=1.0: add(engine, microbatches, name)
+        Engine,
+        "add_logprobs",
+        lambda engine, microbatches, name, temperature=1.0, *more: add(engine, microbatches, name, 1.0, *more),
     )
 
 

@@ -131,6 +131,8 @@ def case_of(
         left_out.append("model.moe.bias_update_rate")
     if not config.has_likelihood_loss:
         left_out.append("loss (sft's is compared)")
+    if model.num_labels is not None:
+        left_out.append("model.num_labels (the vocabulary's head is compared)")
     case = Case(
         parallel,
         # The last step has so many microbatches that every stage has several in flight, all of one shape.
