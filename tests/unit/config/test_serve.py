@@ -30,3 +30,8 @@ def test_other_addresses_are_served_with_a_key() -> None:
     config = ServeConfig(output="x", model=ModelConfig(path="y", lora=LORA), host="0.0.0.0", key="tml-12345678")
     assert config.base_name == "y"
     assert config.address == "0.0.0.0:8000"
+
+
+def test_a_linear_head_is_not_served() -> None:
+    with pytest.raises(ValidationError, match="needs the vocabulary's head"):
+        ServeConfig(output="x", model=ModelConfig(path="y", num_labels=1))
