@@ -12,7 +12,7 @@ from automodel_rl.batch import TokenSequence, pack
 from automodel_rl.config.distillation import DistillLossConfig
 from automodel_rl.config.losses import RewardLossConfig
 from automodel_rl.losses import LossOutput, TokenOutputs, distill_loss, reward_loss
-from automodel_rl.losses.distill import IDS, TEACHER
+from automodel_rl.losses.distill import IDS, TEACHER, teacher_advantages
 from automodel_rl.trainers.teachers import union
 from tests.unit.losses.test_golden import CASES, SHARED
 
@@ -120,3 +120,21 @@ def test_losses_of_reward_models_have_the_numbers_of_other_packages(name: str) -
     assert total.item() == pytest.approx(outputs["loss_mean"], rel=1e-9)
     for ours, side in zip(torch.autograd.grad(total, sides), ("chosen", "rejected"), strict=True):
         assert ours.tolist() == pytest.approx(outputs[f"grad_{side}"], rel=1e-9)
+
+
+ON_POLICY = {
+    "tinker_opd_advantage_discount0.0": (0.7, 0.0),
+    "tinker_opd_advantage_discount0.9": (0.7, 0.9),
+    "nrl_opd_advantage": (1.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_advantages_by_a_teacher_have_the_numbers_of_other_packages(name: str) -> None:
+    found = zip(of_sequences(), CASES[name]["outputs"]["advantages"], strict=True)
+    for (row, student, teacher), expected in found:
+        tokens, mask = row.input_ids[1:, None], row.loss_mask[1:]
+        old, judged = (at(logits.detach(), tokens, 1.0)[:, 0] for logits in (student, teacher))
+        ours = teacher_advantages(old, judged, mask, *ON_POLICY[name])
+        theirs = torch.tensor(expected, dtype=torch.float64)
+        torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-6, atol=1e-6)
