@@ -189,7 +189,9 @@ class RewardConfig(Section):
         if isinstance(values, dict) and "model" in values:
             given = {key: value for key, value in values.items() if key != "model"}
             options = {**(given.get("options") or {}), "path": values["model"]}
-            return {"function": "reward_model", "time_limit": MODEL_SECONDS, **given, "options": options}
+            values = {"function": "reward_model", **given, "options": options}
+        if isinstance(values, dict) and values.get("function") == "reward_model":
+            return {"time_limit": MODEL_SECONDS, **values}
         return {"function": values} if isinstance(values, str) else values
 
     @model_validator(mode="after")

@@ -65,7 +65,8 @@ def kto_loss(
 
 def mismatched(rows: Sequence[TokenSequence], capacity: int) -> list[TokenSequence]:
     """Prompts of rows with the completions of the rows before them, and of the first row with that of the last. A
-    completion is what follows the prompt from its first trained token on. Rows whose prompts are equal make none.
+    completion is what follows the prompt from its first trained token on. Rows whose prompts are equal, or that
+    have images or clips, make none.
 
     Args:
         rows: the rows of a global batch.
@@ -76,7 +77,7 @@ def mismatched(rows: Sequence[TokenSequence], capacity: int) -> list[TokenSequen
     for place, row in enumerate(rows):
         other, start = rows[place - 1], starts[place - 1]
         prompt, completion = row.input_ids[: starts[place]], other.input_ids[start:]
-        if torch.equal(prompt, other.input_ids[:start]) or not len(completion):
+        if torch.equal(prompt, other.input_ids[:start]) or not len(completion) or row.media or other.media:
             continue
         ids = torch.cat([prompt, completion])[:capacity]
         mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), other.loss_mask[start:]])[:capacity]

@@ -1,6 +1,7 @@
 """Distillation: from chats and teachers to a Hugging Face checkpoint of a student."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_rl.batch import Batch
@@ -27,7 +28,8 @@ def distill(policy: Policy, run: Run) -> Path:
     """
     config: DistillConfig = run.config
     teachers = Teachers(config.teachers, run.further)
-    own = compared(config.loss, min(policy.vocab_size, *(of.vocab_size for of in teachers.policies.values())))
+    teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
+    own = compared(config.loss, [policy.vocab_size, *(of.vocab_size for of in teachers.policies.values())])
     loss = choose_loss(config, functools.partial(distill_loss, config=own))
     readout = Readout(own.temperature, ids=IDS)
     data = ExampleData(run)
@@ -60,8 +62,10 @@ def distill(policy: Policy, run: Run) -> Path:
     return run.finish(data.samples)
 
 
-def compared(loss: DistillLossConfig, vocab_size: int) -> DistillLossConfig:
-    """The settings of a loss for a vocabulary of this size: if all its tokens are compared, none is outside."""
-    if loss.top_k < vocab_size:
+def compared(loss: DistillLossConfig, sizes: Sequence[int]) -> DistillLossConfig:
+    """The settings of a loss for models with vocabularies of these sizes: if all tokens are compared, none is
+    outside. Sizes differ where a vocabulary is padded."""
+    if loss.top_k < min(sizes):
         return loss
-    return loss.model_copy(update={"top_k": vocab_size, "outside": "drop"})
+    outside = "drop" if min(sizes) == max(sizes) else loss.outside
+    return loss.model_copy(update={"top_k": min(sizes), "outside": outside})

@@ -36,10 +36,11 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
     config: GRPOConfig = run.config
     loss, readout = choose_loss(config, policy_loss(config)), Readout(config.rollout.temperature, entropy=True)
     teachers = Teachers(config.teachers, run.further)
+    teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
     of_sources = [teachers.of_source(source.path) for source in config.data.train] if config.teachers else []
     online = OnlineRun(policy, fleet, run)
+    teachers.begin()  # what waits on the host has left the device when generators take their memory
     online.begin()
-    teachers.begin()
     online.resume()
     for step in online.steps():
         groups, batch = online.collect(step)

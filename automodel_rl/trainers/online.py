@@ -55,6 +55,11 @@ class OnlineRun:
         self.validation = Validation(self.config, run, self.rollouts)
         self.total_steps = self.config.length.steps or _steps_of_epochs(self.config, self.prompts)
         self.num_optimizer_steps = self.total_steps * self.config.batch.steps_of_all_epochs
+        if idle_steps and idle_steps >= self.total_steps:
+            raise InputError(
+                f"critic.warmup_steps={idle_steps} and a run of {self.total_steps} steps: the policy would never be "
+                "trained: lower the former"
+            )
         self._idle = idle_steps * self.config.batch.steps_of_all_epochs
         self._collected: StepRollouts
         self._probe: WeightProbe

@@ -130,6 +130,10 @@ def record_critic(step: Step, outputs: Sequence[TrainOutput]) -> None:
         {"critic/loss": one.loss, "critic/grad_norm": one.grad_norm, "critic/lr": one.lr, **one.metrics}
         for one in outputs
     ]
-    means = {name: sum(one[name] for one in of_steps) / len(of_steps) for name in of_steps[0]}
-    step.metrics["critic/explained_variance"] = explained_variance(means)
+    means = {}
+    for name in dict.fromkeys(name for one in of_steps for name in one):  # a step without a counted token has fewer
+        values = [one[name] for one in of_steps if name in one]
+        means[name] = sum(values) / len(values)
+    if all(name in means for name in MOMENTS):
+        step.metrics["critic/explained_variance"] = explained_variance(means)
     step.metrics |= {name: value for name, value in means.items() if name not in MOMENTS}

@@ -1,6 +1,6 @@
 """Teachers: models beside the student on the same ranks, and what they say of its rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -30,6 +30,20 @@ class Teachers:
     def __init__(self, configs: Mapping[str, TeacherConfig], policies: Mapping[str, Policy]):
         self.configs = configs
         self.policies = {name: policies[name] for name in configs}
+
+    def check_sources(self, paths: Collection[str]) -> None:
+        """Checks that teachers name sources that there are.
+
+        Args:
+            paths: the paths of all sources of the run.
+
+        Raises:
+            InputError: a teacher names another one.
+        """
+        for name, config in self.configs.items():
+            unknown = [path for path in config.sources if path not in paths]
+            if unknown:
+                raise InputError(f"teachers.{name}.sources: {unknown[0]} is the path of no source in data: correct it")
 
     def begin(self) -> None:
         """Makes the teachers ready. Comes before everything else."""
@@ -71,14 +85,21 @@ class Teachers:
                 batch, names, lambda teacher, rows: teacher.top_logprobs(rows, loss.top_k, loss.temperature)
             )
             batch[TEACHER], batch[IDS] = [top for top, _ in tops], [ids for _, ids in tops]
+            self._leave_out_padding(student, batch)
             return
         batch[IDS] = [ids for _, ids in student.top_logprobs(batch, loss.top_k)]
         if loss.tokens_of == "both":
             tops = self._of_rows(batch, names, lambda teacher, rows: teacher.top_logprobs(rows, loss.top_k))
             batch[IDS] = [union(own, ids) for own, (_, ids) in zip(batch[IDS], tops, strict=True)]
+        self._leave_out_padding(student, batch)
         batch[TEACHER] = self._of_rows(
             batch, names, lambda teacher, rows: teacher.logprobs(rows, loss.temperature, ids=IDS)
         )
+
+    def _leave_out_padding(self, student: Policy, batch: Batch) -> None:
+        """Compares no ids that only some of the models have: rows that pad a vocabulary, which are no tokens."""
+        common = min(student.vocab_size, *(teacher.vocab_size for teacher in self.policies.values()))
+        batch[IDS] = [ids.masked_fill(ids >= common, -1) for ids in batch[IDS]]
 
     def logprobs(self, batch: Batch, names: Sequence[str], temperature: float) -> list[Tensor]:
         """The log-probability of each token of each row under its teacher, [n].

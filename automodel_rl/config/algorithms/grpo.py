@@ -61,6 +61,13 @@ class GRPOConfig(OnlineConfig):
     def _teachers_are_asked(self) -> "GRPOConfig":
         if not self.teachers and self.distillation != OnPolicyDistillationConfig():
             raise ValueError("distillation: there are no teachers: name one in teachers, or leave it out")
+        in_reward = self.needs_reference and self.loss.kl.where == "reward"
+        if self.rollout.group_size == 1 and (in_reward or self.filter.overlong_buffer):
+            key = "loss.kl.where=reward" if in_reward else "filter.overlong_buffer"
+            raise ValueError(
+                f"rollout.group_size=1 with {key}: it changes rewards, which are compared within their group: use at "
+                "least 2, or loss.kl.where=loss and no buffer"
+            )
         if self.rewards and self.rollout.group_size == 1:
             raise ValueError("rollout.group_size=1: rewards are compared within their group: use at least 2")
         return self

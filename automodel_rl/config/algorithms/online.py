@@ -140,9 +140,10 @@ class OnlineConfig(RolloutRunConfig):
                 f"loss.on_policy=true with batch.{key}={getattr(batch, key)}: later optimizer steps are off-policy: "
                 "set it to false, or use one optimizer step"
             )
-        if is_asked and self.reads_old_logprobs and self.needs_reference:
+        if is_asked and self.reads_old_logprobs:
+            what = "loss.kl.where=reward" if self.needs_reference and self.loss.kl.where == "reward" else "teachers"
             raise ValueError(
-                "loss.kl.where=reward with loss.on_policy=true: the reward needs log-probabilities from before the "
+                f"{what} with loss.on_policy=true: the reward needs log-probabilities from before the "
                 "optimizer step: set on_policy to false, or where to loss"
             )
         if self.router_replay.compare and is_asked:

@@ -19,6 +19,9 @@ PROMPT = "prompt_messages"
 MESSAGES = "messages"
 """Key of an example with the whole conversation, if it has several turns."""
 
+ANSWER_SECONDS = 60.0
+"""Most seconds that a server may take for one chat, so that no thread waits for ever."""
+
 BATCH_TOKENS = 8192
 """Most tokens of the rows that the model reads at once, padded."""
 
@@ -135,7 +138,7 @@ def _tokenizer(path: str) -> Any:
 
 def _asked(url: str, body: dict[str, Any]) -> float:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
+    with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
         (probs,) = (found["probs"] for found in json.load(answer)["data"])
     if len(probs) != 1:
         raise ConnectionError(f"{url} gives {len(probs)} scores for {body['model']}, and a reward is one")
