@@ -196,7 +196,11 @@ BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
     (other_tokens, "teachers.large: its tokenizer is another one than the trained model's"),
     (lambda s, f: s["teachers"]["large"].update(path=str(f / "none")), "teachers.large: model.path="),
     (lambda s, _: s.update(teachers={}), "teachers: "),
-    (lambda s, _: s["teachers"]["large"].update(sources=["else.jsonl"]), "no teacher teaches it"),
+    (lambda s, _: s["teachers"]["large"].update(sources=["else.jsonl"]), "else.jsonl is the path of no source in data"),
+    (
+        lambda s, _: s["teachers"]["large"].update(sources=[s["data"]["validation"][0]["path"]]),
+        "no teacher teaches it",
+    ),
     (lambda s, _: s.update(loss={"divergence": "reverse_kl", "outside": "drop"}), "outside=drop with divergence"),
     (lambda s, _: s.update(loss={"beta": 0.2}), "beta=0.2 is for jsd and mixed, not forward_kl"),
 ]
