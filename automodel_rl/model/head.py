@@ -26,7 +26,6 @@ class Head:
         factor: multiplies the logits, after a soft cap.
         copies: number of tp ranks that all hold a linear head whole and compute with it alike. Each makes an equal
             share of the gradients, of hidden states and of the weight.
-        is_linear: whether it is a linear head.
     """
 
     weight: Tensor
@@ -36,7 +35,6 @@ class Head:
     compiled: bool = False
     factor: float = 1.0
     copies: int = 1
-    is_linear: bool = False
 
     @property
     def first_token(self) -> int:

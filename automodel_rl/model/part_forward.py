@@ -73,7 +73,7 @@ def _head(weight: Tensor, sums: Callable[[], Tensor] | None, config: Any, contex
     """The head of a part of a model with this config."""
     if is_classifier(config):
         copies = 1 if context.tp.group is None else context.tp.group.size()
-        return Head(weight, gradient=sums, copies=copies, is_linear=True)
+        return Head(weight, gradient=sums, copies=copies)
     return Head(weight, context.softcap, context.tp.group, sums, context.compiled, context.logit_factor)
 
 

@@ -92,7 +92,7 @@ def token_rewards(groups: Sequence[Group], batch: Batch, config: PPOConfig) -> l
     found = []
     for row, episode in zip(batch.sequences, batch.episodes, strict=True):
         rewards = torch.zeros(len(row), dtype=torch.float64)
-        if config.needs_reference and config.loss.kl.where == "reward":
+        if config.has_kl_in_reward:
             old, reference = (row.values[name].double() for name in ("old_logprobs", "ref_logprobs"))
             divergence = kl_estimate(old, reference, config.loss.kl.estimator)
             rewards -= config.loss.kl.coefficient * torch.where(row.loss_mask, divergence, 0.0)

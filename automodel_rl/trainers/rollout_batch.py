@@ -117,7 +117,7 @@ def advantages_of(groups: Sequence[Group], batch: Batch, config: GRPOConfig) -> 
         config: the run's config.
     """
     rewards = [group.rewards for group in groups]
-    if config.needs_reference and config.loss.kl.where == "reward":
+    if config.has_kl_in_reward:
         sums = kl_sums(batch, config).split([len(of_group) for of_group in rewards])
         pairs = zip(rewards, sums, strict=True)
         rewards = [of_group - config.loss.kl.coefficient * of_rows for of_group, of_rows in pairs]

@@ -51,7 +51,7 @@ class GRPOConfig(OnlineConfig):
     def _rewards_alone(self) -> "GRPOConfig":
         if self.advantage.kind == "gdpo":
             key = "filter.overlong_buffer" if self.filter.overlong_buffer else "loss.kl.where=reward"
-            if self.filter.overlong_buffer or (self.needs_reference and self.loss.kl.where == "reward"):
+            if self.filter.overlong_buffer or self.has_kl_in_reward:
                 raise ValueError(f"advantage.kind=gdpo compares each reward alone, and {key} is none: leave it out")
             if len(self.rewards) < 2:
                 raise ValueError("advantage.kind=gdpo compares each of several rewards alone: name two, or use grpo")
@@ -61,9 +61,8 @@ class GRPOConfig(OnlineConfig):
     def _teachers_are_asked(self) -> "GRPOConfig":
         if not self.teachers and self.distillation != OnPolicyDistillationConfig():
             raise ValueError("distillation: there are no teachers: name one in teachers, or leave it out")
-        in_reward = self.needs_reference and self.loss.kl.where == "reward"
-        if self.rollout.group_size == 1 and (in_reward or self.filter.overlong_buffer):
-            key = "loss.kl.where=reward" if in_reward else "filter.overlong_buffer"
+        if self.rollout.group_size == 1 and (self.has_kl_in_reward or self.filter.overlong_buffer):
+            key = "loss.kl.where=reward" if self.has_kl_in_reward else "filter.overlong_buffer"
             raise ValueError(
                 f"rollout.group_size=1 with {key}: it changes rewards, which are compared within their group: use at "
                 "least 2, or loss.kl.where=loss and no buffer"

@@ -45,9 +45,14 @@ class OnlineConfig(RolloutRunConfig):
         return True
 
     @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether the divergence from the reference is taken off the reward."""
+        return self.needs_reference and self.loss.kl.where == "reward"
+
+    @property
     def reads_old_logprobs(self) -> bool:
         """Whether advantages need log-probabilities from before the optimizer step."""
-        return self.needs_reference and self.loss.kl.where == "reward"
+        return self.has_kl_in_reward
 
     @property
     def is_on_policy(self) -> bool:
@@ -141,7 +146,7 @@ class OnlineConfig(RolloutRunConfig):
                 "set it to false, or use one optimizer step"
             )
         if is_asked and self.reads_old_logprobs:
-            what = "loss.kl.where=reward" if self.needs_reference and self.loss.kl.where == "reward" else "teachers"
+            what = "loss.kl.where=reward" if self.has_kl_in_reward else "teachers"
             raise ValueError(
                 f"{what} with loss.on_policy=true: the reward needs log-probabilities from before the "
                 "optimizer step: set on_policy to false, or where to loss"
