@@ -14,7 +14,8 @@ from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
 from automodel_rl.losses import LinearLoss, LossOutput, Readout, TokenOutputs
 from automodel_rl.policy.policy import Policy
-from tests.distributed.policy.test_policy import LAYOUTS, LENGTHS, load, use
+from tests.distributed.policy.programs import load, use
+from tests.distributed.policy.test_policy import LAYOUTS, LENGTHS
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 

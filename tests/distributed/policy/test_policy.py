@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from automodel_rl.batch import Batch, Packing, TokenSequence, in_packed_order, pack, unpack
-from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
-from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.losses import LossOutput, Readout, TokenOutputs, sft_loss
-from automodel_rl.model.handle import ModelHandle
-from automodel_rl.policy.crew import TreeCrew
 from automodel_rl.policy.policy import Policy
-from automodel_rl.policy.policy_rank import PolicyRank
+from tests.distributed.policy.programs import load, use
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -51,31 +48,9 @@ def rows_of(count: int = len(LENGTHS)) -> list[TokenSequence]:
     ]
 
 
-def load(folder: Path, sizes: dict[str, int]) -> ModelHandle:
-    model = OpenedModel.open(ModelConfig(path=str(folder), dtype="float64"))
-    return ModelHandle.load(model, ParallelConfig(**sizes), MemoryConfig(), None)
-
-
 def weighted(outputs: TokenOutputs, batch: Any, factor: float) -> LossOutput:
     total = torch.where(batch.loss_mask, outputs.logprobs * batch.values["weight"], 0.0).sum()
     return LossOutput({"tokens": -factor * total}, {"train/double": (2 * total.detach(), batch.loss_mask.sum())})
-
-
-def use(folder: Path, sizes: dict[str, int], program: Any, tokenizer: Any = Any) -> Any:
-    """Lets a program use a policy on this rank and others."""
-    handle = load(folder, sizes)
-    crew = TreeCrew(handle.layout, PolicyRank(handle, tokenizer).do)
-    if crew.rank:
-        return crew.follow()
-    parallel = handle.layout.parallel
-    packing = Packing(24, parallel.num_data_ranks, fewest=parallel.pp, cost=handle.flops)
-    try:
-        found = program(Policy(crew, packing, handle.config.vocab_size))
-    except BaseException as error:
-        crew.end(error)
-        raise
-    crew.end(value="ended")
-    return found
 
 
 def everything(policy: Policy) -> dict[str, Any]:

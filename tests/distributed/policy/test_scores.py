@@ -12,18 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from automodel_rl.batch import Batch, Microbatch, Packing, TokenSequence
-from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.batch import Batch, Microbatch, TokenSequence
+from automodel_rl.config import OptimizerConfig
 from automodel_rl.config.losses import RewardLossConfig
 from automodel_rl.errors import InputError
-from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.losses import LossOutput, Readout, TokenOutputs, reward_loss, sft_loss
-from automodel_rl.model.handle import ModelHandle
-from automodel_rl.policy.crew import TreeCrew
 from automodel_rl.policy.policy import Policy
-from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.trainers.ppo import values_of
+from tests.distributed.policy.programs import use
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -68,22 +65,10 @@ def value_loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
     return LossOutput({"tokens": total})
 
 
-def use(folder: Path, sizes: dict[str, Any], program: Any) -> Any:
-    """Lets a program use a policy with a linear head on this rank and others."""
-    opened = OpenedModel.open(ModelConfig(path=str(folder), dtype="float64", num_labels=LABELS))
-    handle = ModelHandle.load(opened, ParallelConfig(**sizes), MemoryConfig(), None)
-    crew = TreeCrew(handle.layout, PolicyRank(handle, train_tokenizer(["a few words"], 270)).do)
-    if crew.rank:
-        return crew.follow()
-    parallel = handle.layout.parallel
-    packing = Packing(32, parallel.num_data_ranks, fewest=parallel.pp, cost=handle.flops)
-    try:
-        found = program(Policy(crew, packing, handle.config.vocab_size))
-    except BaseException as error:
-        crew.end(error)
-        raise
-    crew.end(value="ended")
-    return found
+def use_scores(folder: Path, sizes: dict[str, Any], program: Any) -> Any:
+    """Lets a program use a policy with a linear head, which saves its model with a tokenizer."""
+    tokenizer = train_tokenizer(["a few words"], 270)
+    return use(folder, sizes, program, tokenizer, microbatch_tokens=32, num_labels=LABELS)
 
 
 def everything(policy: Policy, folder: Path) -> dict[str, Any]:
@@ -131,7 +116,7 @@ def by_transformers(folder: Path) -> dict[str, Any]:
 @pytest.fixture(name="of_one_rank", scope="module")
 def make_of_one_rank(ranks: RankPool, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("one")
-    found: dict[str, Any] = ranks(1).run(use, model, {}, functools.partial(everything, folder=folder))[0]
+    found: dict[str, Any] = ranks(1).run(use_scores, model, {}, functools.partial(everything, folder=folder))[0]
     return found | {"folder": folder, "expected": by_transformers(folder / "fresh")}
 
 
@@ -145,7 +130,7 @@ def test_scores_and_steps_are_those_of_transformers(
         world_size *= int(size)
     found = of_one_rank
     if layout != "one rank":
-        found = ranks(world_size).run(use, model, sizes, functools.partial(everything, folder=tmp_path))[0]
+        found = ranks(world_size).run(use_scores, model, sizes, functools.partial(everything, folder=tmp_path))[0]
     for ours, theirs in zip(found["scores"], expected["scores"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
     assert found["evaluated"] == pytest.approx(expected["loss"], rel=1e-9)
@@ -170,7 +155,7 @@ def test_transformers_scores_a_saved_model_as_ours_does(of_one_rank: dict[str, A
 
 
 def test_a_head_that_a_checkpoint_has_is_read(ranks: RankPool, of_one_rank: dict[str, Any]) -> None:
-    again = ranks(1).run(use, of_one_rank["folder"] / "trained", {}, _begin_and_score)[0]
+    again = ranks(1).run(use_scores, of_one_rank["folder"] / "trained", {}, _begin_and_score)[0]
     for ours, theirs in zip(of_one_rank["trained"], again, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -190,7 +175,7 @@ def test_a_value_is_that_of_the_state_before_its_token(
     ranks: RankPool, of_one_rank: dict[str, Any], sizes: dict[str, int]
 ) -> None:
     folder = of_one_rank["folder"] / "trained"
-    found, model = ranks(2 if sizes else 1).run(use, folder, sizes, _values)[0], classifier(folder)
+    found, model = ranks(2 if sizes else 1).run(use_scores, folder, sizes, _values)[0], classifier(folder)
     for row, ours in zip(rows_of(), found, strict=True):
         assert ours[0] == 0
         states = [model(row.input_ids[None, :place]).logits[0, 0].item() for place in range(1, len(row))]

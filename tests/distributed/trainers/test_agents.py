@@ -20,7 +20,7 @@ from automodel_rl.rollout.protocol import Rollout
 from automodel_rl.rollout.rewards.scorer import Score
 from automodel_rl.trainers import rollout_batch
 from automodel_rl.trainers.online import policy_loss
-from tests.distributed.policy.test_policy import use
+from tests.distributed.policy.programs import use
 from tests.distributed.trainers.runs import (
     Settings,
     add_turns,
