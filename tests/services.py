@@ -1,6 +1,7 @@
 """A service that tests start, with a tiny model, and clients of it."""
 
 import gc
+import math
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 import yaml
 from tinker import types
 
+from automodel_rl.config import LoraConfig
 from automodel_rl.quickstart.model import train_tokenizer
+from automodel_rl.serve.saved_weights import SavedWeights
 from tests.processes import Job, Patience
 from tests.tiny import save_tiny_model
 
@@ -82,6 +85,10 @@ class Service:
         """A client of the package `tinker`."""
         self.clients.append(tinker.ServiceClient(base_url=self.url, api_key=self.key))
         return self.clients[-1]
+
+    def folder_of(self, path: str) -> Path:
+        """The folder of saved weights."""
+        return SavedWeights(self.key_file.parent / "weights", math.inf, LoraConfig(), "")[path].folder
 
     def run(self, rank: int = 4, seed: int = 0, **options: Any) -> Any:
         """A training client, of a service client of its own."""

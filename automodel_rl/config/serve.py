@@ -92,6 +92,11 @@ class ServeConfig(Section):
         return f"{self.host}:{self.port}"
 
     @property
+    def most_bytes(self) -> int:
+        """Largest body of a request, and largest array in one."""
+        return int(self.limits.body_mib * 2**20)
+
+    @property
     def most_runs(self) -> int:
         """Most training runs at once."""
         return 1 if self.model.lora is None else self.limits.runs

@@ -207,7 +207,8 @@ def completion_events(found: dict[str, Any], with_usage: bool) -> Iterator[str]:
 
 def _numbers(answer: Sampled) -> list[float]:
     """Log-probabilities of a prompt's tokens after the first."""
-    return [] if answer.prompt_logprobs is None else [float(value) for value in answer.prompt_logprobs[1:]]
+    known = answer.prompt.logprobs
+    return [] if known is None else [float(value) for value in known[1:]]
 
 
 def _values(

@@ -3,18 +3,24 @@
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 
-from automodel_rl.batch import Batch, TokenSequence
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.policy.policy import Policy
-from automodel_rl.rollout.sampled import Refused, Sampled, SampledSequence, SamplePrompt, ScoredTokens
+from automodel_rl.rollout.prompt_scores import score_prompts, score_with_top
+from automodel_rl.rollout.sampled import (
+    PromptScores,
+    Refused,
+    Sampled,
+    SampledSequence,
+    SamplePrompt,
+    ScoredTokens,
+)
 from automodel_rl.rollout.seeds import mixed_seed
 
 MOST_ATTEMPTS = 3
@@ -42,10 +48,9 @@ class Sampler:
         Raises:
             InputError: generators fail again and again.
         """
-        asking = [place for place, prompt in enumerate(prompts) if prompt.with_logprobs]
-        found = _score(self.policy, [prompts[place].tokens for place in asking]) if asking else []
+        scores = score_prompts(self.policy, prompts)
         sequences = _complete(self.fleet, prompts, show)
-        return _answers(sequences, dict(zip(asking, found, strict=True)), self._ranked(prompts, sequences))
+        return answers_of(sequences, scores, self._ranked(prompts, sequences))
 
     def _ranked(
         self, prompts: list[SamplePrompt], sequences: list[list[SampledSequence] | Refused]
@@ -56,7 +61,7 @@ class Sampler:
             if prompt.num_top and not isinstance(of_prompt, Refused):
                 completions = [sequence.tokens for sequence in of_prompt] or [[]]
                 rows += [(place, [*prompt.tokens, *tokens]) for tokens in completions]
-        scored = _score_with_top(self.policy, [row for _, row in rows], [prompts[place].num_top for place, _ in rows])
+        scored = score_with_top(self.policy, [row for _, row in rows], [prompts[place].num_top for place, _ in rows])
         found: dict[int, list[ScoredTokens]] = {}
         for (place, _), one in zip(rows, scored, strict=True):
             found.setdefault(place, []).append(one)
@@ -100,39 +105,6 @@ def _complete(
     raise InputError(f"sampling fails again and again ({problem})")
 
 
-def _score(policy: Policy, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Log-probabilities of the tokens of each row, fp32 [n], the first 0, by the trained model."""
-    return [logprobs.float() for logprobs in policy.logprobs(_batch(rows))]
-
-
-def _score_with_top(policy: Policy, rows: list[list[int]], num_top: list[int]) -> list[ScoredTokens]:
-    """Log-probabilities of the tokens of each row, and of the likeliest ones, by the trained model.
-
-    Args:
-        policy: the model.
-        rows: token ids of each row.
-        num_top: how many of the likeliest are asked for in each row.
-    """
-    if not rows:
-        return []
-    batch = _batch(rows)
-    tops = policy.top_logprobs(batch, max(num_top))
-    found = []
-    for own, (values, ids), row, k in zip(policy.logprobs(batch), tops, rows, num_top, strict=True):
-        values, ids, tokens = values[:, :k].float(), ids[:, :k], torch.tensor(row)
-        # A token among the likeliest has the same number in both, so that they can be compared.
-        is_own = ids == tokens[:, None]
-        exact = torch.where(is_own, values, 0.0).sum(1)
-        own = torch.where(is_own.any(1), exact, own.float())
-        own[0] = 0.0
-        found.append(ScoredTokens(own.numpy(), values.numpy(), ids.numpy()))
-    return found
-
-
-def _batch(rows: list[list[int]]) -> Batch:
-    return Batch(TokenSequence(torch.tensor(row), torch.ones(len(row), dtype=torch.bool)) for row in rows)
-
-
 NOT_FINITE = Refused("log-probabilities are NaN or infinite under these weights: sample from others")
 
 
@@ -148,25 +120,25 @@ def _sequences(completions: list[Completion]) -> list[SampledSequence] | Refused
     return found
 
 
-def _answers(
-    sequences: list[list[SampledSequence] | Refused],
-    logprobs: dict[int, torch.Tensor],
-    scored: dict[int, list[ScoredTokens]],
+def answers_of(
+    sequences: Sequence[list[SampledSequence] | Refused],
+    scores: Sequence[PromptScores],
+    scored: Mapping[int, list[ScoredTokens]],
 ) -> list[Sampled | Refused]:
     """The answer to each prompt.
 
     Args:
         sequences: completions of each.
-        logprobs: log-probabilities of the tokens of those prompts that asked for them, by the prompt's place.
+        scores: what each asks of its own tokens.
         scored: the rows of those prompts that asked for the likeliest tokens, by the prompt's place.
     """
     found: list[Sampled | Refused] = []
-    for place, of_prompt in enumerate(sequences):
-        own, rows = logprobs.get(place), scored.get(place, [])
+    for place, (of_prompt, own) in enumerate(zip(sequences, scores, strict=True)):
+        rows = scored.get(place, [])
         if isinstance(of_prompt, Refused):
             found.append(of_prompt)
-        elif (own is not None and not own.isfinite().all()) or not all(np.isfinite(row.logprobs).all() for row in rows):
+        elif not own.are_finite or not all(np.isfinite(row.logprobs).all() for row in rows):
             found.append(NOT_FINITE)
         else:
-            found.append(Sampled(of_prompt, None if own is None else own.numpy(), rows))
+            found.append(Sampled(of_prompt, own, rows))
     return found

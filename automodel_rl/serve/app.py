@@ -64,7 +64,6 @@ def make_app(service: Service, config: ServeConfig, key: str) -> Starlette:
 class _Routes:
     def __init__(self, service: Service, config: ServeConfig, key: str):
         self.service, self.config, self.key = service, config, key.encode()
-        self.most_bytes = int(config.limits.body_mib * 2**20)
         self.completions = Completions(service, config)
 
     def all(self) -> list[Route]:
@@ -207,7 +206,7 @@ class _Routes:
         data = bytearray()
         async for part in request.stream():
             data += part
-            if len(data) > self.most_bytes:
+            if len(data) > self.config.most_bytes:
                 raise TooLargeError
         return bytes(data)
 

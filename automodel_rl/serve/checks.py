@@ -10,11 +10,10 @@ from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Sampling
 from automodel_rl.hf.opened_model import OpenedModel
-from automodel_rl.rollout.sampled import SamplePrompt
-from automodel_rl.serve.messages import Datum, RunShape
+from automodel_rl.rollout.sampled import PromptScoring, SamplePrompt
+from automodel_rl.serve.arrays import array_of
+from automodel_rl.serve.messages import TARGETS, Datum, RunShape
 from automodel_rl.serve.requests import LARGEST, CreateModelBody, OptimizerKind, SampleBody, number_of
-
-TARGETS = "target_tokens"
 
 INPUTS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
@@ -116,7 +115,8 @@ def for_loss(data: list[Datum], loss: str) -> list[Datum]:
     found = []
     for one in data:
         inputs = {name: one.inputs[name] for name in one.inputs.keys() & names}
-        defaults = {"weights": np.ones(len(one), np.float32)} if "weights" in names else {}
+        of_targets = one.inputs[TARGETS].shape if TARGETS in one.inputs else ()
+        defaults = {"weights": np.ones(of_targets, np.float32)} if "weights" in names else {}
         found.append(Datum(one.tokens, defaults | inputs))
     return found
 
@@ -125,6 +125,7 @@ def check_data(data: list[Datum], loss: str, config: ServeConfig, vocab_size: in
     """Raises InputError if datums do not fit a loss, the model or the limits."""
     if not 1 <= len(data) <= config.limits.sequences:
         raise InputError(f"{len(data)} datums: a request has 1 to {config.limits.sequences} (limits.sequences)")
+    _check_width(data, config)
     for place, datum in enumerate(data):
         length = len(datum)
         if not 1 <= length < config.microbatch_tokens:
@@ -135,8 +136,7 @@ def check_data(data: list[Datum], loss: str, config: ServeConfig, vocab_size: in
             array = datum.inputs.get(name)
             if array is None:
                 raise InputError(f"datum {place} has no {name}, which {loss} reads")
-            if array.shape != (length,):
-                raise InputError(f"datum {place} has {len(array)} {name} for {length} tokens of model_input")
+            _check_shape(array, datum, name, loss, f"datum {place} has")
             if name != TARGETS and not np.isfinite(array).all():
                 raise InputError(f"datum {place} has NaN or infinity in {name}")
             if (array.dtype == np.int64) != (name == TARGETS):
@@ -146,11 +146,38 @@ def check_data(data: list[Datum], loss: str, config: ServeConfig, vocab_size: in
                 raise InputError(f"datum {place} has a token outside of 0 to {vocab_size - 1} in {name}")
 
 
-NOT_OF_SAMPLES = (
-    *("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"),
-    "prompt_logprobs_last_n",
-)
-"""What a sample request may ask for, and is not served."""
+def _check_shape(array: np.ndarray, datum: Datum, name: str, loss: str, begins: str) -> None:
+    """Raises InputError if an array of a datum has not one value for each token or, of a cross entropy, several."""
+    length, shape = len(datum), array.shape
+    if not shape or shape[0] != length:
+        raise InputError(f"{begins} {array.size} {name} for {length} tokens of model_input")
+    if len(shape) == 1 and name == TARGETS:
+        return
+    if len(shape) == 2 and loss != "cross_entropy":
+        raise InputError(f"{begins} {name} of shape {list(shape)}: {loss} has one value for each token")
+    if len(shape) == 2 and not shape[1]:
+        raise InputError(f"{begins} {name} of shape {list(shape)}: give at least one target for each token")
+    if shape != datum.inputs[TARGETS].shape:
+        raise InputError(
+            f"{begins} {name} of shape {list(shape)} for {TARGETS} of shape {list(datum.inputs[TARGETS].shape)}: give "
+            "both the same"
+        )
+
+
+def _check_width(data: list[Datum], config: ServeConfig) -> None:
+    """Raises InputError if there are more targets than a body can have: those of all datums are as wide as the
+    widest."""
+    width, most = max(datum.width for datum in data), config.most_bytes // BYTES_OF_TARGET
+    total = sum(map(len, data)) * width
+    if total > most:
+        raise InputError(
+            f"{sum(map(len, data))} tokens with up to {width} targets each are {total:,} targets: at most {most:,} fit "
+            "(limits.body_mib); send fewer datums at once"
+        )
+
+
+BYTES_OF_TARGET = 12
+"""Bytes of a target and its weight in a message."""
 
 
 def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SamplePrompt:
@@ -159,9 +186,8 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SampleP
     Raises:
         InputError: it does not fit the model or the limits, or asks for what is not served.
     """
-    for key in NOT_OF_SAMPLES:
-        if getattr(body, key):
-            raise InputError(f"{key} is not served: prompt_logprobs and the logprobs of samples are")
+    if body.prompt_alt_tokens_k:
+        raise InputError("prompt_alt_tokens_k is not served: topk_prompt_logprobs and target_prompt_logprobs are")
     if any(chunk.tokens is None for chunk in body.prompt.chunks):
         raise InputError("the prompt has a chunk that is not text: images are not served")
     tokens = list(itertools.chain.from_iterable(chunk.tokens or [] for chunk in body.prompt.chunks))
@@ -191,4 +217,30 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SampleP
         None if stop is None or texts else ids,
     )
     seed = secrets.randbelow(2**63) if params.seed is None else params.seed
-    return SamplePrompt(tokens, body.num_samples, seed, sampling, bool(body.prompt_logprobs))
+    scoring = _scoring_of(body, len(tokens), config.most_bytes, vocab_size)
+    return SamplePrompt(tokens, body.num_samples, seed, sampling, scoring, body.topk_sample_logprobs or 0)
+
+
+def _scoring_of(body: SampleBody, length: int, most_bytes: int, vocab_size: int) -> PromptScoring:
+    """What a sample request asks of its prompt. Raises InputError if it cannot be answered."""
+    last, k, named = body.prompt_logprobs_last_n, body.topk_prompt_logprobs or 0, body.target_prompt_logprobs
+    if last is not None and not (body.prompt_logprobs and 1 <= last < length):
+        raise InputError(
+            f"prompt_logprobs_last_n={last} for a prompt of {length} tokens: give 1 to {length - 1}, with "
+            "prompt_logprobs"
+        )
+    for key, width in (("topk_prompt_logprobs", k), ("topk_sample_logprobs", body.topk_sample_logprobs or 0)):
+        if 8 * width * length > most_bytes:
+            raise InputError(f"{key}={width} for {length} tokens: the answer has at most limits.body_mib")
+    if named is None:
+        return PromptScoring(bool(body.prompt_logprobs), k, None, 1 if last is None else length - last)
+    if named.shape[0] != length - 1 or not named.shape[1]:
+        raise InputError(
+            f"target_prompt_logprobs has the shape {[*named.shape]} for a prompt of {length} tokens: give "
+            f"[{length - 1}, K], a row for each token but the first"
+        )
+    values = np.array(named.data, np.int64)
+    ids = array_of(values, named.shape, named.places, -1, most_bytes, "target_prompt_logprobs")
+    if ids.size and ids.max() >= vocab_size:
+        raise InputError(f"target_prompt_logprobs has token {ids.max()}: ids are 0 to {vocab_size - 1}, -1 for none")
+    return PromptScoring(bool(body.prompt_logprobs), k, ids, 1 if last is None else length - last)

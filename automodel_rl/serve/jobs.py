@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_rl.losses import LossFn
+from automodel_rl.losses import LossFn, Readout
 from automodel_rl.policy.jobs import Job
 from automodel_rl.policy.shares import RowValues
 from automodel_rl.serve import messages
@@ -31,6 +31,7 @@ class Pass(Job):
         runs: the runs; several share no row of the adapters.
         run_of: the place among them of the run of each row.
         loss: the sum of their losses.
+        readout: what it gets for every token.
         forward_only: whether nothing is trained.
         agreed: the size of the batch.
     """
@@ -40,6 +41,7 @@ class Pass(Job):
     runs: tuple[str, ...]
     run_of: list[int]
     loss: LossFn
+    readout: Readout
     forward_only: bool
     agreed: GlobalBatch
 
@@ -50,8 +52,8 @@ class PassResult:
 
     Attributes:
         loss: the sum of all losses, equal on all ranks.
-        logprobs: log-probabilities of targets of the rows of its data rank, [n - 1]; None on ranks that do not stand
-            for a data rank.
+        logprobs: log-probabilities of targets of the rows of its data rank, [n - 1] or [n - 1, K]; None on ranks that
+            do not stand for a data rank.
         is_finite: whether gradients of all runs are finite, on all ranks. If not, those of no run were kept.
     """
 

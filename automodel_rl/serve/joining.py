@@ -24,6 +24,10 @@ MOST_SEQUENCES = 1024
 """Most completions of sample jobs that run as one."""
 
 
+MOST_TARGETS = 2**22
+"""Most targets of tokens that meet in one pass, where some have several."""
+
+
 def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
     """Takes the first order out of the queue, and with it all orders that can run in the same pass.
 
@@ -96,15 +100,16 @@ class _JointPass:
 
     def __init__(self, first: RunPass, most: int):
         self.forward_only, self.most = first.forward_only, most
-        self.tokens, self.rows = _num_tokens(first), {*_rows(first)}
+        self.tokens, self.width, self.rows = _num_tokens(first), _width(first), {*_rows(first)}
 
     def takes(self, job: ServiceJob) -> bool:
         """Whether a job fits, which then counts."""
         if not isinstance(job, RunPass) or job.forward_only != self.forward_only:
             return False
-        if self.tokens + _num_tokens(job) > self.most or not self.rows.isdisjoint(_rows(job)):
+        tokens, width = self.tokens + _num_tokens(job), max(self.width, _width(job))
+        if tokens > self.most or tokens * width > MOST_TARGETS or not self.rows.isdisjoint(_rows(job)):
             return False
-        self.tokens += _num_tokens(job)
+        self.tokens, self.width = tokens, width
         self.rows.update(_rows(job))
         return True
 
@@ -115,6 +120,11 @@ def _num_sequences(job: SampleJob) -> int:
 
 def _num_tokens(job: RunPass) -> int:
     return sum(map(len, job.data))
+
+
+def _width(job: RunPass) -> int:
+    """The most targets of a token: in a pass all tokens have as many."""
+    return max((datum.width for datum in job.data), default=0)
 
 
 def _rows(job: RunPass) -> range:

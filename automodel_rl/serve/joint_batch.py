@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from automodel_rl.batch import IGNORED_TARGET, Batch, Microbatch, TokenSequence, pack_microbatch
 from automodel_rl.batch.tensors import ADAPTER_GATE
-from automodel_rl.losses import LossFn, LossOutput, TokenOutputs, token_loss
-from automodel_rl.serve.messages import Datum, LossResult, RunPass
+from automodel_rl.losses import LossFn, LossOutput, Readout, TokenOutputs, token_loss
+from automodel_rl.serve.messages import TARGETS, Datum, LossResult, RunPass
 
-TARGETS, JOB = "target_tokens", "job"
+JOB, IDS, WEIGHTS = "job", "target_ids", "weights"
 
 
 class JointBatch:
@@ -25,27 +26,30 @@ class JointBatch:
         rows: the data of all jobs.
         run_of: the number of the job of each row.
         loss: the sum of all losses.
+        readout: what the losses get for every token.
     """
 
     def __init__(self, jobs: list[RunPass]):
         self.jobs = jobs
         self.loss = _joint_loss(jobs)
+        self.width = _width(jobs)
+        self.readout = Readout(ids=IDS if self.width else None)
         names = dict.fromkeys(name for job in jobs for datum in job.data for name in datum.inputs)
         self.run_of = [number for number, job in enumerate(jobs) for _ in job.data]
         data = zip((datum for job in jobs for datum in job.data), self.run_of, strict=True)
-        self.rows = Batch(_sequence(datum, names, number) for datum, number in data)
+        self.rows = Batch(_sequence(datum, names, number, self.width) for datum, number in data)
 
     def results(self, total: float, logprobs: dict[int, Tensor]) -> list[LossResult]:
         """The result of each job.
 
         Args:
             total: the sum of all losses.
-            logprobs: log-probabilities of the targets of each row, [n], by its number.
+            logprobs: log-probabilities of the targets of each row, [n] or [n, width], by its number.
         """
         places = itertools.count()
         results = []
         for job in self.jobs:
-            own = [logprobs[next(places)] for _ in job.data]
+            own = [_own(logprobs[next(places)], datum.width) for datum in job.data]
             loss = total if len(self.jobs) == 1 else _loss_of(job, own)
             results.append(LossResult(loss, [values.float().numpy() for values in own]))
         return results
@@ -88,26 +92,51 @@ def _joint_loss(jobs: list[RunPass]) -> LossFn:
     return loss
 
 
+def _width(jobs: Sequence[RunPass]) -> int:
+    """The most targets of a token; 0 if all have one."""
+    return max(datum.width for job in jobs for datum in job.data)
+
+
+def _own(logprobs: Tensor, width: int) -> Tensor:
+    """The log-probabilities of a datum with so many targets for each token, of those that a pass has read."""
+    if logprobs.ndim == 1:
+        return logprobs
+    return logprobs[:, :width] if width else logprobs[:, 0]
+
+
 def _loss_of(job: RunPass, logprobs: list[Tensor]) -> float:
     """The loss of a job from the log-probabilities of its targets."""
-    microbatch = with_own_targets(pack_microbatch([_sequence(datum, {}, 0) for datum in job.data]))
-    outputs = TokenOutputs(torch.cat([part for values in logprobs for part in (values, values.new_zeros(1))]))
+    width = _width([job])
+    microbatch = with_own_targets(pack_microbatch([_sequence(datum, {}, 0, width) for datum in job.data]))
+    rows = torch.cat([functional.pad(_wide(values, width, 0.0), (0, 0, 0, 1)) for values in logprobs])
+    outputs = TokenOutputs(rows[:, 0], at=rows if width else None)
     return float(token_loss(job.loss, job.settings)(outputs, microbatch).sums["positions"])
 
 
-def _sequence(datum: Datum, names: dict[str, None], job: int) -> TokenSequence:
+def _wide(values: Tensor, width: int, filling: float) -> Tensor:
+    """Values of a datum's targets, [n] or [n, K], as columns [n, max(width, 1)]."""
+    columns = values.view(len(values), -1)
+    return functional.pad(columns, (0, max(width, 1) - columns.shape[1]), value=filling)
+
+
+def _sequence(datum: Datum, names: dict[str, None], job: int, width: int) -> TokenSequence:
     """A sequence of one token more, the last target, so that every target has a place as the token it stands for.
 
     Args:
         datum: the data.
         names: names of the inputs that it gets besides its own, as zeros.
         job: number of its job.
+        width: number of targets of a token that are read; 0 for one.
     """
-    targets = torch.from_numpy(datum.inputs[TARGETS].copy())
-    tokens = torch.cat([torch.from_numpy(datum.tokens.copy()), targets[-1:]])
     inputs = {name: torch.from_numpy(values.copy()) for name, values in datum.inputs.items()}
-    values = dict.fromkeys(names, torch.zeros(len(datum))) | inputs
-    values = {name: torch.cat([tensor.new_zeros(1), tensor]) for name, tensor in values.items()}
+    targets = _wide(inputs[TARGETS], width, -1)
+    tokens = torch.cat([torch.from_numpy(datum.tokens.copy()), targets[-1:, 0]])
+    values = dict.fromkeys(names, torch.zeros(len(datum))) | inputs | {TARGETS: targets[:, 0]}
+    if width:
+        values[IDS] = targets
+        if WEIGHTS in values:
+            values[WEIGHTS] = _wide(values[WEIGHTS], width, 0.0)
+    values = {name: torch.cat([tensor.new_zeros(1, *tensor.shape[1:]), tensor]) for name, tensor in values.items()}
     values[JOB] = torch.full((len(tokens),), job)
     return TokenSequence(tokens, torch.ones(len(tokens), dtype=torch.bool), values)
 

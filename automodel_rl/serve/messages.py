@@ -7,6 +7,9 @@ import numpy as np
 
 from automodel_rl.rollout.sampled import SamplePrompt
 
+TARGETS = "target_tokens"
+"""The name of a datum's targets."""
+
 
 @dataclass(frozen=True)
 class Datum:
@@ -15,7 +18,7 @@ class Datum:
     Attributes:
         tokens: input tokens, int64 [n].
         inputs: arrays of the loss by name, each [n], aligned with the positions that predict: `target_tokens`, int64,
-            and others, float32.
+            and others, float32. Those of a cross entropy may have several targets for each, [n, K].
     """
 
     tokens: np.ndarray
@@ -23,6 +26,12 @@ class Datum:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def width(self) -> int:
+        """Number of targets for each token; 0 for one."""
+        targets = self.inputs.get(TARGETS)
+        return 0 if targets is None or targets.ndim < 2 else targets.shape[1]
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class LossResult:
 
     Attributes:
         loss: the sum over all tokens.
-        logprobs: log-probabilities of each datum's targets, float32 [n].
+        logprobs: log-probabilities of each datum's targets, float32 [n], or [n, K] of those with several each.
     """
 
     loss: float

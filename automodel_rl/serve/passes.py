@@ -57,7 +57,7 @@ class Passes:
             agreed, shares = self.policy.shares(batch.rows)
             runs = tuple(job.run for job in asked)
             answers: list[jobs.PassResult] = self.crew.ask(
-                jobs.Pass(runs, batch.run_of, batch.loss, asked[0].forward_only, agreed), shares
+                jobs.Pass(runs, batch.run_of, batch.loss, batch.readout, asked[0].forward_only, agreed), shares
             )
         except InputError:
             for job in asked:

@@ -13,8 +13,8 @@ def recorded(loss: LossFn, found: dict[int, Tensor]) -> LossFn:
 
     Args:
         loss: the loss.
-        found: gets them by the sequence's place in the list that was packed: [n - 1], without that of the last
-            position, which has no target.
+        found: gets them by the sequence's place in the list that was packed: [n - 1], or [n - 1, K] where several are
+            read for each, without those of the last position, which has no target.
     """
     if isinstance(loss, LinearLoss):
         return _RecordedLinearLoss(loss.weights, loss.denominator, found)
@@ -38,6 +38,7 @@ class _RecordedLinearLoss(LinearLoss):
 def _note(found: dict[int, Tensor], outputs: TokenOutputs, microbatch: Microbatch) -> None:
     if microbatch.is_empty:
         return
-    pieces = outputs.logprobs.detach().split(microbatch.lengths)
+    logprobs = outputs.logprobs if outputs.at is None else outputs.at
+    pieces = logprobs.detach().split(microbatch.lengths)
     for place, piece in zip(microbatch.order, pieces, strict=True):
         found[place] = piece[:-1]

@@ -8,9 +8,11 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import AfterValidator, BaseModel, Field
 
 from automodel_rl.chat_api.values import Body, Seed, StopText, StopTexts, Temperature, Text, Token, TopK, TopP
+from automodel_rl.serve.arrays import SparsePlaces
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 """A name of saved weights. It becomes the name of a folder."""
@@ -166,16 +168,33 @@ class SamplingBody(Body):
     top_p: TopP = 1.0
 
 
+class TokensBody(Body):
+    """Token ids in an array of two dimensions, which may be sparse."""
+
+    data: list[Annotated[int, Field(ge=-1, lt=2**31)]]
+    dtype: Literal["int64"]
+    shape: tuple[Number, Number]
+    sparse_crow_indices: list[Number] | None = None
+    sparse_col_indices: list[Number] | None = None
+
+    @property
+    def places(self) -> SparsePlaces | None:
+        """The places of those that are listed; None if all are."""
+        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
+            return None
+        return SparsePlaces(np.array(self.sparse_crow_indices, np.int64), np.array(self.sparse_col_indices, np.int64))
+
+
 class SampleBody(Body):
     sampling_session_id: Text
-    seq_id: Number
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)]  # copies of a client in other processes count from large numbers
     num_samples: Annotated[int, Field(gt=0)] = 1
     prompt: PromptBody
     sampling_params: SamplingBody
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Number | None = None
     topk_sample_logprobs: Number | None = None
-    target_prompt_logprobs: bool | None = None
+    target_prompt_logprobs: TokensBody | None = None
     prompt_alt_tokens_k: Number | None = None
     prompt_logprobs_last_n: Number | None = None
 

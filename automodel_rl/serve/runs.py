@@ -87,7 +87,7 @@ class Runs:
         packed = [] if share is None else share.pack()
         microbatches = [gated(with_own_targets(microbatch), gate, job.run_of) for microbatch in packed]
         work = self.engine.evaluate if job.forward_only else self.engine.forward_backward
-        total, _ = work(microbatches, recorded(job.loss, found), counts=UNDIVIDED, agreed=job.agreed)
+        total, _ = work(microbatches, recorded(job.loss, found), job.readout, UNDIVIDED, job.agreed)
         own = from_last_stage({row: values.cpu() for row, values in found.items()}, self.handle.layout)
         stands = self.handle.layout.is_first_of_data_rank
         return PassResult(total, RowValues.of([*own], [*own.values()]) if stands else None, is_finite=True)

@@ -59,7 +59,8 @@ class Samplers:
 
             def done(answers: Any) -> Any:
                 self.service.history.add_samples(body.sampling_session_id, [prompt], answers)
-                return write_samples(answers[0])
+                named = body.target_prompt_logprobs
+                return write_samples(answers[0], prompt.scoring, None if named is None else named.places)
 
             self.service.start(request, digest, None, self.job(weights, [prompt]), done)
         return {"request_id": request, "sample_sequence_ids": names}

@@ -159,7 +159,7 @@ class Service:
 
         def work() -> Work:
             loss, settings = checks.loss_of(message)
-            data = checks.for_loss([read_datum(datum) for datum in message.data], loss)
+            data = checks.for_loss([read_datum(datum, self.config.most_bytes) for datum in message.data], loss)
             checks.check_data(data, loss, self.config, self.ranks.vocab_size)
             shape = self.runs[message.model_id].shape
             job = RunPass(message.model_id, loss, settings, data, message.forward_only, shape)

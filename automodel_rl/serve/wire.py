@@ -12,13 +12,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from automodel_rl.errors import InputError
-from automodel_rl.rollout.sampled import Sampled
+from automodel_rl.rollout.sampled import PromptScoring, Sampled, ScoredTokens
+from automodel_rl.serve.arrays import SparsePlaces, array_of
 from automodel_rl.serve.messages import Datum
 
 PACKAGE = "automodel_rl"
 
 FIELDS: dict[str, tuple[tuple[int, str, str], ...]] = {
-    "Csr": ((1, "values", "bytes"),),
+    "Csr": ((1, "values", "bytes"), (2, "row_ends", "bytes"), (3, "columns", "bytes")),
     "Array": ((1, "dense", "bytes"), (2, "csr", "Csr"), (3, "dtype", "int32"), (4, "shape", "repeated int64")),
     "Text": ((1, "tokens", "bytes"),),
     "Chunk": ((1, "text", "Text"),),
@@ -35,8 +36,19 @@ FIELDS: dict[str, tuple[tuple[int, str, str], ...]] = {
     "Rows": ((1, "data", "bytes"), (2, "offsets", "bytes"), (3, "dtype", "int32"), (4, "trailing", "repeated int64")),
     "Record": ((1, "tag", "string"), (2, "fields", "map Rows"), (3, "num_datums", "int64")),
     "Output": ((1, "type", "string"), (2, "records", "repeated Record"), (3, "metrics", "map double")),
-    "Sequence": ((1, "stop_reason", "int32"), (2, "tokens", "bytes"), (3, "logprobs", "optional bytes")),
-    "Samples": ((1, "sequences", "repeated Sequence"), (2, "prompt_logprobs", "optional bytes")),
+    "Top": ((1, "ids", "bytes"), (2, "logprobs", "bytes"), (3, "k", "uint32"), (4, "length", "uint32")),
+    "Sequence": (
+        (1, "stop_reason", "int32"),
+        (2, "tokens", "bytes"),
+        (3, "logprobs", "optional bytes"),
+        (4, "top", "Top"),
+    ),
+    "Samples": (
+        (1, "sequences", "repeated Sequence"),
+        (2, "prompt_logprobs", "optional bytes"),
+        (3, "prompt_top", "Top"),
+        (5, "prompt_at", "Array"),
+    ),
 }
 """The fields of each message: number, name and kind. A kind may be that of another message."""
 
@@ -51,6 +63,7 @@ _KINDS = {
     "double": descriptor_pb2.FieldDescriptorProto.TYPE_DOUBLE,
     "int32": descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
     "int64": descriptor_pb2.FieldDescriptorProto.TYPE_INT64,
+    "uint32": descriptor_pb2.FieldDescriptorProto.TYPE_UINT32,
 }
 
 
@@ -102,30 +115,35 @@ def read_request(body: bytes) -> Any:
         raise InputError("the body is no forward_backward request in protobuf: use tinker 0.38") from None
 
 
-def read_datum(message: Any) -> Datum:
+def read_datum(message: Any, most_bytes: int) -> Datum:
     """A datum with its arrays.
 
+    Args:
+        message: the datum's message.
+        most_bytes: most bytes of an array.
+
     Raises:
-        InputError: an array is damaged, or there is something else than text.
+        InputError: an array is damaged or too large, or there is something else than text.
     """
     if any(not chunk.HasField("text") for chunk in message.chunks):
         raise InputError("model_input has a chunk that is not text: images and sound are not served")
     chunks = [_from_bytes(chunk.text.tokens, np.dtype(np.int32), "model_input") for chunk in message.chunks]
     tokens = np.concatenate([np.empty(0, np.int32), *chunks]).astype(np.int64)
-    return Datum(tokens, {name: _read_array(name, array) for name, array in message.inputs.items()})
+    return Datum(tokens, {name: _read_array(name, array, most_bytes) for name, array in message.inputs.items()})
 
 
-def _read_array(name: str, message: Any) -> np.ndarray:
-    shape = tuple(message.shape)
-    if message.dtype not in DTYPES or any(size < 0 for size in shape):
-        raise InputError(f"{name} has dtype {message.dtype} and shape {list(shape)}: it is float32 or int64")
-    dtype = DTYPES[message.dtype]
-    if message.HasField("csr") or len(shape) > 1:
-        raise InputError(f"{name} has the shape {list(shape)}: several targets for a position are not served, give one")
-    values = _from_bytes(message.dense, dtype, name)
-    if shape and shape[0] != len(values):
-        raise InputError(f"{name} has {len(values)} values for the shape {list(shape)}")
-    return values
+def _read_array(name: str, message: Any, most_bytes: int) -> np.ndarray:
+    if message.dtype not in DTYPES:
+        raise InputError(f"{name} has dtype {message.dtype}: it is float32 (1) or int64 (2)")
+    dtype, places = DTYPES[message.dtype], None
+    if message.HasField("csr"):
+        index = np.dtype(np.int64)
+        places = SparsePlaces(
+            _from_bytes(message.csr.row_ends, index, name), _from_bytes(message.csr.columns, index, name)
+        )
+    values = _from_bytes(message.dense if places is None else message.csr.values, dtype, name)
+    # Of targets and their weights other entries may be listed: both have 0 where the client had it.
+    return array_of(values, message.shape, places, 0, most_bytes, name)
 
 
 def _from_bytes(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
@@ -149,17 +167,58 @@ def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
     return output.SerializeToString()
 
 
-def write_samples(sampled: Sampled) -> bytes:
-    """The result of a sample."""
+def write_samples(sampled: Sampled, scoring: PromptScoring, places: SparsePlaces | None = None) -> bytes:
+    """The result of a sample.
+
+    Args:
+        sampled: the samples, and the scores of their prompt.
+        scoring: what the client asked of the prompt.
+        places: the places of the tokens that it named, if it listed some.
+    """
     message = MESSAGES["Samples"]()
-    for sequence in sampled.sequences:
+    for place, sequence in enumerate(sampled.sequences):
         message.sequences.add(
             stop_reason=STOP_REASONS[sequence.finish],
             tokens=np.array(sequence.tokens, np.int32).tobytes(),
             logprobs=np.array(sequence.logprobs, np.float32).tobytes(),
         )
-    if sampled.prompt_logprobs is not None:
-        known = np.asarray(sampled.prompt_logprobs, np.float32).copy()
-        known[0] = np.nan  # nothing predicts the first token
+        if sampled.scored:
+            scored, start = sampled.scored[place], -len(sequence.tokens)
+            of_sequence = ScoredTokens(
+                *(rows[start:] for rows in (scored.logprobs, scored.top_logprobs, scored.top_ids))
+            )
+            message.sequences[place].top.CopyFrom(_top(of_sequence, of_sequence.top_ids.shape[1], 0))
+    prompt = sampled.prompt
+    if prompt.logprobs is not None:
+        known = np.asarray(prompt.logprobs, np.float32).copy()
+        known[: scoring.first] = np.nan
         message.prompt_logprobs = known.tobytes()
+    if prompt.top is not None:
+        message.prompt_top.CopyFrom(_top(prompt.top, scoring.num_top, scoring.first))
+    if prompt.at is not None:
+        message.prompt_at.CopyFrom(_array(prompt.at, places))
     return message.SerializeToString()
+
+
+NOTHING = -99999.0
+"""The log-probability of a place in a list of likeliest tokens that has no token. Its id is 0."""
+
+
+def _top(scored: ScoredTokens, k: int, first: int) -> Any:
+    """The likeliest tokens of each place, those before the `first` without any. A vocabulary may have fewer than k."""
+    ids = np.zeros((len(scored.top_ids), k), np.int32)
+    logprobs = np.full(ids.shape, NOTHING, np.float32)
+    width = min(k, scored.top_ids.shape[1])
+    ids[first:, :width] = scored.top_ids[first:, :width]
+    logprobs[first:, :width] = scored.top_logprobs[first:, :width]
+    return MESSAGES["Top"](ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(ids))
+
+
+def _array(values: np.ndarray, places: SparsePlaces | None) -> Any:
+    """A float32 array; only its listed entries, if it has such."""
+    values = np.ascontiguousarray(values, np.float32)
+    if places is None:
+        return MESSAGES["Array"](dense=values.tobytes(), dtype=FLOAT32, shape=values.shape)
+    listed = values[places.rows, places.columns].tobytes()
+    csr = MESSAGES["Csr"](values=listed, row_ends=places.row_ends.tobytes(), columns=places.columns.tobytes())
+    return MESSAGES["Array"](csr=csr, dtype=FLOAT32, shape=values.shape)

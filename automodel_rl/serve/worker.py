@@ -103,7 +103,7 @@ class ServiceWorker:
         def show() -> None:
             self.crew.ask(jobs.Show(job.kept, None if job.folder is None else Path(job.folder), job.shape))
 
-        if weights != self._shown or any(prompt.with_logprobs or prompt.num_top for prompt in prompts):
+        if weights != self._shown or any(prompt.scoring.is_anything or prompt.num_top for prompt in prompts):
             show()  # kept and saved weights never change
         if weights != self._shown:
             self.fleet.sync()

@@ -21,7 +21,7 @@ from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Sampling
 from automodel_rl.rollout.http_thread import HttpThread, body_of, described, refusal
 from automodel_rl.rollout.openai_answers import OpenAIAnswers, completion_events
-from automodel_rl.rollout.sampled import Refused, Sampled, SamplePrompt
+from automodel_rl.rollout.sampled import PromptScoring, Refused, Sampled, SamplePrompt
 from automodel_rl.rollout.seeds import turn_seed
 
 MODEL = "policy"
@@ -133,7 +133,7 @@ class EvaluationEndpoint:
             else:
                 seed = body.seed + place
             num_samples = 0 if max_tokens == 0 else body.n
-            made.append(SamplePrompt(tokens, num_samples, seed, sampling, with_logprobs, num_top))
+            made.append(SamplePrompt(tokens, num_samples, seed, sampling, PromptScoring(with_logprobs), num_top))
         asked = AskedPrompts(made)
         self.asked.put(asked)
         found = await asyncio.wrap_future(asked.answers)

@@ -16,7 +16,7 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 from automodel_rl.tools.export import export
-from tests.distributed.serve.test_serve import folder_of, numbers, train_both
+from tests.distributed.serve.test_serve import numbers, train_both
 from tests.services import Service, datum, of_loss, write_model
 
 pytestmark = pytest.mark.filterwarnings(
@@ -72,7 +72,7 @@ def test_a_run_of_all_weights_trains_is_sampled_from_and_goes_on(tmp_path: Path)
         assert numbers(run, 60, 2) == undisturbed
         os.kill(service.job.process.pid, signal.SIGKILL)
         service.job.process.wait()
-    export(folder_of(service, path), tmp_path / "exported", [])
+    export(service.folder_of(path), tmp_path / "exported", [])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
     for name, parameter in plain.named_parameters():
         assert (parameter - exported.get_parameter(name)).abs().max() < 1e-9, name

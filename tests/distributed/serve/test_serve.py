@@ -18,8 +18,6 @@ from tinker import types
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from automodel_rl.config import LoraConfig
-from automodel_rl.serve.saved_weights import SavedWeights
 from tests.services import Service, datum, of_loss, write_model
 
 pytestmark = pytest.mark.filterwarnings(
@@ -50,10 +48,6 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with Service(tmp_path_factory.mktemp("service"), model) as service:
         yield service
-
-
-def folder_of(service: Service, path: str) -> Path:
-    return SavedWeights(service.key_file.parent / "weights", math.inf, LoraConfig(), "")[path].folder
 
 
 def plain_loss(name: str, settings: dict[str, float], logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
@@ -107,12 +101,12 @@ def train_both(run: Any, plain: Any) -> None:
 
 def test_every_loss_trains_as_peft_and_torch_do(service: Service, model: Path) -> None:
     run = service.run(rank=4, seed=3)
-    begun = folder_of(service, run.save_state("begun").result().path)
+    begun = service.folder_of(run.save_state("begun").result().path)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     peft: Any = PeftModel.from_pretrained(base, begun, is_trainable=True)
     peft.to(torch.float64)
     train_both(run, peft)
-    ended = folder_of(service, run.save_state("ended").result().path)
+    ended = service.folder_of(run.save_state("ended").result().path)
     again = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     theirs = dict(PeftModel.from_pretrained(again, ended).to(torch.float64).named_parameters())
     moved = 0.0
@@ -332,7 +326,7 @@ def test_runs_go_on_from_saved_weights_after_a_rank_and_after_the_server_is_kill
         os.kill(service.job.process.pid, signal.SIGINT)
         assert service.job.finish() == 0
         stopped = service.job.stdout.split("saved ")[1].split()[0]
-        assert folder_of(service, stopped).is_dir()
+        assert service.folder_of(stopped).is_dir()
 
 
 def environment_of(pid: int) -> dict[str, str]:

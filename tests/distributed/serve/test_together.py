@@ -31,24 +31,29 @@ from tests.rank_pool import RankPool
 from tests.tiny import VOCAB, save_tiny_model
 
 SHAPES = {"a": RunShape(2, seed=1), "b": RunShape(3, seed=2, first=2), "c": RunShape(1, seed=3, mlp=False, first=7)}
-LOSSES: dict[str, tuple[str, dict[str, float]]] = {
-    "a": ("cross_entropy", {}),
-    "b": ("ppo", {"clip_low_threshold": 0.9}),
-    "c": ("dro", {"beta": 0.2}),
+LOSSES: dict[str, tuple[str, dict[str, float], int]] = {
+    "a": ("cross_entropy", {}, 0),
+    "b": ("ppo", {"clip_low_threshold": 0.9}, 0),
+    "c": ("dro", {"beta": 0.2}, 0),
 }
+"""The loss of each run, its settings, and the number of targets of a token; 0 for one."""
+
+SOFT = LOSSES | {"a": ("cross_entropy", {}, 3)}
+ALL_SOFT = {run: ("cross_entropy", {}, width) for run, width in (("a", 3), ("b", 0), ("c", 2))}
 LENGTHS = {"a": (7, 21, 3), "b": (12, 1), "c": (9, 30, 2, 5)}
 NUMBERS = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def job(run: str, call: int, losses: dict[str, Any], forward_only: bool = False) -> RunPass:
     random = np.random.default_rng([call, *run.encode()])
-    loss, settings = losses[run]
+    loss, settings, width = losses[run]
     names = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
     data = []
     for length in LENGTHS[run]:
-        inputs = {name: (random.normal(size=length) * 0.3 - 5 * (name == "logprobs")) for name in names}
+        shape = (length, width) if width else (length,)
+        inputs = {name: (random.normal(size=shape) * 0.3 - 5 * (name == "logprobs")) for name in names}
         values = {name: value.astype(np.float32) for name, value in inputs.items()}
-        targets = random.integers(0, VOCAB, length)
+        targets = random.integers(0, VOCAB, shape)
         data.append(Datum(random.integers(0, VOCAB, length), {"target_tokens": targets, **values}))
     return RunPass(run, loss, settings, data, forward_only, SHAPES[run])
 
@@ -135,6 +140,8 @@ def both_ways(folder: Path, sizes: dict[str, Any], options: dict[str, Any], loss
         ({"pp": 2}, {"activation_checkpointing": "full"}, LOSSES),
         ({"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}, {}, dict.fromkeys(SHAPES, LOSSES["a"])),
         ({"dp_shard": 2}, {}, LOSSES),
+        ({"dp_shard": 2}, {}, SOFT),
+        ({"cp": 2}, {}, ALL_SOFT),
         ({"cp": 2}, {"activation_checkpointing": "selective"}, LOSSES),
     ],
 )
