@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 LENGTHS = (7, 21, 3, 12, 1)
-WIDTHS = (4, 1, 3, 0, 4)
+WIDTHS = (8, 6, 1, 0, 4)
 
 
 @pytest.fixture(name="model", scope="module")
