@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     )
     from automodel_rl.config.critic import CriticConfig, GAEConfig
     from automodel_rl.config.distillation import DistillLossConfig, OnPolicyDistillationConfig
-    from automodel_rl.config.further_models import FurtherModel, TeacherConfig
+    from automodel_rl.config.further_models import FrozenModelConfig, FurtherModel, TeacherConfig
     from automodel_rl.data.show import ShownExample, first_examples
     from automodel_rl.engine import Engine, TrainOutput
     from automodel_rl.errors import InputError, MicrobatchError
@@ -90,6 +90,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DistillLossConfig": "config.distillation",
     "OnPolicyDistillationConfig": "config.distillation",
+    "FrozenModelConfig": "config.further_models",
     "TeacherConfig": "config.further_models",
     "FurtherModel": "config.further_models",
     "CriticConfig": "config.critic",
@@ -184,6 +185,7 @@ __all__ = [
     "EncoderComponent",
     "Engine",
     "Fleet",
+    "FrozenModelConfig",
     "FurtherModel",
     "GAEConfig",
     "GRPOConfig",

@@ -69,7 +69,7 @@ GROUPS = {
         *("OffloadConfig", "OptimizerConfig", "MuonConfig", "ParameterGroupConfig"),
         *("DPOLossConfig", "PolicyLossConfig", "KLConfig", "CorrectionConfig", "RejectConfig"),
         *("SFTLossConfig", "KTOLossConfig", "RewardLossConfig", "CriticConfig", "GAEConfig"),
-        *("TeacherConfig", "DistillLossConfig", "OnPolicyDistillationConfig"),
+        *("FrozenModelConfig", "TeacherConfig", "DistillLossConfig", "OnPolicyDistillationConfig"),
     ),
     "Errors": ("InputError", "MicrobatchError"),
 }

@@ -30,20 +30,16 @@ class FurtherModel:
     between: Between = "device"
 
 
-class TeacherConfig(Section):
-    """A model that a student learns from. It has the student's tokenizer, and any architecture that is supported.
+class FrozenModelConfig(Section):
+    """A model beside the trained one, which is not trained: of any architecture that is supported.
 
     Example:
-        >>> TeacherConfig(path="Qwen/Qwen3-8B", between="host").dtype is None
+        >>> FrozenModelConfig(path="Qwen/Qwen3-8B", between="host").dtype is None
         True
     """
 
     path: PathText
-    """Folder of the teacher's checkpoint, or its hub id."""
-
-    sources: tuple[PathText, ...] = ()
-    """The data that it teaches, by the `path` of sources in data.train and data.validation. Empty: all data that no
-    other teacher names."""
+    """Folder of its checkpoint, or its hub id."""
 
     dtype: Dtype | None = None
     """Precision in which it computes; null takes model.dtype."""
@@ -52,20 +48,33 @@ class TeacherConfig(Section):
     """Its attention kernel, as model.attention."""
 
     between: Between = "device"
-    """Place of its weights while it does not compute. host: in host memory, so that teacher and student have the
-    device's memory in turns; they are copied to the device and back in each step."""
+    """Place of its weights while it does not compute. host: in host memory; they are copied to the device whenever it
+    computes."""
 
-    def further_model(self, key: str, student: ModelConfig) -> FurtherModel:
+    def further_model(self, key: str, trained: ModelConfig) -> FurtherModel:
         """What a run asks for.
 
         Args:
             key: the section of the config that this one is.
-            student: the section of the trained model.
+            trained: the section of the trained model.
         """
         model = ModelConfig(
             path=self.path,
-            dtype=self.dtype or student.dtype,
+            dtype=self.dtype or trained.dtype,
             attention=self.attention,
-            trust_remote_code=student.trust_remote_code,
+            trust_remote_code=trained.trust_remote_code,
         )
         return FurtherModel(model, key, between=self.between)
+
+
+class TeacherConfig(FrozenModelConfig):
+    """A model that a student learns from. It has the student's tokenizer.
+
+    Example:
+        >>> TeacherConfig(path="Qwen/Qwen3-8B", sources=("data/math.jsonl",)).between
+        'device'
+    """
+
+    sources: tuple[PathText, ...] = ()
+    """The data that it teaches, by the `path` of sources in data.train and data.validation. Empty: all data that no
+    other teacher names."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from automodel_rl.config.base import PathText, Positive, Section
+from automodel_rl.config.further_models import FrozenModelConfig
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import SamplerConfig, TransformersSamplerConfig, refuse_earlier
 from automodel_rl.config.model import MemoryConfig, ModelConfig
@@ -63,6 +64,11 @@ class ServeConfig(Section):
     name: str | None = None
     """Name of the base model for clients, which open the tokenizer of this name: a hub id, or a folder on their
     machine. null: model.path."""
+
+    teachers: dict[str, FrozenModelConfig] = Field(default_factory=dict)
+    """Further base models, by their names for clients, on the same ranks. They score prompts and are not trained, as
+    teachers are: log-probabilities of a prompt's tokens, of the likeliest ones, and of tokens that a client names. A
+    sample of theirs has one token, the likeliest."""
 
     parallel: ParallelConfig = ParallelConfig()
     memory: MemoryConfig = MemoryConfig()
@@ -136,6 +142,8 @@ class ServeConfig(Section):
             raise ValueError(
                 "memory: offload_optimizer and offload are not served, runs wait on the host: leave them out"
             )
+        if self.base_name in self.teachers:
+            raise ValueError(f"teachers.{self.base_name}: the base model has this name: give the teacher another")
         if self.host not in LOOPBACK and self.key is None:
             raise ValueError(
                 f"host={self.host} can be reached from other machines: give a key of your own (tml-...), and prefer "

@@ -73,6 +73,16 @@ def score_with_top(policy: Policy, rows: Sequence[Sequence[int]], num_top: Seque
     return found
 
 
+def next_tokens(policy: Policy, rows: Sequence[Sequence[int]]) -> list[int]:
+    """The likeliest token after each row.
+
+    Args:
+        policy: the model.
+        rows: token ids of each row.
+    """
+    return policy.next_tokens(_batch(rows).sequences)
+
+
 def _score_named(policy: Policy, prompts: Sequence[SamplePrompt]) -> list[np.ndarray]:
     """Log-probabilities of the tokens that each prompt names, float32 [n - 1, K]."""
     if not prompts:

@@ -88,7 +88,7 @@ class _Routes:
         }
         gets: dict[str, Handler] = {
             "healthz": lambda _: self._health(),
-            "get_server_capabilities": lambda _: {"supported_models": [self._model()]},
+            "get_server_capabilities": lambda _: {"supported_models": self._models()},
             "samplers/{name}": lambda found: service.samplers.describe(found["name"]),
             "training_runs": service.lists.runs,
             "training_runs/{name}": service.lists.run,
@@ -215,13 +215,10 @@ class _Routes:
             raise RanksAbsentError
         return {"status": "ok"}
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "model_name": self.config.base_name,
-            "max_context_length": self.config.microbatch_tokens,
-            "trainable": True,
-            "sampleable": True,
-        }
+    def _models(self) -> list[dict[str, Any]]:
+        longest = {"max_context_length": self.config.microbatch_tokens, "sampleable": True}
+        names = [self.config.base_name, *self.config.teachers]
+        return [{"model_name": name, **longest, "trainable": name == names[0]} for name in names]
 
     def _delete(self, found: dict[str, str]) -> dict[str, Any]:
         try:

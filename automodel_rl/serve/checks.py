@@ -39,9 +39,12 @@ def check_model(model: OpenedModel) -> None:
 
 
 def check_base_model(name: str | None, config: ServeConfig) -> None:
-    """Raises InputError if a client asks for another base model than the service has."""
+    """Raises InputError if a client asks for another base model than the one that is trained and sampled from."""
+    if name in config.teachers:
+        raise InputError(f"base_model={name!r} scores prompts here, and {config.base_name!r} is trained: ask for that")
     if name != config.base_name:
-        raise InputError(f"base_model={name!r}: this server has {config.base_name!r}: ask for that")
+        others = f", and {', '.join(map(repr, config.teachers))} to score prompts" if config.teachers else ""
+        raise InputError(f"base_model={name!r}: this server has {config.base_name!r}{others}: ask for that")
 
 
 def check_optimizer(given: OptimizerKind | None) -> None:
@@ -219,6 +222,15 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SampleP
     seed = secrets.randbelow(2**63) if params.seed is None else params.seed
     scoring = _scoring_of(body, len(tokens), config.most_bytes, vocab_size)
     return SamplePrompt(tokens, body.num_samples, seed, sampling, scoring, body.topk_sample_logprobs or 0)
+
+
+def check_scored(prompt: SamplePrompt, teacher: str) -> None:
+    """Raises InputError if more is asked of a teacher than to score a prompt."""
+    if prompt.sampling.max_tokens != 1 or prompt.num_top:
+        raise InputError(
+            f"{teacher!r} scores prompts here: ask for max_tokens=1 without topk_sample_logprobs; the token is the "
+            "likeliest"
+        )
 
 
 def _scoring_of(body: SampleBody, length: int, most_bytes: int, vocab_size: int) -> PromptScoring:

@@ -17,6 +17,7 @@ from automodel_rl.serve.messages import (
     Save,
     ServiceJob,
     Spoil,
+    TeacherJob,
     Together,
 )
 
@@ -39,7 +40,7 @@ def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
     taken, left = [first], []
     joint: _JointSample | _JointPass
     match first.job:
-        case SampleJob():
+        case SampleJob() | TeacherJob():
             joint = _JointSample(first.job)
         case RunPass() if pass_tokens:
             joint = _JointPass(first.job, pass_tokens)
@@ -69,7 +70,7 @@ def joined(jobs: list[Any]) -> ServiceJob:
 
 def answers_of(jobs: list[Any], answer: Any) -> Iterable[Any]:
     """The part of each job in the answer to all. A sample of which a prompt is refused is refused."""
-    if isinstance(jobs[0], SampleJob):
+    if isinstance(jobs[0], (SampleJob, TeacherJob)):
         rest = iter(answer)
         return [_all_or_refused([next(rest) for _ in job.prompts]) for job in jobs]
     return [answer] if len(jobs) == 1 else answer
@@ -80,14 +81,14 @@ def _all_or_refused(answers: list[Any]) -> Any:
 
 
 class _JointSample:
-    """Samples from the same weights."""
+    """Samples from the same weights, or scores by the same teacher."""
 
-    def __init__(self, first: SampleJob):
-        self.weights, self.count = (first.kept, first.folder), _num_sequences(first)
+    def __init__(self, first: SampleJob | TeacherJob):
+        self.weights, self.count = _weights(first), _num_sequences(first)
 
     def takes(self, job: ServiceJob) -> bool:
         """Whether a job fits, which then counts."""
-        if not isinstance(job, SampleJob) or (job.kept, job.folder) != self.weights:
+        if not isinstance(job, (SampleJob, TeacherJob)) or _weights(job) != self.weights:
             return False
         if self.count + _num_sequences(job) > MOST_SEQUENCES:
             return False
@@ -114,7 +115,12 @@ class _JointPass:
         return True
 
 
-def _num_sequences(job: SampleJob) -> int:
+def _weights(job: SampleJob | TeacherJob) -> tuple[str | None, ...]:
+    """What tells the weights of a job from others."""
+    return (job.teacher,) if isinstance(job, TeacherJob) else (job.kept, job.folder)
+
+
+def _num_sequences(job: SampleJob | TeacherJob) -> int:
     return sum(prompt.num_samples for prompt in job.prompts)
 
 

@@ -173,6 +173,14 @@ class SampleJob(ServiceJob):
 
 
 @dataclass(frozen=True)
+class TeacherJob(ServiceJob):
+    """Prompts for a further base model to score. The answer has a `Sampled` or `Refused` for each."""
+
+    teacher: str
+    prompts: list[SamplePrompt]
+
+
+@dataclass(frozen=True)
 class Done:
     """A job is done.
 
@@ -196,6 +204,8 @@ class Ready:
 
     Attributes:
         vocab_size: number of token ids of the model.
+        of_teachers: those of further base models by name.
     """
 
     vocab_size: int
+    of_teachers: dict[str, int]

@@ -56,6 +56,7 @@ class Ranks:
 
     Attributes:
         vocab_size: number of token ids of the model; 0 before ranks are ready.
+        of_teachers: those of further base models by name.
         ready: set when ranks have become ready for the first time.
         are_there: whether ranks are ready now.
         num_jobs: number of jobs that ranks have done since they last became ready.
@@ -66,6 +67,7 @@ class Ranks:
     def __init__(self, on_lost: Callable[[], None], on_stop: Callable[[], None], pass_tokens: int):
         self.on_lost, self.on_stop, self.pass_tokens = on_lost, on_stop, pass_tokens
         self.vocab_size = 0
+        self.of_teachers: dict[str, int] = {}
         self.num_jobs = self.peak_bytes = self.num_joint = 0
         self.ready = threading.Event()
         self.are_there = False
@@ -160,8 +162,9 @@ class Ranks:
         while True:
             message = connection.recv()
             match message:
-                case Ready(vocab_size):
-                    self.vocab_size, self.num_jobs, self.are_there = vocab_size, 0, True
+                case Ready(vocab_size, of_teachers):
+                    self.vocab_size, self.of_teachers = vocab_size, of_teachers
+                    self.num_jobs, self.are_there = 0, True
                     self.ready.set()
                     self._send_next(connection, running)
                 case StopAsked():

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.sampled import SamplePrompt
 from automodel_rl.serve import checks
-from automodel_rl.serve.messages import SampleJob, ServiceJob
+from automodel_rl.serve.messages import SampleJob, ServiceJob, TeacherJob
 from automodel_rl.serve.requests import SampleBody, SamplingSessionBody
 from automodel_rl.serve.results import digest_of
 from automodel_rl.serve.tables import UnknownError, Weights
@@ -31,11 +31,7 @@ class Samplers:
 
     def create(self, body: SamplingSessionBody) -> dict[str, Any]:
         self.service.session(body.session_id)
-        name, weights = f"{body.session_id}:sample:{body.sampling_session_seq_id}", Weights()
-        if body.model_path is None:
-            checks.check_base_model(body.base_model, self.config)
-        else:
-            weights = Weights(saved=self.service.saved.usable(body.model_path))
+        name, weights = f"{body.session_id}:sample:{body.sampling_session_seq_id}", self._asked(body)
         if self.table.setdefault(name, weights) != weights:
             raise InputError(
                 f"sampling_session_seq_id={body.sampling_session_seq_id}: this number has a sampler of other weights: "
@@ -43,10 +39,23 @@ class Samplers:
             )
         return {"sampling_session_id": name}
 
+    def _asked(self, body: SamplingSessionBody) -> Weights:
+        """The weights that a client asks for. Raises InputError if there are none."""
+        base, name = self.config.base_name, body.base_model
+        if body.model_path is not None:
+            if name not in (None, base):
+                raise InputError(f"base_model={name!r}: {body.model_path} belongs to {base!r}: leave base_model out")
+            return Weights(saved=self.service.saved.usable(body.model_path))
+        if name in self.config.teachers:
+            return Weights(teacher=name)
+        checks.check_base_model(name, self.config)
+        return Weights()
+
     def describe(self, name: str) -> dict[str, Any]:
         weights = self._sampler(name)
         path = None if weights.saved is None else weights.saved.path
-        return {"sampler_id": name, "base_model": self.config.base_name, "model_path": path}
+        base = weights.teacher or self.config.base_name
+        return {"sampler_id": name, "base_model": base, "model_path": path}
 
     def sample(self, body: SampleBody) -> dict[str, Any]:
         weights = self._sampler(body.sampling_session_id)
@@ -54,7 +63,11 @@ class Samplers:
         names = [f"{request}:{number}" for number in range(body.num_samples)]
         digest = digest_of("asample", body)
         if not self.service.results.repeats(request, digest):
-            prompt = checks.prompt_of(body, self.config, self.service.ranks.vocab_size)
+            ranks, teacher = self.service.ranks, weights.teacher
+            size = ranks.vocab_size if teacher is None else ranks.of_teachers[teacher]
+            prompt = checks.prompt_of(body, self.config, size)
+            if teacher is not None:
+                checks.check_scored(prompt, teacher)
             self.service.check_room()
 
             def done(answers: Any) -> Any:
@@ -67,6 +80,8 @@ class Samplers:
 
     def job(self, weights: Weights, prompts: list[SamplePrompt]) -> ServiceJob:
         """The job that samples from weights."""
+        if weights.teacher is not None:
+            return TeacherJob(weights.teacher, prompts)
         if weights.saved is None:
             return SampleJob(weights.kept, None, None, prompts)
         return SampleJob(None, str(weights.saved.folder), weights.saved.shape, prompts)

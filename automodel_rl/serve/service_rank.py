@@ -1,14 +1,15 @@
 """A rank of the service: what it does for each job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.generators.fleet_rank import FleetRank
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.jobs import Job, OfFurtherModel
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.policy.shares import Share
 from automodel_rl.serve import jobs, messages
@@ -22,13 +23,21 @@ class ServiceRank:
     Args:
         handle: the model.
         tokenizer: its tokenizer.
+        teachers: further base models by name.
 
     Attributes:
+        teachers: those of the arguments.
         runs: the runs; there from the job `OpenRuns` on.
     """
 
-    def __init__(self, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase):
-        self.policy = PolicyRank(handle, tokenizer)
+    def __init__(
+        self,
+        handle: ModelHandle,
+        tokenizer: PreTrainedTokenizerBase,
+        teachers: Mapping[str, ModelHandle] = MappingProxyType({}),
+    ):
+        self.policy, self.teachers = PolicyRank(handle, tokenizer), teachers
+        self._of_teachers = {name: PolicyRank(teacher, tokenizer) for name, teacher in teachers.items()}
         self._scale = AdapterScale()
         fleet = FleetRank(self.policy, tokenizer, self._scale.prepare)
         self.runs: Runs
@@ -37,6 +46,7 @@ class ServiceRank:
             jobs.OfRuns: lambda job, _: self._of_runs(job.asked),
             jobs.Pass: lambda job, share: self.runs.run_pass(job, share),
             jobs.Show: self._show,
+            OfFurtherModel: lambda job, share: self._of_teachers[job.name].do(job.job, share),
         }
         self.handlers = self.policy.handlers | fleet.handlers | own
 

@@ -87,10 +87,11 @@ class ServedRun:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to sample from: kept under a name, or saved, or those of the base model."""
+    """Weights to sample from: kept under a name, or saved, or those of a teacher, or else of the base model."""
 
     kept: str | None = None
     saved: Saved | None = None
+    teacher: str | None = None
 
 
 def choose_rows(runs: Iterable[ServedRun], rank: int, largest: int) -> int:

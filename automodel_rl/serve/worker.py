@@ -22,8 +22,9 @@ from automodel_rl.rollout.sampled import Refused
 from automodel_rl.rollout.sampler import Sampler
 from automodel_rl.serve import jobs, messages
 from automodel_rl.serve.checks import check_model
-from automodel_rl.serve.messages import Done, Ready, RunPass, SampleJob, Stop, StopAsked, Together
+from automodel_rl.serve.messages import Done, Ready, RunPass, SampleJob, Stop, StopAsked, TeacherJob, Together
 from automodel_rl.serve.passes import Passes
+from automodel_rl.serve.served_teachers import ServedTeachers
 from automodel_rl.serve.service_rank import ServiceRank
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
 
@@ -53,6 +54,7 @@ class ServiceWorker:
         self.fleet.start(config.generator_spec)
         self.passes = Passes(self.policy, rank.runs)
         self.sampler = Sampler(self.policy, self.fleet)
+        self.teachers = ServedTeachers(config, crew, rank.teachers)
         self._shown: tuple[str | None, str | None] | None = None
 
     def work(self, signals: list[int]) -> None:
@@ -62,7 +64,8 @@ class ServiceWorker:
             signals: gets every signal to stop.
         """
         server = _connect()
-        server.send(Ready(self.vocab_size))
+        of_teachers = {name: policy.vocab_size for name, policy in self.teachers.policies.items()}
+        server.send(Ready(self.vocab_size, of_teachers))
         while True:
             if signals:
                 signals.clear()
@@ -94,6 +97,8 @@ class ServiceWorker:
                 return self.passes.together(asked)
             case SampleJob():
                 return self._sample(job)
+            case TeacherJob(teacher, prompts):
+                return self.teachers.answer(teacher, prompts)
         return self.crew.ask(jobs.OfRuns(job))[0]
 
     def _sample(self, job: SampleJob) -> Any:
@@ -124,6 +129,18 @@ def _connect() -> Connection:
     return Client(os.environ[ADDRESS_VARIABLE], "AF_UNIX", authkey=key)
 
 
+def _open_teacher(name: str, config: ServeConfig) -> OpenedModel:
+    """A further base model before its weights are loaded. Raises InputError if it cannot be served."""
+    asked = config.teachers[name].further_model(f"teachers.{name}", config.model)
+    try:
+        opened = OpenedModel.open(asked.model)
+        check_model(opened)
+        opened.check_layout(config.parallel, config.memory)
+    except InputError as error:
+        raise InputError(f"{asked.key}: {error}") from None
+    return opened
+
+
 def serve_rank(config: ServeConfig) -> None:
     """Runs this rank to the end of the service.
 
@@ -134,8 +151,13 @@ def serve_rank(config: ServeConfig) -> None:
     model = OpenedModel.open(config.model)
     check_model(model)
     model.check_layout(config.parallel, config.memory)
+    opened_teachers = {name: _open_teacher(name, config) for name in config.teachers}
     handle = ModelHandle.load(model, config.parallel, config.memory)
-    rank = ServiceRank(handle, model.tokenizer())
+    teachers = {
+        name: ModelHandle.load(opened, config.parallel, config.memory, is_trained=False)
+        for name, opened in opened_teachers.items()
+    }
+    rank = ServiceRank(handle, model.tokenizer(), teachers)
     crew = TreeCrew(handle.layout, rank.do)
     if crew.rank:
         crew.follow()

@@ -1,0 +1,51 @@
+"""Further base models of a service: they score prompts, and train nothing."""
+
+from collections.abc import Mapping, Sequence
+
+from automodel_rl.batch import Packing
+from automodel_rl.config import ServeConfig
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.policy.crew import Crew, FurtherCrew
+from automodel_rl.policy.policy import Policy
+from automodel_rl.rollout.prompt_scores import next_tokens, score, score_prompts
+from automodel_rl.rollout.sampled import Refused, Sampled, SampledSequence, SamplePrompt
+from automodel_rl.rollout.sampler import answers_of
+
+
+class ServedTeachers:
+    """The further base models on the ranks of a service, as rank 0 leads them.
+
+    Args:
+        config: the service's config.
+        crew: the ranks.
+        handles: the models by name.
+    """
+
+    def __init__(self, config: ServeConfig, crew: Crew, handles: Mapping[str, ModelHandle]):
+        self.policies: dict[str, Policy] = {}
+        for name, handle in handles.items():
+            parallel = handle.layout.parallel
+            packing = Packing(config.microbatch_tokens, parallel.num_data_ranks, parallel.pp, cost=handle.flops)
+            policy = self.policies[name] = Policy(FurtherCrew(crew, name), packing, handle.config.vocab_size)
+            policy.begin()
+            if config.teachers[name].between == "host":
+                policy.to_host()
+
+    def answer(self, name: str, prompts: Sequence[SamplePrompt]) -> list[Sampled | Refused]:
+        """The scores of prompts by one of the models. The sample that belongs to each is its likeliest next token.
+
+        Args:
+            name: the model's name.
+            prompts: the prompts.
+        """
+        policy = self.policies[name]
+        rows = [prompt.tokens for prompt in prompts]
+        with policy.on_device():
+            scores = score_prompts(policy, prompts)
+            tokens = next_tokens(policy, rows)
+            of_next = score(policy, [[*row, token] for row, token in zip(rows, tokens, strict=True)])
+        sequences = [
+            [SampledSequence([token], [float(logprobs[-1])], "length")] * prompt.num_samples
+            for prompt, token, logprobs in zip(prompts, tokens, of_next, strict=True)
+        ]
+        return answers_of(sequences, scores, {})
