@@ -105,7 +105,9 @@ def test_links_lead_somewhere() -> None:
 
 
 def keys_of(values: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of a part of a config, without the numbers of list items."""
+    """Dotted keys of a part of a config, without the numbers of list items and the names of models."""
+    if isinstance(values, dict) and prefix == "teachers.":
+        values = list(values.values())
     if isinstance(values, list):
         for value in values:
             yield from keys_of(value, prefix)

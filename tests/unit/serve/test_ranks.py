@@ -43,7 +43,7 @@ def test_connections_that_are_no_ranks_keep_no_ranks_waiting(ranks: Ranks, lost:
     connect().close()  # rank 0 that ended before it was ready
     for _ in range(2):  # a start, and another after the ranks have ended
         with connect() as rank:
-            rank.send(Ready(9))
+            rank.send(Ready(9, {}))
             assert rank.poll(SECONDS)
             assert rank.recv() == Forget()
             assert (ranks.are_there, ranks.vocab_size, lost.is_set()) == (True, 9, False)
@@ -63,7 +63,7 @@ def test_connections_that_are_no_ranks_keep_no_ranks_waiting(ranks: Ranks, lost:
 def test_a_job_that_nobody_waits_for_and_one_that_is_refused_end_nothing(ranks: Ranks) -> None:
     left, refused = ranks.submit(Forget()), ranks.submit(SampleJob(None, None, None, []))
     with connect() as rank:
-        rank.send(Ready(9))
+        rank.send(Ready(9, {}))
         assert rank.poll(SECONDS)
         left.cancel()
         rank.send(Done(None, 1))

@@ -1,0 +1,68 @@
+"""Arrays of messages, as the client makes them and as nobody should."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tinker import types
+
+from automodel_rl.errors import InputError
+from automodel_rl.serve.arrays import SparsePlaces, array_of
+from automodel_rl.serve.checks import check_data
+from automodel_rl.serve.messages import Datum
+
+MOST = 2**20
+
+
+def places(row_ends: list[int], columns: list[int]) -> SparsePlaces:
+    return SparsePlaces(np.array(row_ends, np.int64), np.array(columns, np.int64))
+
+
+@pytest.mark.parametrize("unlisted", [0, -1])
+def test_what_the_client_makes_sparse_is_the_array_again(unlisted: int) -> None:
+    dense = torch.full((6, 9), unlisted)
+    dense[0, 3], dense[2, 0], dense[2, 8], dense[5, 8] = 7, 4, 1, 2
+    sent: Any = types.TensorData.from_torch_sparse(dense, unlisted)
+    assert sent.sparse_crow_indices is not None
+    found = array_of(
+        np.array(sent.data), sent.shape, places(sent.sparse_crow_indices, sent.sparse_col_indices), unlisted, MOST, "it"
+    )
+    assert found.tolist() == dense.tolist()
+
+
+@pytest.mark.parametrize(
+    ("row_ends", "columns", "values", "shape"),
+    [
+        ([0, 1, 2], [0, 3], 2, [2, 3]),
+        ([0, 1, 2], [0, -1], 2, [2, 3]),
+        ([0, 2, 1], [0, 1], 2, [2, 3]),
+        ([0, 3, 2], [0, 1], 2, [2, 3]),
+        ([1, 1, 2], [0, 1], 2, [2, 3]),
+        ([0, 1], [0], 1, [2, 3]),
+        ([0, 1, 2], [0, 1], 1, [2, 3]),
+        ([0, 1], [0], 1, [1]),
+    ],
+)
+def test_damaged_places_are_refused(row_ends: list[int], columns: list[int], values: int, shape: list[int]) -> None:
+    with pytest.raises(InputError, match="do not fit the shape"):
+        array_of(np.ones(values), shape, places(row_ends, columns), 0, MOST, "weights")
+
+
+def test_a_small_message_does_not_become_a_huge_array() -> None:
+    with pytest.raises(InputError, match="at most limits.body_mib, also sparse ones"):
+        array_of(np.ones(1), [1, 2**40], places([0, 1], [0]), 0, MOST, "weights")
+
+
+def test_narrow_datums_beside_a_wide_one_are_counted_as_wide(service_config: Any) -> None:
+    wide = Datum(np.ones(1, np.int64), {"target_tokens": np.ones((1, 900), np.int64), "weights": np.ones((1, 900))})
+    narrow = Datum(np.ones(60, np.int64), {"target_tokens": np.ones(60, np.int64), "weights": np.ones(60)})
+    with pytest.raises(InputError, match="tokens with up to 900 targets each are .* fit \\(limits.body_mib\\)"):
+        check_data([wide, *[narrow] * 2000], "cross_entropy", service_config, 300)
+
+
+@pytest.fixture(name="service_config")
+def make_service_config() -> Any:
+    from automodel_rl.config import LoraConfig, ModelConfig, ServeConfig
+
+    return ServeConfig(output="x", model=ModelConfig(path="y", lora=LoraConfig(rank=4)), microbatch_tokens=64)
