@@ -58,9 +58,9 @@ class DistillLossConfig(Section):
 
 
 class OnPolicyDistillationConfig(Section):
-    """What teachers add to advantages: for each token that the policy has written, the logarithm of how much likelier
-    it is under the teacher. Its mean is the negative reverse divergence from the teacher (Lu et al., "On-policy
-    distillation", thinkingmachines.ai/blog/on-policy-distillation).
+    """What teachers add to advantages or to the loss. To advantages: for each token that the policy has written, the
+    logarithm of how much likelier it is under the teacher. Its mean is the negative reverse divergence from the teacher
+    (Lu et al., "On-policy distillation", thinkingmachines.ai/blog/on-policy-distillation).
 
     Example:
         >>> OnPolicyDistillationConfig(coefficient=0.5).discount
@@ -68,8 +68,21 @@ class OnPolicyDistillationConfig(Section):
     """
 
     coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """The factor of the logarithm. It is added to the advantage that rewards give, if there are any."""
+    """The factor of the logarithm, or of the divergence. It is added to what rewards give, if there are any."""
 
     discount: Fraction = 0.0
     """A token also gets what later tokens of its row get, each with this factor for every token in between. 0: only its
     own."""
+
+    loss: DistillLossConfig | None = None
+    """Compares distributions in place of written tokens: the divergence from the teacher at each place of a completion,
+    as a part of the loss (GKD, arXiv:2306.13649). It has much less variance than the logarithm of one token. Its
+    temperature is that of rollouts. null: the logarithm, in advantages."""
+
+    @model_validator(mode="after")
+    def _discounts_advantages(self) -> "OnPolicyDistillationConfig":
+        if self.loss is not None and self.discount:
+            raise ValueError(
+                f"discount={self.discount:g} is for advantages, and loss has the divergence in the loss: leave one out"
+            )
+        return self

@@ -3,6 +3,7 @@
 Shape letters: T tokens, K tokens of the vocabulary that are compared one by one at each place.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from automodel_rl.batch import Microbatch
 from automodel_rl.config.distillation import DistillLossConfig
-from automodel_rl.losses.outputs import LossOutput, TokenOutputs
+from automodel_rl.losses.outputs import LossFn, LossOutput, TokenOutputs
 
 IDS, TEACHER = "compared_ids", "teacher_logprobs"
 """Names of values: the compared tokens, int64 [T, K], -1 for none, and the teacher's log-probabilities of them,
@@ -69,6 +70,26 @@ def distill_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DistillL
     count = counted.sum()
     metrics = {name: (torch.where(counted, v.detach(), 0.0).sum(), count) for name, v in per_token.items()}
     return LossOutput({"tokens": torch.where(counted, loss, 0.0).sum()}, metrics)
+
+
+def with_divergence(
+    outputs: TokenOutputs, microbatch: Microbatch, loss: LossFn, config: DistillLossConfig, coefficient: float
+) -> LossOutput:
+    """A loss and, with a factor, the divergence of each counted token.
+
+    Args:
+        outputs: what both losses need.
+        microbatch: the microbatch, with what both need.
+        loss: the other loss.
+        config: the settings of the divergence, as for `distill_loss`.
+        coefficient: its factor.
+
+    Returns:
+        The sum of both, and the metrics of both.
+    """
+    own, of_teacher = loss(outputs, microbatch), distill_loss(outputs, microbatch, config)
+    tokens = own.sums.get("tokens", 0.0) + coefficient * of_teacher.sums["tokens"]
+    return dataclasses.replace(own, sums={**own.sums, "tokens": tokens}, metrics=own.metrics | of_teacher.metrics)
 
 
 def _usable(logprobs: Tensor, microbatch: Microbatch) -> Tensor:

@@ -1,12 +1,10 @@
 """Distillation: from chats and teachers to a Hugging Face checkpoint of a student."""
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_rl.batch import Batch
 from automodel_rl.config.algorithms import DistillConfig
-from automodel_rl.config.distillation import DistillLossConfig
 from automodel_rl.losses import Readout
 from automodel_rl.losses.distill import IDS, distill_loss
 from automodel_rl.policy.policy import Policy
@@ -29,7 +27,7 @@ def distill(policy: Policy, run: Run) -> Path:
     config: DistillConfig = run.config
     teachers = Teachers(config.teachers, run.further)
     teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
-    own = compared(config.loss, [policy.vocab_size, *(of.vocab_size for of in teachers.policies.values())])
+    own = teachers.fitted(config.loss, policy)
     loss = choose_loss(config, functools.partial(distill_loss, config=own))
     readout = Readout(own.temperature, ids=IDS)
     data = ExampleData(run)
@@ -60,12 +58,3 @@ def distill(policy: Policy, run: Run) -> Path:
                 step.metrics["val/loss"], metrics = policy.evaluate(held_out, loss, readout)
             step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
     return run.finish(data.samples)
-
-
-def compared(loss: DistillLossConfig, sizes: Sequence[int]) -> DistillLossConfig:
-    """The settings of a loss for models with vocabularies of these sizes: if all tokens are compared, none is
-    outside. Sizes differ where a vocabulary is padded."""
-    if loss.top_k < min(sizes):
-        return loss
-    outside = "drop" if min(sizes) == max(sizes) else loss.outside
-    return loss.model_copy(update={"top_k": min(sizes), "outside": outside})

@@ -1,6 +1,8 @@
 """Reinforcement learning on prompts with rewards (GRPO) or teachers: rollouts, advantages, optimizer steps, weight
 sync."""
 
+import dataclasses
+import functools
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ from automodel_rl.batch import Batch
 from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.losses import Readout
-from automodel_rl.losses.distill import teacher_advantages
+from automodel_rl.losses.distill import IDS, teacher_advantages, with_divergence
 from automodel_rl.policy.policy import Policy
 from automodel_rl.trainers.online import OnlineRun, policy_loss
 from automodel_rl.trainers.open_run import choose_loss
@@ -35,9 +37,15 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
     """
     config: GRPOConfig = run.config
     loss, readout = choose_loss(config, policy_loss(config)), Readout(config.rollout.temperature, entropy=True)
+    divergence = config.distillation.loss
     teachers = Teachers(config.teachers, run.further)
     teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
     of_sources = [teachers.of_source(source.path) for source in config.data.train] if config.teachers else []
+    if divergence is not None:
+        divergence = teachers.fitted(divergence, policy)
+        coefficient = config.distillation.coefficient
+        loss = functools.partial(with_divergence, loss=loss, config=divergence, coefficient=coefficient)
+        readout = dataclasses.replace(readout, ids=IDS)
     online = OnlineRun(policy, fleet, run)
     teachers.begin()  # what waits on the host has left the device when generators take their memory
     online.begin()
@@ -49,9 +57,12 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
         if config.teachers:
             with step.time("teacher"):
                 names = [of_sources[source] for source in sources_of(groups)]
-                judged = teachers.logprobs(batch, names, config.rollout.temperature)
-                step.metrics["train/teacher_kl"] = add_teachers(batch, judged, config)
-                advantages = torch.stack([one.mean() for one in batch["advantages"]])
+                if divergence is not None:
+                    teachers.compare(policy, batch, names, divergence)
+                else:
+                    judged = teachers.logprobs(batch, names, config.rollout.temperature)
+                    step.metrics["train/teacher_kl"] = add_teachers(batch, judged, config)
+                    advantages = torch.stack([one.mean() for one in batch["advantages"]])
         online.write_details(step, groups, batch, advantages)
         with step.time("train"):
             epochs = epochs_of(batch, groups, config, run.step)

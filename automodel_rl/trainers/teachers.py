@@ -71,6 +71,20 @@ class Teachers:
             "sources teaches all others"
         )
 
+    def fitted(self, loss: DistillLossConfig, student: Policy) -> DistillLossConfig:
+        """The settings of a divergence for these models: if all tokens are compared, none is outside. Sizes of
+        vocabularies differ where one is padded.
+
+        Args:
+            loss: the settings.
+            student: the model in training.
+        """
+        sizes = [student.vocab_size, *(teacher.vocab_size for teacher in self.policies.values())]
+        if loss.top_k < min(sizes):
+            return loss
+        outside = "drop" if min(sizes) == max(sizes) else loss.outside
+        return loss.model_copy(update={"top_k": min(sizes), "outside": outside})
+
     def compare(self, student: Policy, batch: Batch, names: Sequence[str], loss: DistillLossConfig) -> None:
         """Gives rows the tokens that a divergence compares, and their teacher's log-probabilities of them.
 

@@ -45,7 +45,7 @@ class GRPOConfig(OnlineConfig):
     @property
     def reads_old_logprobs(self) -> bool:
         """Whether advantages need log-probabilities from before the optimizer step."""
-        return bool(self.teachers) or super().reads_old_logprobs
+        return (bool(self.teachers) and self.distillation.loss is None) or super().reads_old_logprobs
 
     @model_validator(mode="after")
     def _rewards_alone(self) -> "GRPOConfig":
@@ -61,6 +61,12 @@ class GRPOConfig(OnlineConfig):
     def _teachers_are_asked(self) -> "GRPOConfig":
         if not self.teachers and self.distillation != OnPolicyDistillationConfig():
             raise ValueError("distillation: there are no teachers: name one in teachers, or leave it out")
+        divergence = self.distillation.loss
+        if divergence is not None and divergence.temperature != self.rollout.temperature:
+            raise ValueError(
+                f"distillation.loss.temperature={divergence.temperature:g} with rollout.temperature="
+                f"{self.rollout.temperature:g}: one pass reads both at one temperature: give them the same"
+            )
         if self.rollout.group_size == 1 and (self.has_kl_in_reward or self.filter.overlong_buffer):
             key = "loss.kl.where=reward" if self.has_kl_in_reward else "filter.overlong_buffer"
             raise ValueError(

@@ -1,10 +1,16 @@
 """On-policy distillation: teachers that judge the tokens that a policy writes."""
 
+import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from automodel_rl.batch import Batch
+from automodel_rl.policy.policy import Policy
 from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, rollouts_of, settings_of, train
 from tests.rank_pool import RankPool
 
@@ -70,6 +76,68 @@ def test_what_a_teacher_adds_is_added_to_rewards(
     assert row["train/teacher_kl"] > 0.1
 
 
+LOSS = {"divergence": "reverse_kl", "top_k": 6, "tokens_of": "student"}
+
+
+def train_noting(settings: Settings, file: Path) -> None:
+    """Trains, and keeps the rows of the first step."""
+    own = Policy.train_step
+
+    def noted(policy: Policy, batch: Batch, *given: Any, **options: Any) -> Any:
+        torch.save([(row.input_ids, row.loss_mask) for row in batch.sequences], file)
+        return own(policy, batch, *given, **options)
+
+    with mock.patch.object(Policy, "train_step", noted):
+        train(settings)
+
+
+def divergence_by_transformers(student: Path, teacher: Path, file: Path) -> list[float]:
+    """The mean divergence of the counted tokens and the norm of its gradient, one row at a time."""
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in (student, teacher)]
+    rows = torch.load(file)
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, mask in rows:
+        p, q = (model(ids[None]).logits[0, :-1].softmax(1) for model in models)
+        top = p.detach().topk(LOSS["top_k"]).indices
+        p, q = (torch.cat([of.gather(1, top), 1 - of.gather(1, top).sum(1, keepdim=True)], 1) for of in (p, q))
+        total = total + (p * (p / q.detach()).log()).sum(1)[mask[1:]].sum()
+    loss = total / sum(int(mask[1:].sum()) for _, mask in rows)
+    loss.backward()
+    return [loss.item(), torch.nn.utils.clip_grad_norm_(models[0].parameters(), math.inf).item()]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2}], ids=str)
+def test_a_divergence_from_the_teacher_over_own_completions(
+    ranks: RankPool, workspace: Path, tmp_path: Path, taught: Path, sizes: dict[str, int]
+) -> None:
+    settings = values(workspace, tmp_path / "run", taught, length={"steps": 1}, distillation={"loss": LOSS})
+    settings["batch"] = {"microbatch_tokens": 128}
+    ranks(2 if sizes else 1).run(train_noting, settings | {"parallel": sizes}, tmp_path / "rows")
+    row = metrics_of(tmp_path / "run")[-1]
+    ((loss, norm),) = ranks(1).run(
+        divergence_by_transformers, Path(settings["model"]["path"]), taught, tmp_path / "rows"
+    )
+    assert row["train/divergence"] == pytest.approx(loss, rel=1e-9)
+    assert row["train/grad_norm"] == pytest.approx(norm, rel=1e-7)
+
+
+def test_a_divergence_is_added_to_what_rewards_teach(
+    ranks: RankPool, workspace: Path, tmp_path: Path, taught: Path
+) -> None:
+    found = {}
+    for name, coefficient in (("none", 1e-30), ("some", 0.5)):
+        settings = values(workspace, tmp_path / name, taught, length={"steps": 1})
+        settings["distillation"] = {"loss": LOSS, "coefficient": coefficient}
+        settings["rewards"] = [{"function": "tests.light_rewards:vowels"}]
+        settings["rollout"] |= {"group_size": 4, "prompts": 4}
+        settings["batch"] = {"microbatch_tokens": 128}
+        ranks(1).run(train, settings)
+        found[name] = metrics_of(tmp_path / name)[-1]
+    expected = found["none"]["train/loss"] + 0.5 * found["some"]["train/divergence"]
+    assert found["some"]["train/loss"] == pytest.approx(expected, abs=1e-9)
+    assert found["none"]["train/grad_norm"] > 1e-3
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"teachers": {}}, "rewards: name at least one"),
     (
@@ -84,6 +152,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rewards": ["tests.light_rewards:vowels"]}, "rollout.group_size=1: rewards are compared within their group"),
     ({"filter": {"dynamic": True}}, "filter.dynamic leaves out groups with equal rewards"),
     ({"loss": {"on_policy": True}}, "loss.on_policy=true"),
+    ({"distillation": {"loss": {}, "discount": 0.5}}, "discount=0.5 is for advantages"),
+    ({"distillation": {"loss": {"temperature": 0.5}}}, "one pass reads both at one temperature"),
 ]
 
 
