@@ -10,6 +10,7 @@ from automodel_rl.config import AnyRun, ParallelConfig, RunConfig
 from automodel_rl.config.model import MemoryConfig, Recomputed
 from automodel_rl.config.parallel import Fsdp
 from automodel_rl.errors import InputError
+from automodel_rl.estimate.further_models import ModelsBeside
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.estimate.rollout_phases import rollout_phases
 from automodel_rl.families.known import language_config
@@ -18,6 +19,8 @@ from automodel_rl.parallel.pipeline.schedules import fill_up_to
 from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.table import check_supported
+
+NONE_BESIDE = ModelsBeside()
 
 STEP = 1024
 """Capacities are multiples of this many tokens."""
@@ -82,7 +85,9 @@ class Fit:
         return config.model_copy(update=decided)
 
 
-def fit_to_device(config: RunConfig, whole: PretrainedConfig, device_bytes: float, beside: int = 0) -> Fit:
+def fit_to_device(
+    config: RunConfig, whole: PretrainedConfig, device_bytes: float, beside: ModelsBeside = NONE_BESIDE
+) -> Fit:
     """Decides `parallel.fsdp`, `memory.activation_checkpointing`, `memory.offload_optimizer` and
     `batch.microbatch_tokens`, where they are `auto`.
 
@@ -93,7 +98,7 @@ def fit_to_device(config: RunConfig, whole: PretrainedConfig, device_bytes: floa
         config: the run's config.
         whole: the Hugging Face config of the whole model.
         device_bytes: memory of the device.
-        beside: bytes that models beside this one take (estimate/further_models.py).
+        beside: the models beside this one.
     """
     model = MemoryModel(language_config(whole), config.model, STEP, config.optimizer)
     tries: list[Fit] = []
@@ -135,7 +140,7 @@ def _try(
     config: RunConfig,
     model: MemoryModel,
     device_bytes: float,
-    beside: int,
+    beside: ModelsBeside,
     parallel: ParallelConfig,
     memory: MemoryConfig,
 ) -> Fit:
@@ -145,11 +150,18 @@ def _try(
     step = model.plan(parallel, memory, parallel.pp)
     weights = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
     phases = rollout_phases(config, model.config, weights, step.ranks[0], device_bytes)
-    room = USED * device_bytes - phases.beside_training - beside
+    room = USED * device_bytes - phases.beside_training - beside.lasting(parallel, memory)
     num_tokens = largest_microbatch(model, parallel, memory, room) if given == "auto" else given
     if parallel.pp > 1 and given == "auto":
         num_tokens = min(num_tokens, max(MOST_IN_A_PIPELINE, -(-longest // STEP) * STEP))
-    planned = _peak(model, parallel, memory, max(num_tokens, STEP))
+    fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
+
+    def busiest(tokens: int) -> int:
+        return beside.busiest(parallel, memory, max(tokens, STEP), fullest)
+
+    while given == "auto" and num_tokens > longest and busiest(num_tokens) > room:
+        num_tokens = num_tokens // 2 // STEP * STEP
+    planned = max(_peak(model, parallel, memory, max(num_tokens, STEP)), busiest(num_tokens))
     return Fit(parallel, memory, num_tokens, max(longest, STEP) if given == "auto" else given, room, planned)
 
 

@@ -1,33 +1,83 @@
-"""Memory of models beside the trained one, while that one computes."""
+"""Memory of models beside the trained one: while that one computes, and while they do."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
 from automodel_rl.config import RunConfig
 from automodel_rl.config.further_models import FurtherModel
+from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.optimizer import OptimizerConfig
-from automodel_rl.estimate.memory import MemoryModel
+from automodel_rl.config.parallel import ParallelConfig
+from automodel_rl.estimate.memory import MemoryModel, RankMemory
 
 ANY_TOKENS = 1024
 """Capacity of microbatches, on which what stays between forwards does not depend."""
 
 
-def bytes_beside(config: RunConfig, wholes: Mapping[str, PretrainedConfig]) -> int:
-    """Bytes that further models take on a rank while the trained model computes: weights, and moments of trained ones.
-    Those that wait in host memory take none.
+@dataclass(frozen=True)
+class ModelsBeside:
+    """The further models of a run.
 
-    Args:
-        config: the run's config.
-        wholes: the Hugging Face configs of the further models by name.
+    Attributes:
+        asked: the models by name.
+        wholes: their Hugging Face configs by name.
     """
-    on_device = {name: asked for name, asked in config.further_models.items() if asked.between == "device"}
-    return sum(_bytes_of(asked, wholes[name], config) for name, asked in on_device.items())
+
+    asked: Mapping[str, FurtherModel] = field(default_factory=dict)
+    wholes: Mapping[str, PretrainedConfig] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: RunConfig, wholes: Mapping[str, PretrainedConfig]) -> "ModelsBeside":
+        """Those of a run.
+
+        Args:
+            config: the run's config.
+            wholes: the Hugging Face configs of the models by name.
+        """
+        return cls(config.further_models, wholes)
+
+    def lasting(self, parallel: ParallelConfig, memory: MemoryConfig) -> int:
+        """Bytes that they take on a rank while the trained model computes: weights, and moments of trained ones. Those
+        that wait in host memory take none.
+
+        Args:
+            parallel, memory: the run's.
+        """
+        return sum(
+            _kept(self._model(name, ANY_TOKENS), one, parallel, memory)
+            for name, one in self.asked.items()
+            if one.between == "device"
+        )
+
+    def busiest(self, parallel: ParallelConfig, memory: MemoryConfig, num_tokens: int, trained: RankMemory) -> int:
+        """The most bytes on a rank while one of them computes, besides what is lasting; 0 without any.
+
+        Args:
+            parallel, memory: the run's.
+            num_tokens: capacity of microbatches.
+            trained: the memory of the trained model. A frozen model computes beside its weights and moments; a trained
+                one that waits on the host has the device in turns with it.
+        """
+        found, resident = 0, trained.weights + trained.moments
+        for name, one in self.asked.items():
+            model, is_on_host = self._model(name, num_tokens), one.between == "host"
+            kept = _kept(model, one, parallel, memory)
+            if one.is_trained:
+                step = model.plan(parallel, memory, 2 * parallel.pp).peak
+                found = max(found, step if is_on_host else resident + step - kept)
+            else:
+                found = max(found, resident + (kept if is_on_host else 0))
+        return found
+
+    def _model(self, name: str, num_tokens: int) -> MemoryModel:
+        return MemoryModel(self.wholes[name], self.asked[name].model, num_tokens, OptimizerConfig())
 
 
-def _bytes_of(asked: FurtherModel, whole: PretrainedConfig, config: RunConfig) -> int:
-    model = MemoryModel(whole, asked.model, ANY_TOKENS, OptimizerConfig())
-    rank = max(model.plan(config.parallel, config.memory, config.parallel.pp).ranks, key=lambda one: one.weights)
+def _kept(model: MemoryModel, asked: FurtherModel, parallel: ParallelConfig, memory: MemoryConfig) -> int:
+    """Bytes that a model keeps on a rank between forwards."""
+    rank = max(model.plan(parallel, memory, parallel.pp).ranks, key=lambda one: one.weights)
     if asked.is_trained:
         return rank.weights + rank.moments
     return rank.weights * model.compute // model.master

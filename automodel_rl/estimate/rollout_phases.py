@@ -37,7 +37,12 @@ class RolloutPhases:
 
 
 def rollout_phases(
-    config: RunConfig, language: PretrainedConfig, model_bytes: int, rank: RankMemory, device_bytes: float
+    config: RunConfig,
+    language: PretrainedConfig,
+    model_bytes: int,
+    rank: RankMemory,
+    device_bytes: float,
+    lasting: float = 0,
 ) -> RolloutPhases:
     """The phases of a run that generates; all 0 for others.
 
@@ -47,6 +52,7 @@ def rollout_phases(
         model_bytes: bytes of the whole model in the dtype in which it is sent.
         rank: the memory of training on the rank.
         device_bytes: memory of the device.
+        lasting: bytes of models beside the trained one that stay on the device.
     """
     run = config.generation
     if run is None:
@@ -56,11 +62,11 @@ def rollout_phases(
     what = () if memory.offload is None else memory.offload.what
     weights, moments = rank.weights, rank.moments
     without_moments = 0 if "moments" in what else moments
-    always = buffers + rank.reference
-    lasting = always + without_moments + (0 if "weights" in what else weights)
+    always = buffers + rank.reference + lasting
+    in_rollouts = always + without_moments + (0 if "weights" in what else weights)
     generator = rollout.generator
     if generator.is_apart:
-        return RolloutPhases(buffers, always + weights + without_moments, lasting)
+        return RolloutPhases(buffers, always + weights + without_moments, in_rollouts)
     if isinstance(generator, VllmGeneratorConfig):
         awake = generator.memory_fraction * device_bytes
         in_sync = model_bytes / generator.tensor_parallel if run.sleep_level else awake
@@ -69,7 +75,7 @@ def rollout_phases(
     return RolloutPhases(
         beside_training=buffers + (ASLEEP if run.sleep_level else awake),
         weight_sync=always + in_sync + weights + without_moments,
-        rollout=lasting + awake,
+        rollout=in_rollouts + awake,
     )
 
 

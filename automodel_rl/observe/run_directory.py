@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -265,17 +265,22 @@ class RunDirectory(RunFiles):
 
     def remove_leftovers(self) -> None:
         """Removes unfinished folders that killed runs left. Must not be called while a checkpoint is being written."""
-        for path in self.checkpoints.glob(".step_*"):
+        for path in self._hidden(""):
             shutil.rmtree(path, ignore_errors=True)
 
     def recover_checkpoints(self) -> None:
         """Renames complete checkpoints that a killed run had no time to rename."""
         for ending in ("unfinished", "old"):
-            for path in self.checkpoints.glob(f".step_*.{ending}"):
+            for path in self._hidden(f".{ending}"):
                 named = path.with_name(path.name.removeprefix(".").removesuffix(f".{ending}"))
                 if is_complete(path) and not named.exists():
                     with contextlib.suppress(OSError):
                         path.rename(named)
+
+    def _hidden(self, ending: str) -> Iterator[Path]:
+        """Folders of checkpoints without their final names, those of further models included."""
+        for where in ("", "*/"):
+            yield from self.checkpoints.glob(f"{where}.step_*{ending}")
 
     def set_aside(self, newer_than: Path) -> None:
         """Renames the damaged checkpoints that are newer than the one the run goes on from."""

@@ -264,6 +264,17 @@ class Policy:
             if self.crew.is_intact:
                 self.to_host()
 
+    @contextlib.contextmanager
+    def off_device(self) -> Iterator[None]:
+        """Has weights and moments wait in host memory in this block, so that another model has the device's."""
+        self.to_host()
+        try:
+            yield
+        finally:
+            if self.crew.is_intact:
+                self.crew.ask(jobs.ToDevice())
+                self.is_on_host = False
+
     def to_host(self) -> None:
         """Moves weights and moments to host memory, so that others can use the device's. Only in `on_device` can it
         compute, or be saved, then."""

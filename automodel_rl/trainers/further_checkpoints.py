@@ -26,12 +26,16 @@ class FurtherCheckpoints:
             model.crew.ask(jobs.OpenSaver(texts, in_background=False))
 
     def are_whole(self, of_policy: Path) -> bool:
-        """Whether every model has the checkpoint that belongs to one of the policy.
+        """Whether every model has the checkpoint that belongs to one of the policy, undamaged.
 
         Args:
             of_policy: the folder of the policy's checkpoint.
         """
-        return all((_beside(of_policy, name) / MARKER).is_file() for name in self.models)
+        for name, model in self.models.items():
+            folder = _beside(of_policy, name)
+            if not (folder / MARKER).is_file() or model.crew.ask(jobs.NewestCheckpoint([folder]))[0][0] is None:
+                return False
+        return True
 
     def save(self, of_policy: Path, step: int) -> str | None:
         """Writes the checkpoints that will belong to one of the policy.
@@ -65,8 +69,9 @@ class FurtherCheckpoints:
             folder = _beside(of_policy, name)
             if not folder.is_dir():
                 raise InputError(f"{of_policy}: the checkpoint of the {name} is missing, {folder}: give another one")
-            model.crew.ask(jobs.CheckCheckpoint(folder))
-            model.crew.ask(jobs.LoadCheckpoint(folder))
+            with model.on_device():
+                model.crew.ask(jobs.CheckCheckpoint(folder))
+                model.crew.ask(jobs.LoadCheckpoint(folder))
 
     def remove_others(self, kept: Collection[str]) -> None:
         """Removes all but some checkpoints.

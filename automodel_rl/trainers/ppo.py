@@ -1,5 +1,6 @@
 """Reinforcement learning with a critic (PPO): rollouts, values, advantages, optimizer steps of both, weight sync."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,14 +46,14 @@ def ppo(policy: Policy, fleet: Fleet, run: Run) -> Path:
     critic_loss = functools.partial(value_loss, clip=config.critic.value_clip)
     critic, warmup_steps = run.further["critic"], config.critic.warmup_steps
     online = OnlineRun(policy, fleet, run, idle_steps=warmup_steps)
-    online.begin()
     critic.begin(config.critic.optimizer, online.num_optimizer_steps, run.directory.not_finite)
-    online.resume()
     if config.critic.between == "host":
-        critic.to_host()
+        critic.to_host()  # before generators take their memory
+    online.begin()
+    online.resume()
     for step in online.steps():
         groups, batch = online.collect(step)
-        with critic.on_device():
+        with policy.off_device() if critic.is_on_host else contextlib.nullcontext(), critic.on_device():
             with step.time("values"):
                 add_advantages(batch, values_of(critic, batch), token_rewards(groups, batch, config), config)
             epochs = epochs_of(batch, groups, config, run.step)

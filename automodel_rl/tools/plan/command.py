@@ -9,7 +9,7 @@ from automodel_rl.config.keys import as_yaml
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.fit import GIB, fit_to_device
-from automodel_rl.estimate.further_models import bytes_beside
+from automodel_rl.estimate.further_models import ModelsBeside
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
 from automodel_rl.estimate.rollout_phases import USABLE_IN_ROLLOUTS, RolloutPhases, rollout_phases
 from automodel_rl.hf.opened_model import OpenedModel
@@ -45,7 +45,7 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     """
     opened = OpenedModel.open(config.model)
     description, config = opened.description, opened.checked(_on_gpus(config, num_gpus))
-    beside = _bytes_beside(config)
+    beside = _models_beside(config)
     config = fit_to_device(config, opened.whole, device.num_bytes, beside).of(config)
     parallel = config.parallel
     model = MemoryModel(opened.whole, config.model, config.batch.capacity, config.optimizer)
@@ -55,11 +55,13 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     encoders: dict[str, EncoderMemory] = {}
     if components is not None:
         encoders = plan_encoders(opened.whole, config.model, config.memory, components, packing, config.optimizer)
-    peak = _peak(step, encoders, components)
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
+    lasting = beside.lasting(parallel, config.memory)
+    busiest = beside.busiest(parallel, config.memory, config.batch.capacity, fullest)
+    peak = max(_peak(step, encoders, components), busiest)
     model_bytes = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
-    phases = rollout_phases(config, opened.language, model_bytes, fullest, device.num_bytes)
-    capacity = USABLE * device.num_bytes - phases.beside_training - beside
+    phases = rollout_phases(config, opened.language, model_bytes, fullest, device.num_bytes, lasting)
+    capacity = USABLE * device.num_bytes - phases.beside_training - lasting
     rollouts_fit = phases.peak <= USABLE_IN_ROLLOUTS * device.num_bytes
     fits = peak <= capacity and rollouts_fit
     search = Search(model, description, config, packing, device, capacity)
@@ -67,7 +69,7 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     others = _others(search, parallel, fits, seconds) if not encoders and rollouts_fit else []
     if as_json:
         record = _record(parallel, step, packing, device.name, fits, [other for _, other in others])
-        record |= _figures(config, peak, beside, phases) | {
+        record |= _figures(config, peak, lasting, phases) | {
             "seconds": seconds,
             "tokens_per_second": search.num_tokens / seconds,
         }
@@ -77,7 +79,7 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
         print(_tables(parallel, config.memory, step, packing, device.name, config.batch.capacity))
         if components is not None:
             print(_encoders_table(encoders, components, packing))
-        print(f"models beside this one: {beside / GIB:.1f} GiB on each rank\n" if beside else "", end="")
+        print(_beside_text(lasting, busiest), end="")
         print(f"{_phases_text(phases)}\n" if phases.rollout else "", end="")
         print(_speed_text(seconds, search.num_tokens))
         print(*(f"{why}: {other}\n" for why, other in others), sep="", end="")
@@ -87,23 +89,31 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
         print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device.name} has to fill")
 
 
-def _figures(config: RunConfig, peak: int, beside: int, phases: RolloutPhases) -> dict[str, float]:
+def _figures(config: RunConfig, peak: int, lasting: int, phases: RolloutPhases) -> dict[str, float]:
     """The sizes of a plan, for JSON."""
     return {
         "microbatch_tokens": config.batch.capacity,
         "world_size": config.world_size,
         "peak_bytes": peak,
-        "further_model_bytes": beside,
+        "further_model_bytes": lasting,
         "generator_bytes": phases.beside_training,
         "rollout_bytes": phases.rollout,
         "weight_sync_bytes": phases.weight_sync,
     }
 
 
-def _bytes_beside(config: RunConfig) -> int:
-    """Bytes of the models beside the trained one, on each rank."""
+def _models_beside(config: RunConfig) -> ModelsBeside:
     wholes = {name: OpenedModel.open(asked.model).whole for name, asked in config.further_models.items()}
-    return bytes_beside(config, wholes)
+    return ModelsBeside.of(config, wholes)
+
+
+def _beside_text(lasting: int, busiest: int) -> str:
+    if not busiest:
+        return ""
+    return (
+        f"models beside this one: {lasting / GIB:.1f} GiB on each rank, and while one of them computes "
+        f"{busiest / GIB:.1f} GiB besides\n"
+    )
 
 
 def _misfit(peak: float, capacity: float, rollouts: float | None, device: Device) -> str:

@@ -1,5 +1,6 @@
 """Reinforcement learning with a critic: what both learn, on several layouts, resumed, and what can be wrong."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,23 @@ def test_a_resumed_run_has_its_critic_again(ranks: RankPool, workspace: Path, tm
         assert [row[metric] for row in judged(tmp_path / "again", 3)] == pytest.approx(expected, rel=1e-9)
 
 
+def test_a_run_goes_on_from_the_newest_checkpoint_with_a_whole_critic(
+    ranks: RankPool, workspace: Path, tmp_path: Path
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 3}, checkpoint={"every_steps": 1, "keep_last": 3})
+    ranks(1).run(train, settings)
+    expected = {metric: judged(tmp_path / "run", 2)[0][metric] for metric in (*OF_CRITIC, "train/loss")}
+    checkpoints = tmp_path / "run" / "checkpoints"
+    largest = max((checkpoints / "critic" / "step_3").rglob("*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: -largest.stat().st_size // 2])
+    (checkpoints / "critic" / ".step_9.unfinished").mkdir()
+    shutil.rmtree(tmp_path / "run" / "final")
+    ranks(1).run(train, settings, "auto")
+    rows = [row for row in metrics_of(tmp_path / "run") if row["step"] == 3]
+    assert {metric: rows[-1][metric] for metric in expected} == pytest.approx(expected, rel=1e-9)
+    assert {path.name for path in (checkpoints / "critic").iterdir()} == {"step_1", "step_2", "step_3"}
+
+
 def test_a_critic_warms_up_alone_and_may_wait_on_the_host(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 3})
     settings["critic"] |= {"warmup_steps": 2, "between": "host"}
@@ -60,6 +78,10 @@ def test_a_critic_warms_up_alone_and_may_wait_on_the_host(ranks: RankPool, works
     settings["gae"] = {"level": "turn", "critic_lambda": 1.0}
     ranks(1).run(train, settings)
     rows = judged(tmp_path / "run")
+    stays = settings | {"output": str(tmp_path / "stays"), "critic": settings["critic"] | {"between": "device"}}
+    ranks(1).run(train, stays)
+    for metric in (*OF_CRITIC, "train/loss"):
+        assert [row[metric] for row in judged(tmp_path / "stays")] == [row[metric] for row in rows], metric
     assert [row["train/lr"] for row in rows] == [0.0, 0.0, 1e-3]
     assert rows[0]["critic/loss"] > rows[2]["critic/loss"] > 0
     assert rows[0]["rollout/reward_mean"] != rows[1]["rollout/reward_mean"]
