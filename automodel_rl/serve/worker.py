@@ -24,8 +24,8 @@ from automodel_rl.serve import jobs, messages
 from automodel_rl.serve.checks import check_model
 from automodel_rl.serve.messages import Done, Ready, RunPass, SampleJob, Stop, StopAsked, TeacherJob, Together
 from automodel_rl.serve.passes import Passes
-from automodel_rl.serve.served_teachers import ServedTeachers
 from automodel_rl.serve.service_rank import ServiceRank
+from automodel_rl.serve.teachers import ServiceTeachers
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
 
 IDLE_SECONDS = 1.0
@@ -54,7 +54,7 @@ class ServiceWorker:
         self.fleet.start(config.generator_spec)
         self.passes = Passes(self.policy, rank.runs)
         self.sampler = Sampler(self.policy, self.fleet)
-        self.teachers = ServedTeachers(config, crew, rank.teachers)
+        self.teachers = ServiceTeachers(config, crew, rank.teachers)
         self._shown: tuple[str | None, str | None] | None = None
 
     def work(self, signals: list[int]) -> None:

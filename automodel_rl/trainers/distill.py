@@ -25,7 +25,7 @@ def distill(policy: Policy, run: Run) -> Path:
         The folder of the trained checkpoint.
     """
     config: DistillConfig = run.config
-    teachers = Teachers(config.teachers, run.further)
+    teachers = Teachers(config.teachers, run.further, run.tokenizer)
     teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
     own = teachers.fitted(config.loss, policy)
     loss = choose_loss(config, functools.partial(distill_loss, config=own))

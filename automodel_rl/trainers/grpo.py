@@ -38,7 +38,7 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
     config: GRPOConfig = run.config
     loss, readout = choose_loss(config, policy_loss(config)), Readout(config.rollout.temperature, entropy=True)
     divergence = config.distillation.loss
-    teachers = Teachers(config.teachers, run.further)
+    teachers = Teachers(config.teachers, run.further, run.tokenizer)
     teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
     of_sources = [teachers.of_source(source.path) for source in config.data.train] if config.teachers else []
     if divergence is not None:

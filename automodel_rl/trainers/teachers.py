@@ -1,10 +1,12 @@
-"""Teachers: models beside the student on the same ranks, and what they say of its rows."""
+"""Teachers: models beside the student on the same ranks, or behind servers, and what they say of its rows."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import Batch
 from automodel_rl.config.distillation import DistillLossConfig
@@ -12,8 +14,31 @@ from automodel_rl.config.further_models import TeacherConfig
 from automodel_rl.errors import InputError
 from automodel_rl.losses.distill import IDS, TEACHER
 from automodel_rl.policy.policy import Policy
+from automodel_rl.trainers.remote_teachers import open_remote_teacher
 
 Answer = TypeVar("Answer")
+
+
+class Teacher(Protocol):
+    """A model that tells log-probabilities: a policy on the run's ranks, or one behind a server.
+
+    Attributes:
+        vocab_size: number of its token ids.
+    """
+
+    vocab_size: int
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Has it ready to compute in this block."""
+        ...
+
+    def top_logprobs(self, batch: Batch, k: int, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+        """As `Policy.top_logprobs`."""
+        ...
+
+    def logprobs(self, batch: Batch, temperature: float = 1.0, *, ids: str | None = None) -> list[Tensor]:
+        """As `Policy.logprobs`."""
+        ...
 
 
 class Teachers:
@@ -21,15 +46,24 @@ class Teachers:
 
     Args:
         configs: the teachers by name.
-        policies: the models beside the student, by the same names.
+        policies: the models beside the student, by the names of those that are there.
+        tokenizer: the student's tokenizer.
 
     Raises:
-        InputError: a source has no teacher, or two.
+        InputError: a server does not answer, or has another tokenizer.
     """
 
-    def __init__(self, configs: Mapping[str, TeacherConfig], policies: Mapping[str, Policy]):
+    def __init__(
+        self,
+        configs: Mapping[str, TeacherConfig],
+        policies: Mapping[str, Policy],
+        tokenizer: PreTrainedTokenizerBase,
+    ):
         self.configs = configs
-        self.policies = {name: policies[name] for name in configs}
+        self.models: dict[str, Teacher] = {
+            name: open_remote_teacher(f"teachers.{name}", one, tokenizer) if one.is_remote else policies[name]
+            for name, one in configs.items()
+        }
 
     def check_sources(self, paths: Collection[str]) -> None:
         """Checks that teachers name sources that there are.
@@ -47,10 +81,11 @@ class Teachers:
 
     def begin(self) -> None:
         """Makes the teachers ready. Comes before everything else."""
-        for name, policy in self.policies.items():
-            policy.begin()
-            if self.configs[name].between == "host":
-                policy.to_host()
+        for name, teacher in self.models.items():
+            if isinstance(teacher, Policy):
+                teacher.begin()
+                if self.configs[name].between == "host":
+                    teacher.to_host()
 
     def of_source(self, path: str) -> str:
         """The name of the teacher of a source.
@@ -79,7 +114,7 @@ class Teachers:
             loss: the settings.
             student: the model in training.
         """
-        sizes = [student.vocab_size, *(teacher.vocab_size for teacher in self.policies.values())]
+        sizes = [student.vocab_size, *(teacher.vocab_size for teacher in self.models.values())]
         if loss.top_k < min(sizes):
             return loss
         outside = "drop" if min(sizes) == max(sizes) else loss.outside
@@ -112,7 +147,7 @@ class Teachers:
 
     def _leave_out_padding(self, student: Policy, batch: Batch) -> None:
         """Compares no ids that only some of the models have: rows that pad a vocabulary, which are no tokens."""
-        common = min(student.vocab_size, *(teacher.vocab_size for teacher in self.policies.values()))
+        common = min(student.vocab_size, *(teacher.vocab_size for teacher in self.models.values()))
         batch[IDS] = [ids.masked_fill(ids >= common, -1) for ids in batch[IDS]]
 
     def logprobs(self, batch: Batch, names: Sequence[str], temperature: float) -> list[Tensor]:
@@ -126,11 +161,11 @@ class Teachers:
         return self._of_rows(batch, names, lambda teacher, rows: teacher.logprobs(rows, temperature))
 
     def _of_rows(
-        self, batch: Batch, names: Sequence[str], ask: Callable[[Policy, Batch], list[Answer]]
+        self, batch: Batch, names: Sequence[str], ask: Callable[[Teacher, Batch], list[Answer]]
     ) -> list[Answer]:
         """What each row's teacher says of it, in the order of the rows. Each teacher is asked once."""
         found: dict[int, Answer] = {}
-        for name, teacher in self.policies.items():
+        for name, teacher in self.models.items():
             rows = [row for row, of_row in enumerate(names) if of_row == name]
             if not rows:
                 continue

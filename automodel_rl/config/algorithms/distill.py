@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from automodel_rl.config.data import BatchConfig, DataConfig
 from automodel_rl.config.distillation import DistillLossConfig
-from automodel_rl.config.further_models import FurtherModel, TeacherConfig
+from automodel_rl.config.further_models import FurtherModel, TeacherConfig, check_can_compare, local
 from automodel_rl.config.run import Records, RunConfig, refuse_idle_data_ranks
 
 
@@ -42,13 +42,18 @@ class DistillConfig(RunConfig):
 
     @property
     def further_models(self) -> dict[str, FurtherModel]:
-        """The teachers by name."""
-        return {name: one.further_model(f"teachers.{name}", self.model) for name, one in self.teachers.items()}
+        """The teachers on the run's ranks by name."""
+        return local(self.teachers, self.model)
 
     @property
     def sequences_per_step(self) -> int:
         """Token sequences of one optimizer step, over all data ranks."""
         return self.batch.sequences
+
+    @model_validator(mode="after")
+    def _teachers_can_tell(self) -> "DistillConfig":
+        check_can_compare(self.teachers, self.loss, self.loss.temperature)
+        return self
 
     @model_validator(mode="after")
     def _microbatches_for_every_data_rank(self) -> "DistillConfig":

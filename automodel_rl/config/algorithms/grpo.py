@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from automodel_rl.config.algorithms.online import OnlineConfig
 from automodel_rl.config.distillation import OnPolicyDistillationConfig
-from automodel_rl.config.further_models import FurtherModel, TeacherConfig
+from automodel_rl.config.further_models import FurtherModel, TeacherConfig, check_can_compare, local
 from automodel_rl.config.losses import AdvantageConfig
 
 
@@ -34,8 +34,8 @@ class GRPOConfig(OnlineConfig):
 
     @property
     def further_models(self) -> dict[str, FurtherModel]:
-        """The teachers by name."""
-        return {name: one.further_model(f"teachers.{name}", self.model) for name, one in self.teachers.items()}
+        """The teachers on the run's ranks by name."""
+        return local(self.teachers, self.model)
 
     @property
     def compares_completions(self) -> bool:
@@ -62,6 +62,7 @@ class GRPOConfig(OnlineConfig):
         if not self.teachers and self.distillation != OnPolicyDistillationConfig():
             raise ValueError("distillation: there are no teachers: name one in teachers, or leave it out")
         divergence = self.distillation.loss
+        check_can_compare(self.teachers, divergence, self.rollout.temperature)
         if divergence is not None and divergence.temperature != self.rollout.temperature:
             raise ValueError(
                 f"distillation.loss.temperature={divergence.temperature:g} with rollout.temperature="

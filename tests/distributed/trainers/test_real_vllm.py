@@ -1,6 +1,7 @@
 """Whole runs with a real vLLM on the CPU: it samples from what is trained, in every way in which weights reach it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import urllib.request
@@ -9,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_rl.errors import RolloutError
+from automodel_rl.batch import Batch, TokenSequence
+from automodel_rl.config.further_models import TeacherConfig
+from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.vllm_http import VllmServer
 from automodel_rl.launch.local import free_port
 from automodel_rl.rollout.rewards.reward_model import PROMPT, RewardModel, served_reward_model
+from automodel_rl.trainers.remote_teachers import open_remote_teacher
 from tests.distributed.trainers.runs import (
     Settings,
     add_turns,
@@ -206,12 +212,20 @@ def make_judge(
     ranks: RankPool, workspace: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Path]]:
     """The address of a server with a reward model, and the model's folder."""
-    folder, port = tmp_path_factory.mktemp("judge") / "run", free_port()
+    folder = tmp_path_factory.mktemp("judge") / "run"
     settings = settings_of("reward", workspace, folder)
     settings["model"]["dtype"] = "float32"
     ranks(1).run(train, settings)
-    options = {"model": folder / "final", "host": "127.0.0.1", "port": port, "runner": "pooling", "dtype": "float32"}
-    options |= {"max-model-len": 128, "kv-cache-memory-bytes": 2**28, "served-model-name": "judge"}
+    with serving(folder / "final", {"runner": "pooling", "served-model-name": "judge"}) as url:
+        yield url, folder / "final"
+
+
+@contextlib.contextmanager
+def serving(folder: Path, options: dict[str, Any]) -> Iterator[str]:
+    """`vllm serve` with a model. Gives its address."""
+    port = free_port()
+    options = {"model": folder, "host": "127.0.0.1", "port": port, "dtype": "float32"} | options
+    options |= {"max-model-len": 128, "kv-cache-memory-bytes": 2**28}
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     url = f"http://127.0.0.1:{port}"
@@ -224,7 +238,7 @@ def make_judge(
 
     with Job(command, env=dict(os.environ)) as job:
         assert job.wait_until(answers, 0.2), job.stderr
-        yield url, folder / "final"
+        yield url
 
 
 @pytest.mark.longer  # others of this file start a real vLLM, and test_reward_models.py scores without one
@@ -236,3 +250,24 @@ def test_a_served_reward_model_scores_as_transformers_does(judge: tuple[str, Pat
     pairs = zip(said, examples, strict=True)
     found = [asyncio.run(served_reward_model(*pair, **options)) for pair in pairs]
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.longer  # test_remote_teachers.py has a server that answers as this one does
+def test_a_teacher_behind_vllm_says_what_transformers_does(workspace: Path) -> None:
+    folder = workspace / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = [torch.tensor(ids) for ids in ([5, 9, 3, 7, 7], [4], list(range(10, 70)))]
+    batch = Batch([TokenSequence(row, torch.ones(len(row), dtype=torch.bool)) for row in rows])
+    with serving(folder, {"served-model-name": "large", "max-logprobs": 12}) as url:
+        config = TeacherConfig(path=str(folder), url=url, name="large")
+        teacher = open_remote_teacher("teachers.large", config, tokenizer)
+        tops, own = teacher.top_logprobs(batch, 12), teacher.logprobs(batch)
+        with pytest.raises(InputError, match="13"):
+            teacher.top_logprobs(batch, 13)
+    for row, (values, ids), logprobs in zip(rows, tops, own, strict=True):
+        expected = plain(row[None]).logits[0, :-1].detach().log_softmax(-1)
+        assert ids[0].tolist() == [0] * 12
+        torch.testing.assert_close(values[1:], expected.topk(12).values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(expected.gather(1, ids[1:]), values[1:], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logprobs[1:], expected.gather(1, row[1:, None])[:, 0], atol=1e-4, rtol=0)

@@ -12,7 +12,7 @@ from automodel_rl.rollout.sampled import Refused, Sampled, SampledSequence, Samp
 from automodel_rl.rollout.sampler import answers_of
 
 
-class ServedTeachers:
+class ServiceTeachers:
     """The further base models on the ranks of a service, as rank 0 leads them.
 
     Args:
