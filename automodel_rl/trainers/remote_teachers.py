@@ -58,13 +58,13 @@ class RemoteTeacher(ABC):
         """Log-probabilities of other tokens, [n - 1, K]; `ids` has -1 for none."""
 
     def top_logprobs(self, batch: Batch, k: int, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
-        """As `Policy.top_logprobs`. Raises InputError if the server gives no answer."""
+        """The likeliest tokens of rows, as `Policy.top_logprobs`. Raises InputError if the server gives no answer."""
         _check(temperature)
         found = self._of_rows(lambda row: self.top_of(row.input_ids.tolist(), k), batch.sequences)
         return [(_after_first(values, 0.0), _after_first(ids, 0)) for values, ids in found]
 
     def logprobs(self, batch: Batch, temperature: float = 1.0, *, ids: str | None = None) -> list[Tensor]:
-        """As `Policy.logprobs`. Raises InputError if the server gives no answer."""
+        """Log-probabilities of the rows' tokens, as `Policy.logprobs`. Raises InputError if the server gives no answer."""
         _check(temperature)
         if ids is None:
             own = self._of_rows(lambda row: torch.tensor(self.own_of(row.input_ids.tolist())), batch.sequences)
@@ -136,7 +136,7 @@ class VllmTeacher(RemoteTeacher):
                 if error.code < 500 and error.code not in (408, 429):
                     break
             except OSError as error:
-                problem = str(getattr(error, "reason", error))
+                problem = str(error)
             time.sleep(0.5 * 2**attempt)
         raise InputError(f"{self.key}.url={self.server.url}: {problem}")
 

@@ -33,11 +33,11 @@ class Teacher(Protocol):
         ...
 
     def top_logprobs(self, batch: Batch, k: int, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
-        """As `Policy.top_logprobs`."""
+        """The likeliest tokens of rows, as `Policy.top_logprobs`."""
         ...
 
     def logprobs(self, batch: Batch, temperature: float = 1.0, *, ids: str | None = None) -> list[Tensor]:
-        """As `Policy.logprobs`."""
+        """Log-probabilities of the rows' tokens, as `Policy.logprobs`."""
         ...
 
 
