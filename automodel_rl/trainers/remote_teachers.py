@@ -64,7 +64,7 @@ class RemoteTeacher(ABC):
         return [(_after_first(values, 0.0), _after_first(ids, 0)) for values, ids in found]
 
     def logprobs(self, batch: Batch, temperature: float = 1.0, *, ids: str | None = None) -> list[Tensor]:
-        """Log-probabilities of the rows' tokens, as `Policy.logprobs`. Raises InputError if the server gives no answer."""
+        """Log-probabilities of the rows' tokens, as `Policy.logprobs`. Raises InputError if a server fails."""
         _check(temperature)
         if ids is None:
             own = self._of_rows(lambda row: torch.tensor(self.own_of(row.input_ids.tolist())), batch.sequences)

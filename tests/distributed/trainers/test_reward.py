@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
+from torch.utils.data import SequentialSampler
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from automodel_rl.cli import main
@@ -20,6 +21,8 @@ from automodel_rl.data.examples import RankedPairDataset
 from automodel_rl.hf.opened_model import OpenedModel
 from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train
 from tests.rank_pool import RankPool
+
+CENTRING = 0.01
 
 
 def values(workspace: Path, output: Path, **changes: Any) -> Settings:
@@ -39,10 +42,10 @@ def by_transformers(folder: Path, settings: Settings) -> list[float]:
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     pairs, losses = pairs_of(settings), []
-    for step in range(4):
+    for step in range(6):
         of_step = pairs[16 * step : 16 * step + 16]
         scores = torch.stack([torch.cat([model(ids[None]).logits[0] for ids in pair]) for pair in of_step])
-        loss = -F.logsigmoid(scores[:, 0] - scores[:, 1]).mean()
+        loss = -F.logsigmoid(scores[:, 0] - scores[:, 1]).mean() + CENTRING * (scores.sum(1) ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -56,14 +59,59 @@ def test_it_learns_as_transformers_does_on_every_layout(ranks: RankPool, workspa
     settings = values(workspace, tmp_path / "first", length={"steps": 1}, data=train_data)
     settings["optimizer"] = {"lr": 1e-12, "decay": "constant"}
     ranks(1).run(train, settings)  # a checkpoint with a linear head, and hardly a change
-    settings = values(workspace, tmp_path / "one", length={"steps": 4}, data=train_data)
+    settings = values(workspace, tmp_path / "one", length={"steps": 6}, data=train_data)
+    settings["loss"] = {"centring": CENTRING}
     settings["model"]["path"] = str(tmp_path / "first" / "final")
     (expected,) = ranks(1).run(by_transformers, tmp_path / "first" / "final", settings)
     ranks(1).run(train, settings)
     ranks(2).run(train, settings | {"output": str(tmp_path / "two"), "parallel": {"tp": 2}})
     ranks(2).run(train, settings | {"output": str(tmp_path / "three"), "parallel": {"pp": 2}})
     for name in ("one", "two", "three"):
-        assert [row["train/loss"] for row in metrics_of(tmp_path / name)] == pytest.approx(expected, rel=1e-9)
+        assert [row["train/loss"] for row in metrics_of(tmp_path / name)] == pytest.approx(expected, rel=1e-11)
+
+
+def by_trl(folder: Path, pairs: Path, output: Path) -> list[float]:
+    """Losses of ten steps by TRL's trainer."""
+    import trl
+    from datasets import Dataset
+
+    losses = []
+
+    class InOrder(trl.RewardTrainer):
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, *given: Any, **options: Any) -> Any:
+            loss = super().compute_loss(*given, **options)
+            losses.append((loss[0] if isinstance(loss, tuple) else loss).item())
+            return loss
+
+    adam = {"learning_rate": 1e-3, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": 0.0}
+    length = {"max_steps": 10, "per_device_train_batch_size": 8, "lr_scheduler_type": "constant", "max_length": None}
+    plain = {"bf16": False, "use_cpu": True, "gradient_checkpointing": False, "report_to": [], "save_strategy": "no"}
+    InOrder(
+        model=AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64),
+        args=trl.RewardConfig(output_dir=str(output), **adam, **length, **plain),
+        train_dataset=Dataset.from_list([json.loads(line) for line in pairs.read_text().splitlines()]),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    ).train()
+    return losses
+
+
+@pytest.mark.longer  # the test above asserts the same by transformers
+def test_it_learns_as_trls_trainer_does(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    pairs = workspace / "train_pairs.jsonl"
+    train_data = {"train": [{"path": str(pairs)}], "shuffle": False}
+    settings = values(workspace, tmp_path / "first", length={"steps": 1}, data=train_data)
+    settings["optimizer"] = {"lr": 1e-12, "decay": "constant"}
+    ranks(1).run(train, settings)
+    settings = values(workspace, tmp_path / "ours", length={"steps": 10}, data=train_data)
+    settings["model"]["path"] = str(tmp_path / "first" / "final")
+    settings["batch"] |= {"pairs": 8}
+    settings["optimizer"] |= {"max_grad_norm": None}
+    ranks(2).run(train, settings | {"parallel": {"dp_shard": 2}})
+    expected = by_trl(tmp_path / "first" / "final", pairs, tmp_path / "theirs")
+    assert [row["train/loss"] for row in metrics_of(tmp_path / "ours")] == pytest.approx(expected, rel=1e-10)
 
 
 def test_it_starts_near_ln_2_and_tells_better_from_worse(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
