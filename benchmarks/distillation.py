@@ -143,7 +143,8 @@ def main() -> None:
         "on-policy: reverse_kl": {"distillation": {"loss": {"divergence": "reverse_kl", "top_k": TOKENS}}},
         "on-policy: forward_kl": {"distillation": {"loss": {"divergence": "forward_kl", "top_k": TOKENS}}},
     }
-    jobs = {name: ("grpo", own | extra) for name, extra in ways.items()}
+    alone = {**own, "rewards": [], "rollout": own["rollout"] | {"prompts": given.sequences, "group_size": 1}}
+    jobs = {name: ("grpo", alone | extra) for name, extra in ways.items()}
     for kind, path in chats.items():
         config = offline(first, teacher, path, given.sequences) | learning(given.steps, given.lr)
         config["loss"] = {"divergence": "forward_kl", "top_k": TOKENS}

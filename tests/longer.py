@@ -114,7 +114,9 @@ LONGER: dict[str, Sequence[str]] = {
     "test_a_generator_that_does_not_come_back_is_left_out_while_others_write": ALL,
     "distributed/trainers/test_grpo_generators.py::"
     "test_ranks_that_share_a_generator_leave_the_writing_to_the_first": ALL,
-    "distributed/trainers/test_loops.py::test_the_loops_of_the_examples_learn_and_on_two_ranks_as_on_one": ALL,
+    "distributed/trainers/test_loops.py::test_the_loops_of_the_examples_learn_and_on_two_ranks_as_on_one": (
+        "best_of_n",
+    ),
     "distributed/trainers/test_grpo_generators.py::"
     "test_a_generator_that_dies_ahead_of_training_does_not_make_the_others_completions_older": ALL,
     "distributed/trainers/test_grpo.py::test_rollouts_tell_advantages_and_both_log_probabilities": ("[2]",),

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from automodel_rl.batch import Media
+from automodel_rl.batch import Media, TokenSequence
 from automodel_rl.generators.protocol import Branch, Completion
 from automodel_rl.rollout.rewards.scorer import Score
 
@@ -49,6 +49,14 @@ class Rollout:
             prompt: the prompt.
         """
         return self.completion.branches(prompt.token_ids)
+
+    def rows(self, prompt: Promptlike) -> list[TokenSequence]:
+        """The tokens to train on, with what the model wrote in `loss_mask`: one row, unless an agent's history forked.
+
+        Args:
+            prompt: the prompt.
+        """
+        return [branch.row(prompt.media) for branch in self.branches(prompt)]
 
     @property
     def is_rewarded(self) -> bool:

@@ -21,7 +21,7 @@ def main(policy: Policy, fleet: Fleet, run: Run):
         fleet.restore()
         rewarded = [(p, [one for one in of if one.is_rewarded]) for p, of in zip(asked, groups, strict=True)]
         best = [(prompt, max(of, key=lambda one: one.score.total)) for prompt, of in rewarded if of]
-        batch = Batch(one.sequence(prompt) for prompt, one in best)
+        batch = Batch(row for prompt, one in best for row in one.rows(prompt))
         with step.time("train"):
             output = policy.train_step(batch, sft_loss)
         with step.time("sync"):

@@ -28,8 +28,9 @@ def main(policy: Policy, fleet: Fleet, run: Run):
             groups = rollouts.collect(asked, config.rollout.group_size, sampling)
         fleet.restore()
         pairs = [(p, one) for p, group in zip(asked, groups, strict=True) for one in group if one.is_rewarded]
-        batch = Batch(one.sequence(prompt) for prompt, one in pairs)
-        rewards = torch.tensor([one.score.total for _, one in pairs], dtype=torch.float64)
+        rows = [(row, one.score.total) for prompt, one in pairs for row in one.rows(prompt)]
+        batch = Batch(row for row, _ in rows)
+        rewards = torch.tensor([reward for _, reward in rows], dtype=torch.float64)
         batch["advantages"] = rewards - rewards.mean()
         with step.time("train"):
             output = policy.train_step(batch, loss)

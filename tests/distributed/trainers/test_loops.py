@@ -17,12 +17,13 @@ def run(loop: Path, config: str, *options: str) -> int:
     return ran.returncode
 
 
-@pytest.mark.parametrize("name", ["reinforce", "best_of_n"])
+@pytest.mark.parametrize("name", ["reinforce", "best_of_n", "online_dpo"])
 def test_the_loops_of_the_examples_learn_and_on_two_ranks_as_on_one(workspace: Path, tmp_path: Path, name: str) -> None:
     found = []
     for number, parallel in enumerate(({}, {"dp_shard": 2})):
         settings = settings_of("grpo", workspace, tmp_path / f"run{number}", parallel=parallel, length={"steps": 10})
         settings |= {"optimizer": {"lr": 3e-3, "decay": "constant"}, "weight_sync": {"check_every": 0}}
+        settings["batch"] = {"microbatch_tokens": 256}  # a pair stays together
         assert run(ROOT / "configs" / "loops" / f"{name}.py", write(settings, tmp_path)) == 0
         found.append(metrics_of(tmp_path / f"run{number}"))
         assert (tmp_path / f"run{number}" / "final" / "config.json").is_file()
