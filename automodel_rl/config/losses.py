@@ -356,6 +356,10 @@ class PolicyLossConfig(Section):
     entropy: Annotated[float, Field(ge=0)] = 0.0
     """Weight of a bonus for the policy's entropy."""
 
+    uncertain: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a step's tokens that rewards teach: those at which the policy's entropy is highest, over all ranks.
+    Penalties count at all tokens, and so does what divides the loss (Wang et al., arXiv:2506.01939, takes 0.2)."""
+
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
 

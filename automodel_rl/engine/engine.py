@@ -305,6 +305,22 @@ class Engine:
             for microbatch, output in zip(microbatches, outputs, strict=True)
         ]
 
+    def entropies(
+        self, microbatches: Sequence[Microbatch], temperature: float = 1.0, agreed: GlobalBatch | None = None
+    ) -> list[Tensor]:
+        """The entropy of the model's distribution over each token, in nats; otherwise as `logprobs`.
+
+        Args:
+            microbatches, temperature: as those of `logprobs`.
+            agreed: as that of `train_step`.
+        """
+        outputs = self.runner.forward(microbatches, self._read(Readout(temperature, entropy=True)), agreed)
+        return [
+            piece
+            for output, microbatch in zip(outputs, microbatches, strict=True)
+            for piece in unpack(output[:, 1], microbatch)
+        ]
+
     def sequence_scores(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """Sum, for each sequence, of the log-probabilities of its tokens in `loss_mask`.
 

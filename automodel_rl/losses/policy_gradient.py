@@ -29,6 +29,7 @@ from automodel_rl.losses.terms import (
     mean_by_sequence,
     sum_of_means,
 )
+from automodel_rl.losses.uncertain import UNCERTAIN
 
 
 def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossConfig) -> LossOutput:
@@ -37,7 +38,8 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
     Args:
         outputs: log-probabilities under the policy, and its entropy.
         microbatch: `loss_mask` marks the completions' tokens. `values` has `advantages`, `old_logprobs` unless
-            `on_policy` is True, `rollout_logprobs` if there is a correction, and `ref_logprobs` if there is a KL term.
+            `on_policy` is True, `rollout_logprobs` if there is a correction, `ref_logprobs` if there is a KL term, and
+            `uncertain` (losses/uncertain.py) if there is such a share.
             If `rollout_logprobs` are there, a metric says how far they are from the trainer's log-probabilities. If
             `live_logprobs` (those without router replay) are there, a second metric says how far they are from these.
         config: the settings of the loss.
@@ -76,6 +78,8 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
     weight, of_weights, metrics = _correction(old, values, microbatch, config.correction)
     ratios = Ratios(logprobs, old, log_ratio, values["advantages"], weight, microbatch)
     loss, is_clipped = SURROGATES[config.surrogate](ratios, config)
+    if config.uncertain < 1:
+        loss = torch.where(values[UNCERTAIN] > 0, loss, 0.0)
 
     ratio = log_ratio.detach().exp()
     per_token = {"train/ratio_mean": ratio, "train/clip_fraction": is_clipped.to(loss.dtype)}
@@ -185,6 +189,7 @@ def _check_values(microbatch: Microbatch, config: PolicyLossConfig) -> None:
         "advantages": "every policy loss",
         "old_logprobs": "" if config.on_policy is True else f"on_policy={config.on_policy}",
         "rollout_logprobs": _who_compares_with_rollouts(config),
+        UNCERTAIN: "" if config.uncertain == 1 else f"uncertain={config.uncertain}",
         "ref_logprobs": (
             f"kl.coefficient={config.kl.coefficient}" if config.kl.coefficient and config.kl.where == "loss" else ""
         ),

@@ -116,6 +116,17 @@ class Logprobs(Job):
 
 
 @dataclass(frozen=True)
+class Entropies(Job):
+    """The entropy of the model's distribution over each token of each row: `RowValues`, values [n]."""
+
+    answered_by = "all"
+
+    temperature: float
+    agreed: GlobalBatch
+    replay: bool = False
+
+
+@dataclass(frozen=True)
 class Scores(Job):
     """The outputs of a linear head for each token of each row: `RowValues`, values [n, L]."""
 

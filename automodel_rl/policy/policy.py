@@ -165,6 +165,16 @@ class Policy:
         agreed, shares = self.shares(batch, replay)
         return _in_order(self.crew.ask(jobs.Logprobs(temperature, agreed, replay, ids), shares), len(batch))
 
+    def entropies(self, batch: Batch, temperature: float = 1.0, *, replay: bool = False) -> list[Tensor]:
+        """The entropy of the model's distribution over each token of each row, in nats, [n], fp32 or float64; its first
+        entry is 0.
+
+        Args:
+            batch, temperature, replay: as those of `logprobs`.
+        """
+        agreed, shares = self.shares(batch, replay)
+        return _in_order(self.crew.ask(jobs.Entropies(temperature, agreed, replay), shares), len(batch))
+
     def scores(self, batch: Batch) -> list[Tensor]:
         """The outputs of a linear head for each token of each row, [n, L], fp32 or float64. Entry i is what the head
         gives after token i: the last one is the score of a whole row, and entry i - 1 the value of the state in which

@@ -60,6 +60,7 @@ class PolicyRank:
             jobs.ZeroGrad: lambda job, _: self.engine.zero_grad(),
             jobs.Evaluate: self._evaluate,
             jobs.Logprobs: self._logprobs,
+            jobs.Entropies: self._entropies,
             jobs.Scores: self._scores,
             jobs.TopLogits: self._top_logits,
             jobs.NextTokens: self._next_tokens,
@@ -116,6 +117,11 @@ class PolicyRank:
         scored = self.engine.add_logprobs(microbatches, "logprobs", job.temperature, job.agreed, job.ids)
         # Alone, for a value of this name may come with the rows.
         return self._of_rows(scored, [piece for one in scored for piece in unpack(one.values["logprobs"], one)])
+
+    def _entropies(self, job: jobs.Entropies, share: Share | None) -> RowValues | None:
+        microbatches = self._microbatches(share, job.replay)
+        found = self.engine.entropies(microbatches, job.temperature, job.agreed)
+        return self._of_rows(microbatches, [piece.cpu() for piece in found])
 
     def _scores(self, job: jobs.Scores, share: Share | None) -> RowValues | None:
         microbatches = self._microbatches(share)

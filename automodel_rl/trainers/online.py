@@ -5,6 +5,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from automodel_rl.batch import Batch
@@ -16,6 +17,7 @@ from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.weight_probe import WeightProbe
 from automodel_rl.losses import LossFn, grpo_loss
 from automodel_rl.losses.disagreement import effective_sample_size
+from automodel_rl.losses.uncertain import UNCERTAIN, uncertain_tokens
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.groups import Group
 from automodel_rl.trainers.rollout_batch import details_of
@@ -153,6 +155,11 @@ class OnlineRun:
         self.fleet.restore()
         if not config.is_on_policy:
             batch["old_logprobs"] = policy.logprobs(batch, temperature, replay="old_logprobs" in stages)
+        if config.loss.uncertain < 1:
+            replays = "old_logprobs" in stages
+            masks = [row.loss_mask & (torch.arange(len(row)) > 0) for row in batch.sequences]
+            entropies = policy.entropies(batch, temperature, replay=replays)
+            batch[UNCERTAIN] = uncertain_tokens(entropies, masks, config.loss.uncertain)
         if config.router_replay.compare:
             batch["live_logprobs"] = policy.logprobs(batch, temperature)
 

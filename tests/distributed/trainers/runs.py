@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import automodel_rl
+from automodel_rl.batch import Batch
 from automodel_rl.cli import main
 from automodel_rl.config.load import ALGORITHMS
 from automodel_rl.generators.make_generator import make_generator
+from automodel_rl.policy.policy import Policy
 
 Settings = dict[str, Any]
 
@@ -122,6 +124,18 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
 
 def num_lines(file: Path) -> int:
     return len(file.read_bytes().splitlines()) if file.is_file() else 0
+
+
+def train_noting(settings: Settings, file: Path) -> None:
+    """Trains, and keeps the rows of the last optimizer step."""
+    own = Policy.train_step
+
+    def noted(policy: Policy, batch: Batch, *given: Any, **options: Any) -> Any:
+        torch.save(batch.sequences, file)
+        return own(policy, batch, *given, **options)
+
+    with mock.patch.object(Policy, "train_step", noted):
+        train(settings)
 
 
 def rollouts_of(output: Path, step: int) -> list[dict[str, Any]]:

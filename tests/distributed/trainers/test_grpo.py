@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_rl.batch import Microbatch
 from automodel_rl.cli import main
@@ -20,6 +20,7 @@ from tests.distributed.trainers.runs import (
     rollouts_of,
     settings_of,
     train,
+    train_noting,
     write,
 )
 from tests.rank_pool import RankPool
@@ -239,6 +240,26 @@ def test_on_policy_needs_no_logprobs_from_before(ranks: RankPool, workspace: Pat
         assert row["train/clip_fraction"] == 0
         assert row["train/grad_norm"] > 0
         assert row["train/logprob_error"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2}, {"dp_shard": 2}], ids=str)
+def test_rewards_teach_the_tokens_where_the_policy_is_most_uncertain(
+    ranks: RankPool, workspace: Path, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    settings = values(workspace, tmp_path / "run", length={"steps": 1}, loss={"uncertain": 0.3}, parallel=sizes)
+    settings["batch"] = {"microbatch_tokens": 128}
+    ranks(2).run(train_noting, settings, tmp_path / "rows")
+    rows = torch.load(tmp_path / "rows", weights_only=False)
+    model = AutoModelForCausalLM.from_pretrained(settings["model"]["path"], dtype=torch.float64)
+    entropies, chosen = [], []
+    for row in rows:
+        logprobs = model(row.input_ids[None]).logits[0, :-1].detach().log_softmax(1)
+        entropies.append(-(logprobs.exp() * logprobs).sum(1)[row.loss_mask[1:]])
+        chosen.append(row.values["uncertain"][1:][row.loss_mask[1:]])
+        assert not row.values["uncertain"][~row.loss_mask].any()
+    of_all = torch.cat(entropies)
+    assert torch.equal(torch.cat(chosen), (of_all >= of_all.quantile(0.7)).double())
+    assert metrics_of(tmp_path / "run")[-1]["train/grad_norm"] > 0
 
 
 def test_old_logprobs_are_left_out_where_they_are_those_of_the_step(

@@ -3,15 +3,20 @@
 import math
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from automodel_rl.batch import Batch
-from automodel_rl.policy.policy import Policy
-from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, rollouts_of, settings_of, train
+from tests.distributed.trainers.runs import (
+    Settings,
+    assert_refused,
+    metrics_of,
+    rollouts_of,
+    settings_of,
+    train,
+    train_noting,
+)
 from tests.rank_pool import RankPool
 
 
@@ -79,29 +84,17 @@ def test_what_a_teacher_adds_is_added_to_rewards(
 LOSS = {"divergence": "reverse_kl", "top_k": 6, "tokens_of": "student"}
 
 
-def train_noting(settings: Settings, file: Path) -> None:
-    """Trains, and keeps the rows of the first step."""
-    own = Policy.train_step
-
-    def noted(policy: Policy, batch: Batch, *given: Any, **options: Any) -> Any:
-        torch.save([(row.input_ids, row.loss_mask) for row in batch.sequences], file)
-        return own(policy, batch, *given, **options)
-
-    with mock.patch.object(Policy, "train_step", noted):
-        train(settings)
-
-
 def divergence_by_transformers(student: Path, teacher: Path, file: Path) -> list[float]:
     """The mean divergence of the counted tokens and the norm of its gradient, one row at a time."""
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in (student, teacher)]
-    rows = torch.load(file)
+    rows = torch.load(file, weights_only=False)
     total = torch.zeros((), dtype=torch.float64)
-    for ids, mask in rows:
+    for ids, mask in ((row.input_ids, row.loss_mask) for row in rows):
         p, q = (model(ids[None]).logits[0, :-1].softmax(1) for model in models)
         top = p.detach().topk(LOSS["top_k"]).indices
         p, q = (torch.cat([of.gather(1, top), 1 - of.gather(1, top).sum(1, keepdim=True)], 1) for of in (p, q))
         total = total + (p * (p / q.detach()).log()).sum(1)[mask[1:]].sum()
-    loss = total / sum(int(mask[1:].sum()) for _, mask in rows)
+    loss = total / sum(int(mask[1:].sum()) for row in rows for mask in [row.loss_mask])
     loss.backward()
     return [loss.item(), torch.nn.utils.clip_grad_norm_(models[0].parameters(), math.inf).item()]
 

@@ -22,6 +22,7 @@ from automodel_rl.losses.kto import reference_point
 from automodel_rl.losses.outputs import count
 from automodel_rl.losses.sft import ENTROPY_WEIGHT, eaft_loss, entropy_weights
 from automodel_rl.losses.terms import correction_weights
+from automodel_rl.losses.uncertain import UNCERTAIN, uncertain_tokens
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())
 CASES = {case["name"]: case for case in GOLDEN["cases"]}
@@ -78,6 +79,7 @@ POLICY: dict[str, dict[str, Any]] = {
     "grpo_levelsequence": {"ratio": "sequence", "normalise": "sequence"},
     "verl_gspo": {"ratio": "sequence", "normalise": "sequence", "clip_low": 0.02, "clip_high": 0.02},
     "grpo_opsm0.05": {"normalise": "sequence", "off_policy_bound": 0.05},
+    "dapo_q0.4": {"uncertain": 0.4},
     "gmpo": {"surrogate": "gmpo", "normalise": "sequence", "clip_low": 0.4, "clip_high": 0.4},
     "verl_geo_mean": {"surrogate": "gmpo", "normalise": "sequence", "clip_low": 0.4, "clip_high": 0.4},
     "verl_dppo_tv": {"surrogate": "dppo_tv", "clip_low": 0.1, "clip_high": 0.1},
@@ -183,7 +185,13 @@ def policy_rows() -> list[TokenSequence]:
     values = {name: given[name] for name in ("logprobs", "old_logprobs", "rollout_logprobs")}
     of_sequences = zip(given["sequence_advantages"], given["lengths"], strict=True)
     values["advantages"] = [[advantage] * length for advantage, length in of_sequences]
-    return rows_of(values, given["loss_mask"])
+    rows = rows_of(values, given["loss_mask"])
+    entropies = [torch.tensor([0.0, *of_row]) for of_row in given["entropy"]]
+    uncertain = uncertain_tokens(entropies, [row.loss_mask for row in rows], 0.4)
+    return [
+        TokenSequence(row.input_ids, row.loss_mask, row.values | {UNCERTAIN: one})
+        for row, one in zip(rows, uncertain, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("capacity", [64, 7], ids=["one microbatch", "several"])
