@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from automodel_rl.cli import main
-from tests.distributed.trainers.runs import metrics_of, settings_of, write
+from tests.distributed.trainers.runs import metrics_of, settings_of, train, write
 from tests.pages import ROOT
 from tests.processes import run_command
+from tests.rank_pool import RankPool
 
 
 def run(loop: Path, config: str, *options: str) -> int:
@@ -32,6 +33,30 @@ def test_the_loops_of_the_examples_learn_and_on_two_ranks_as_on_one(workspace: P
             assert one[key] == pytest.approx(two[key], rel=1e-8), key
     rewards = [row["rollout/reward_mean"] for row in found[0]]
     assert sum(rewards[-3:]) > 1.2 * sum(rewards[:3])
+
+
+@pytest.mark.parametrize("name", ["self_distillation", "mixed_distillation"])
+def test_loops_that_distil_do_so_on_two_ranks_as_on_one(
+    ranks: RankPool, workspace: Path, tmp_path: Path, name: str
+) -> None:
+    tuned = settings_of("sft", workspace, tmp_path / "tuned", length={"steps": 10})
+    tuned["optimizer"] = {"lr": 3e-3, "warmup_steps": 2}
+    ranks(1).run(train, tuned)
+    found = []
+    for number, parallel in enumerate(({}, {"dp_shard": 2})):
+        settings = settings_of("grpo", workspace, tmp_path / f"run{number}", parallel=parallel, length={"steps": 12})
+        lr = 1e-4 if name == "self_distillation" else 1e-3
+        settings |= {"optimizer": {"lr": lr, "decay": "constant"}, "weight_sync": {"check_every": 0}}
+        settings["batch"] = {"microbatch_tokens": 256}
+        settings["rollout"] |= {"prompts": 8}
+        if name == "self_distillation":
+            settings["model"]["path"] = str(tmp_path / "tuned" / "final")
+        else:
+            settings["teachers"] = {"large": {"path": str(tmp_path / "tuned" / "final")}}
+        assert run(ROOT / "configs" / "loops" / f"{name}.py", write(settings, tmp_path)) == 0
+        found.append([row["train/divergence"] for row in metrics_of(tmp_path / f"run{number}")])
+    assert found[1] == pytest.approx(found[0], rel=1e-7)
+    assert sum(found[0][-3:]) < 0.8 * sum(found[0][:3])
 
 
 OWN = """
