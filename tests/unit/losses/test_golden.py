@@ -5,8 +5,10 @@ axolotl 0.19.0 on float64 tensors; each case names the function, its settings an
 in float32 inside is compared to 1e-6.
 """
 
+import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,33 @@ def rows_of(values: dict[str, list[list[float]]], masks: list[list[int]] | None 
     return rows
 
 
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """A case as rows and a loss of ours.
+
+    Attributes:
+        rows: the rows, with the policy's log-probabilities as values of the name `logprobs`.
+        loss: the loss.
+        together: number of neighbours that stay in one microbatch.
+        total: the loss that the other package computes.
+        gradients: its gradient by the log-probabilities of each completion.
+        tolerance: the relative and absolute tolerance.
+    """
+
+    rows: list[TokenSequence]
+    loss: LossFn
+    together: int
+    total: float
+    gradients: list[list[float]]
+    tolerance: float = 1e-9
+
+    def check(self, total: float, gradients: Sequence[Sequence[float]]) -> None:
+        """Compares a loss and gradients with those of the other package."""
+        assert total == pytest.approx(self.total, rel=self.tolerance, abs=self.tolerance)
+        for ours, theirs in zip(gradients, self.gradients, strict=True):
+            assert ours == pytest.approx(theirs, rel=self.tolerance, abs=self.tolerance)
+
+
 def computed(loss: LossFn, rows: list[TokenSequence], capacity: int, together: int) -> tuple[float, list[Tensor]]:
     """The loss of rows and its gradient by their log-probabilities, [n] each; the rows have these as `logprobs`."""
     microbatches = pack(rows, capacity, together=together)
@@ -136,22 +165,26 @@ def computed(loss: LossFn, rows: list[TokenSequence], capacity: int, together: i
     return total, in_packed_order(gradients, microbatches)
 
 
-@pytest.mark.parametrize("capacity", [64, 10], ids=["one microbatch", "several"])
-@pytest.mark.parametrize("name", PREFERENCES)
-def test_preference_losses_have_the_numbers_of_other_packages(name: str, capacity: int) -> None:
-    case, pairs = CASES[name], SHARED["pairs"]
+def preference(name: str) -> Golden:
+    outputs, pairs = CASES[name]["outputs"], SHARED["pairs"]
     values = {
         "logprobs": _in_turn(pairs["chosen_logprobs"], pairs["rejected_logprobs"]),
         "ref_logprobs": _in_turn(pairs["ref_chosen_logprobs"], pairs["ref_rejected_logprobs"]),
     }
     loss = functools.partial(dpo_loss, config=DPOLossConfig.model_validate(PREFERENCES[name]))
-    total, gradients = computed(loss, rows_of(values), capacity, together=2)
-    tolerance = 1e-6 if name in LOOSE else 1e-9
-    outputs = case["outputs"]
-    assert total == pytest.approx(outputs["loss_mean"], rel=tolerance, abs=tolerance)
-    expected = _in_turn(outputs["grad_chosen_logprobs"], outputs["grad_rejected_logprobs"])
-    for ours, theirs in zip(gradients, expected, strict=True):
-        assert ours[1:].tolist() == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+    gradients = _in_turn(outputs["grad_chosen_logprobs"], outputs["grad_rejected_logprobs"])
+    return Golden(rows_of(values), loss, 2, outputs["loss_mean"], gradients, 1e-6 if name in LOOSE else 1e-9)
+
+
+@pytest.mark.parametrize("capacity", [64, 10], ids=["one microbatch", "several"])
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preference_losses_have_the_numbers_of_other_packages(name: str, capacity: int) -> None:
+    _check(preference(name), capacity)
+
+
+def _check(golden: Golden, capacity: int) -> None:
+    total, gradients = computed(golden.loss, golden.rows, capacity, golden.together)
+    golden.check(total, [gradient[1:].tolist() for gradient in gradients])
 
 
 def _in_turn(chosen: list[Any], rejected: list[Any]) -> list[Any]:
@@ -194,15 +227,17 @@ def policy_rows() -> list[TokenSequence]:
     ]
 
 
+def of_policy(name: str) -> Golden:
+    config = PolicyLossConfig.model_validate(POLICY[name] | {"on_policy": False})
+    outputs, tolerance = CASES[name]["outputs"], 1e-6 if name.startswith("verl") or name in LOOSE else 1e-9
+    loss = functools.partial(grpo_loss, config=config)
+    return Golden(policy_rows(), loss, 1, outputs["loss"], outputs["grad_logprobs"], tolerance)
+
+
 @pytest.mark.parametrize("capacity", [64, 7], ids=["one microbatch", "several"])
 @pytest.mark.parametrize("name", POLICY)
 def test_policy_losses_have_the_numbers_of_other_packages(name: str, capacity: int) -> None:
-    config = PolicyLossConfig.model_validate(POLICY[name] | {"on_policy": False})
-    total, gradients = computed(functools.partial(grpo_loss, config=config), policy_rows(), capacity, together=1)
-    outputs, tolerance = CASES[name]["outputs"], 1e-6 if name.startswith("verl") or name in LOOSE else 1e-9
-    assert total == pytest.approx(outputs["loss"], rel=tolerance, abs=tolerance)
-    for ours, theirs in zip(gradients, outputs["grad_logprobs"], strict=True):
-        assert ours[1:].tolist() == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+    _check(of_policy(name), capacity)
 
 
 @pytest.mark.parametrize("capacity", [64, 7], ids=["one microbatch", "several"])
@@ -260,9 +295,7 @@ KTO: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("capacity", [64, 7], ids=["one microbatch", "several"])
-@pytest.mark.parametrize("name", KTO)
-def test_losses_of_judged_completions_have_the_numbers_of_another_package(name: str, capacity: int) -> None:
+def judged(name: str) -> Golden:
     config, given, outputs = KTOLossConfig(**KTO[name]), SHARED["kto"], CASES[name]["outputs"]
     kind = CASES[name]["settings"]["mismatched_ref"]
     of_batch = (given["mismatched_logprobs"], given[f"mismatched_ref_logprobs_{kind}"])
@@ -272,12 +305,15 @@ def test_losses_of_judged_completions_have_the_numbers_of_another_package(name: 
     of_rows = zip(given["desirable"], given["lengths"], strict=True)
     values["label"] = [[float(is_good)] * length for is_good, length in of_rows]
     loss = functools.partial(kto_loss, config=config, reference_point=point)
-    total, gradients = computed(loss, rows_of(values), capacity, together=1)
-    assert total == pytest.approx(outputs["loss_mean"], rel=1e-9)
     if config.reference_point == "batch":
         assert point == pytest.approx(outputs["kl"], abs=1e-9)
-    for ours, theirs in zip(gradients, outputs["grad_logprobs"], strict=True):
-        assert ours[1:].tolist() == pytest.approx(theirs, rel=1e-9, abs=1e-12)
+    return Golden(rows_of(values), loss, 1, outputs["loss_mean"], outputs["grad_logprobs"])
+
+
+@pytest.mark.parametrize("capacity", [64, 7], ids=["one microbatch", "several"])
+@pytest.mark.parametrize("name", KTO)
+def test_losses_of_judged_completions_have_the_numbers_of_another_package(name: str, capacity: int) -> None:
+    _check(judged(name), capacity)
 
 
 GDPO: dict[str, tuple[dict[str, Any], tuple[float, float]]] = {
