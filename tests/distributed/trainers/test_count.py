@@ -52,5 +52,5 @@ def test_rewards_teach_to_call_an_environments_tool(ranks: RankPool, tmp_path: P
     ranks(1).run(train, common | rewards)
     means = [metrics["val/reward_mean"] for metrics in metrics_of(tmp_path / "grpo") if "val/reward_mean" in metrics]
     assert means[0] < 0.6
-    assert means[-1] > 0.7
+    assert means[-1] > means[0] + 0.1
     assert metrics_of(tmp_path / "grpo")[-1]["rollout/calls_mean"] > 0.6
