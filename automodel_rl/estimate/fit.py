@@ -1,7 +1,7 @@
 """What a config leaves open of a step's memory, decided together: the fastest that fits into a device."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -159,10 +159,20 @@ def _try(
     def busiest(tokens: int) -> int:
         return beside.busiest(parallel, memory, max(tokens, STEP), fullest)
 
-    while given == "auto" and num_tokens > longest and busiest(num_tokens) > room:
-        num_tokens = num_tokens // 2 // STEP * STEP
+    if given == "auto":
+        num_tokens = (
+            _largest(-(-longest // STEP), num_tokens // STEP, lambda steps: busiest(steps * STEP) <= room) * STEP
+        )
     planned = max(_peak(model, parallel, memory, max(num_tokens, STEP)), busiest(num_tokens))
     return Fit(parallel, memory, num_tokens, max(longest, STEP) if given == "auto" else given, room, planned)
+
+
+def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits; `most` if that is below `least`, and at least `least` else."""
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return most
 
 
 def _peak(model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, num_tokens: int) -> int:

@@ -277,6 +277,9 @@ class Policy:
     @contextlib.contextmanager
     def off_device(self) -> Iterator[None]:
         """Has weights and moments wait in host memory in this block, so that another model has the device's."""
+        if self.is_on_host:
+            yield
+            return
         self.to_host()
         try:
             yield

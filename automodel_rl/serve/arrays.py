@@ -65,7 +65,9 @@ def array_of(
             raise InputError(f"{name} has {len(values)} values for the shape {list(shape)}")
         return values.reshape(tuple(shape)) if shape else values
     if np.prod(shape, dtype=object) * values.itemsize > most_bytes:
-        raise InputError(f"{name} has the shape {list(shape)}: arrays have at most limits.body_mib, also sparse ones")
+        raise InputError(
+            f"{name} has the shape {list(shape)}: arrays of a request have at most limits.body_mib, also sparse ones"
+        )
     places.check(shape, len(values), name)
     found = np.full(tuple(shape), unlisted, values.dtype)
     found[places.rows, places.columns] = values

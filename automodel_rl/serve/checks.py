@@ -220,7 +220,7 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SampleP
         None if stop is None or texts else ids,
     )
     seed = secrets.randbelow(2**63) if params.seed is None else params.seed
-    scoring = _scoring_of(body, len(tokens), config.most_bytes, vocab_size)
+    scoring = _scoring_of(body, len(tokens), room, config.most_bytes, vocab_size)
     return SamplePrompt(tokens, body.num_samples, seed, sampling, scoring, body.topk_sample_logprobs or 0)
 
 
@@ -233,7 +233,7 @@ def check_scored(prompt: SamplePrompt, teacher: str) -> None:
         )
 
 
-def _scoring_of(body: SampleBody, length: int, most_bytes: int, vocab_size: int) -> PromptScoring:
+def _scoring_of(body: SampleBody, length: int, room: int, most_bytes: int, vocab_size: int) -> PromptScoring:
     """What a sample request asks of its prompt. Raises InputError if it cannot be answered."""
     last, k, named = body.prompt_logprobs_last_n, body.topk_prompt_logprobs or 0, body.target_prompt_logprobs
     if last is not None and not (body.prompt_logprobs and 1 <= last < length):
@@ -241,9 +241,11 @@ def _scoring_of(body: SampleBody, length: int, most_bytes: int, vocab_size: int)
             f"prompt_logprobs_last_n={last} for a prompt of {length} tokens: give 1 to {length - 1}, with "
             "prompt_logprobs"
         )
-    for key, width in (("topk_prompt_logprobs", k), ("topk_sample_logprobs", body.topk_sample_logprobs or 0)):
-        if 8 * width * length > most_bytes:
-            raise InputError(f"{key}={width} for {length} tokens: the answer has at most limits.body_mib")
+    written = body.num_samples * (length + (body.sampling_params.max_tokens or room))
+    of_samples = body.topk_sample_logprobs or 0
+    for key, width, places in (("topk_prompt_logprobs", k, length), ("topk_sample_logprobs", of_samples, written)):
+        if 8 * width * places > most_bytes:
+            raise InputError(f"{key}={width} for up to {places} tokens: the answer has at most limits.body_mib")
     if named is None:
         return PromptScoring(bool(body.prompt_logprobs), k, None, 1 if last is None else length - last)
     if named.shape[0] != length - 1 or not named.shape[1]:

@@ -25,6 +25,9 @@ MOST_SEQUENCES = 1024
 """Most completions of sample jobs that run as one."""
 
 
+MOST_SCORES = 2**24
+"""Most scores of tokens in jobs that run as one: all places get as many as the one that asks for most."""
+
 MOST_TARGETS = 2**22
 """Most targets of tokens that meet in one pass, where some have several."""
 
@@ -85,14 +88,16 @@ class _JointSample:
 
     def __init__(self, first: SampleJob | TeacherJob):
         self.weights, self.count = _weights(first), _num_sequences(first)
+        self.scored, self.widest = _num_scored(first), _widest(first)
 
     def takes(self, job: ServiceJob) -> bool:
         """Whether a job fits, which then counts."""
         if not isinstance(job, (SampleJob, TeacherJob)) or _weights(job) != self.weights:
             return False
-        if self.count + _num_sequences(job) > MOST_SEQUENCES:
+        scored, widest = self.scored + _num_scored(job), max(self.widest, _widest(job))
+        if self.count + _num_sequences(job) > MOST_SEQUENCES or scored * widest > MOST_SCORES:
             return False
-        self.count += _num_sequences(job)
+        self.count, self.scored, self.widest = self.count + _num_sequences(job), scored, widest
         return True
 
 
@@ -122,6 +127,22 @@ def _weights(job: SampleJob | TeacherJob) -> tuple[str | None, ...]:
 
 def _num_sequences(job: SampleJob | TeacherJob) -> int:
     return sum(prompt.num_samples for prompt in job.prompts)
+
+
+def _widths(job: SampleJob | TeacherJob) -> list[int]:
+    """How many tokens each prompt asks for in the place of each of its own."""
+    named = [0 if prompt.scoring.ids is None else prompt.scoring.ids.shape[1] for prompt in job.prompts]
+    return [max(p.num_top, p.scoring.num_top, width) for p, width in zip(job.prompts, named, strict=True)]
+
+
+def _widest(job: SampleJob | TeacherJob) -> int:
+    return max(_widths(job), default=0)
+
+
+def _num_scored(job: SampleJob | TeacherJob) -> int:
+    """The most tokens in whose places others are asked for, too."""
+    lengths = [len(p.tokens) + (p.num_samples * p.sampling.max_tokens if p.num_top else 0) for p in job.prompts]
+    return sum(length for length, width in zip(lengths, _widths(job), strict=True) if width)
 
 
 def _num_tokens(job: RunPass) -> int:

@@ -40,7 +40,7 @@ from automodel_rl.serve.results import Result, Results, digest_of, failed, finis
 from automodel_rl.serve.samplers import Samplers
 from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, UnwritableError, about, remove_folder
 from automodel_rl.serve.tables import BusyError, ServedRun, Session, Throughput, UnknownError, Weights, choose_rows
-from automodel_rl.serve.wire import read_datum, write_output
+from automodel_rl.serve.wire import read_data, write_output
 
 GAP_SECONDS = 120.0
 """Longest wait for a request whose turn it is, after those behind it have come."""
@@ -159,7 +159,7 @@ class Service:
 
         def work() -> Work:
             loss, settings = checks.loss_of(message)
-            data = checks.for_loss([read_datum(datum, self.config.most_bytes) for datum in message.data], loss)
+            data = checks.for_loss(read_data(message.data, self.config.limits.sequences, self.config.most_bytes), loss)
             checks.check_data(data, loss, self.config, self.ranks.vocab_size)
             shape = self.runs[message.model_id].shape
             job = RunPass(message.model_id, loss, settings, data, message.forward_only, shape)

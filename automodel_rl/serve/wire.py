@@ -115,6 +115,26 @@ def read_request(body: bytes) -> Any:
         raise InputError("the body is no forward_backward request in protobuf: use tinker 0.38") from None
 
 
+def read_data(messages: Sequence[Any], most: int, most_bytes: int) -> list[Datum]:
+    """Datums with their arrays.
+
+    Args:
+        messages: the datums' messages.
+        most: most datums.
+        most_bytes: most bytes of all arrays together, for sparse ones are small in messages.
+
+    Raises:
+        InputError: there are too many, or one is damaged, too large, or something else than text.
+    """
+    if len(messages) > most:
+        raise InputError(f"{len(messages)} datums: a request has 1 to {most} (limits.sequences)")
+    found, left = [], most_bytes
+    for message in messages:
+        found.append(read_datum(message, left))
+        left -= sum(array.nbytes for array in found[-1].inputs.values())
+    return found
+
+
 def read_datum(message: Any, most_bytes: int) -> Datum:
     """A datum with its arrays.
 

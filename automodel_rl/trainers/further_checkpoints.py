@@ -1,10 +1,10 @@
 """Checkpoints of models that are trained beside the policy, such as critics."""
 
+import contextlib
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from automodel_rl.checkpoint.folder import MARKER
 from automodel_rl.errors import InputError
 from automodel_rl.policy import jobs
 from automodel_rl.policy.policy import Policy
@@ -15,27 +15,35 @@ class FurtherCheckpoints:
     belongs to checkpoints/step_N. They are written first, so that a policy's checkpoint has all of them.
 
     Args:
+        policy: the policy.
         models: the models by name.
         folder: the folder with the policy's checkpoints.
         texts: texts of the files that go into every checkpoint, by name.
     """
 
-    def __init__(self, models: Mapping[str, Policy], folder: Path, texts: dict[str, str]):
-        self.models, self.folder = models, folder
+    def __init__(self, policy: Policy, models: Mapping[str, Policy], folder: Path, texts: dict[str, str]):
+        self.policy, self.models, self.folder = policy, models, folder
         for model in models.values():
             model.crew.ask(jobs.OpenSaver(texts, in_background=False))
 
-    def are_whole(self, of_policy: Path) -> bool:
-        """Whether every model has the checkpoint that belongs to one of the policy, undamaged.
+    def problem_of(self, of_policy: Path) -> str:
+        """Why a checkpoint of the policy lacks one of a further model that is whole; empty if it has all.
 
         Args:
             of_policy: the folder of the policy's checkpoint.
         """
         for name, model in self.models.items():
             folder = _beside(of_policy, name)
-            if not (folder / MARKER).is_file() or model.crew.ask(jobs.NewestCheckpoint([folder]))[0][0] is None:
-                return False
-        return True
+            newest, problems = model.crew.ask(jobs.NewestCheckpoint([folder]))[0]
+            if newest is None:
+                return str(problems[0]).removeprefix("warning: ") if problems else f"{folder} is missing"
+        return ""
+
+    @contextlib.contextmanager
+    def _ready(self, model: Policy) -> Iterator[None]:
+        """Has a model on the device in this block. One that waits on the host has it in turns with the policy."""
+        with self.policy.off_device() if model.is_on_host else contextlib.nullcontext(), model.on_device():
+            yield
 
     def save(self, of_policy: Path, step: int) -> str | None:
         """Writes the checkpoints that will belong to one of the policy.
@@ -50,7 +58,7 @@ class FurtherCheckpoints:
         for name, model in self.models.items():
             folder = _beside(of_policy, name)
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with model.on_device():
+            with self._ready(model):
                 error: str | None = model.crew.ask(jobs.SaveCheckpoint(folder, {"step": step}, {}))[0]
             if error is not None:
                 return error
@@ -69,7 +77,7 @@ class FurtherCheckpoints:
             folder = _beside(of_policy, name)
             if not folder.is_dir():
                 raise InputError(f"{of_policy}: the checkpoint of the {name} is missing, {folder}: give another one")
-            with model.on_device():
+            with self._ready(model):
                 model.crew.ask(jobs.CheckCheckpoint(folder))
                 model.crew.ask(jobs.LoadCheckpoint(folder))
 

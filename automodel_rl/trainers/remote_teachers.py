@@ -1,7 +1,9 @@
 """Teachers behind servers: vLLM's, and those that speak Tinker's API."""
 
+import http.client
 import importlib
 import json
+import sys
 import time
 import urllib.error
 from abc import ABC, abstractmethod
@@ -26,8 +28,12 @@ T = TypeVar("T")
 REQUESTS_AT_ONCE = 64
 """Most rows that a server has at once. Each is a thread that waits."""
 
-TRIES = 7
-"""Attempts at a row, each after twice as long a wait as the one before: about a minute in all."""
+TRIES = 25
+"""Attempts at a row, each after twice as long a wait as the one before, at most `LONGEST_WAIT`: ten minutes in all, in
+which a server can be started again."""
+
+LONGEST_WAIT = 30.0
+"""Seconds."""
 
 
 class RemoteTeacher(ABC):
@@ -73,7 +79,11 @@ class RemoteTeacher(ABC):
         return [_after_first(values, 0.0) for values in at]
 
     def _of_rows(self, ask: Callable[[Any], T], rows: Sequence[Any]) -> list[T]:
-        """What a function says of each row; many are asked at once."""
+        """What a function says of each row; many are asked at once. Raises InputError for rows with images or clips."""
+        if any(row.media for row in rows):
+            raise InputError(
+                f"{self.key}.url: rows have images or clips, which are not sent: use a teacher without url"
+            )
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             return [*pool.map(ask, rows)]
 
@@ -135,9 +145,12 @@ class VllmTeacher(RemoteTeacher):
                 problem = _message(error)
                 if error.code < 500 and error.code not in (408, 429):
                     break
-            except OSError as error:
-                problem = str(error)
-            time.sleep(0.5 * 2**attempt)
+            except (OSError, http.client.HTTPException, ValueError) as error:  # gone, or gone in the midst of an answer
+                problem = f"{type(error).__name__}: {error}"
+            if attempt == 3:
+                print(f"warning: {self.key}: {problem}; asking again for ten minutes", file=sys.stderr, flush=True)
+            if attempt < TRIES - 1:
+                time.sleep(min(0.5 * 2**attempt, LONGEST_WAIT))
         raise InputError(f"{self.key}.url={self.server.url}: {problem}")
 
 

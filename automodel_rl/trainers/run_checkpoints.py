@@ -99,7 +99,7 @@ class RunCheckpoints:
         if config.data.chat_template is not None:
             texts[TEMPLATE] = Path(config.data.chat_template).read_text()
         self.crew.ask(jobs.OpenSaver(texts, self.config.in_background))
-        self.further = FurtherCheckpoints(further, directory.checkpoints, {CONFIG: directory.config_text})
+        self.further = FurtherCheckpoints(policy, further, directory.checkpoints, {CONFIG: directory.config_text})
         self.seconds = 0.0
         self.saved_at = time.monotonic()
         self._written: _Checkpoint | None = None
@@ -196,15 +196,21 @@ class RunCheckpoints:
         folders = self.directory.list_checkpoints()
         if not folders:
             return None
-        whole = [folder for folder in folders if self.further.are_whole(folder)]
-        newest, warnings = self.crew.ask(jobs.NewestCheckpoint(whole))[0]
-        for warning in warnings:
-            say(warning)
-        if newest is None:
-            raise InputError(
-                f"output={self.directory.folder}: none of its {len(folders)} checkpoints is whole: give the folder of "
-                "another one in --resume, or choose another output to begin anew"
-            )
+        older = folders
+        while True:
+            newest, warnings = self.crew.ask(jobs.NewestCheckpoint(older))[0]
+            for warning in warnings:
+                say(warning)
+            if newest is None:
+                raise InputError(
+                    f"output={self.directory.folder}: none of its {len(folders)} checkpoints is whole: give the folder "
+                    "of another one in --resume, or choose another output to begin anew"
+                )
+            problem = self.further.problem_of(newest)
+            if not problem:
+                break
+            say(f"warning: {problem}, so that {newest} is of no use; going back to the one before")
+            older = [folder for folder in older if step_of(folder) < step_of(newest)]
         self.directory.set_aside(newer_than=newest)
         return Path(newest)
 

@@ -11,6 +11,7 @@ import random
 
 from automodel_rl import Batch, DistillLossConfig, Fleet, Goal, Policy, Readout, Run, TokenSequence, distill_loss
 from automodel_rl.data.messages import Chat
+from automodel_rl.trainers.teachers import Teachers
 
 LOSS = DistillLossConfig(divergence="jsd", beta=0.5, top_k=20)
 OWN = 0.5
@@ -18,11 +19,12 @@ OWN = 0.5
 
 
 def main(policy: Policy, fleet: Fleet, run: Run):
-    config, loss, teacher = run.config, functools.partial(distill_loss, config=LOSS), run.further["large"]
+    config, loss = run.config, functools.partial(distill_loss, config=LOSS)
+    teachers = Teachers(config.teachers, run.further, run.tokenizer)
     rollouts = run.rollouts(fleet, config.rewards)
     prompts, sampling = run.prompts(rollouts.schemas), rollouts.config.rollout.sampling
     policy.begin(config.optimizer, config.length.steps)
-    teacher.begin()
+    teachers.begin()
     fleet.start(rollouts.config.generator_spec)
     run.resume(Goal(config.length.steps), {"prompts": prompts})
     fleet.sync()
@@ -39,9 +41,8 @@ def main(policy: Policy, fleet: Fleet, run: Run):
         written = [TokenSequence(row.input_ids, row.loss_mask) for row in rows]
         given = [answered(prompt, run) for prompt, writes in zip(asked, is_own, strict=True) if not writes]
         batch = Batch([*written, *(row for row in given if len(row) <= config.longest_sequence)])
-        with step.time("teacher"), teacher.on_device():
-            tops = teacher.top_logprobs(batch, LOSS.top_k)
-        batch["teacher_logprobs"], batch["compared_ids"] = zip(*tops, strict=True)
+        with step.time("teacher"):
+            teachers.compare(policy, batch, ["large"] * len(batch), LOSS)
         with step.time("train"):
             output = policy.train_step(batch, loss, Readout(ids="compared_ids"))
         with step.time("sync"):

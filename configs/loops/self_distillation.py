@@ -47,12 +47,15 @@ def main(policy: Policy, fleet: Fleet, run: Run):
         fleet.restore()
         pairs = [(p, one) for p, group in zip(asked, groups, strict=True) for one in group if one.is_rewarded]
         rows = [(prompt, row) for prompt, one in pairs for row in one.rows(prompt)]
-        batch, told, starts = Batch(row for _, row in rows), [], []
+        own, told, starts = [], [], []
         for prompt, row in rows:
             opening, start = torch.tensor(with_answer(prompt, run.tokenizer)), len(prompt.token_ids)
-            starts.append(len(opening))
             ids, mask = torch.cat([opening, row.input_ids[start:]]), torch.zeros(len(opening), dtype=torch.bool)
-            told.append(TokenSequence(ids, torch.cat([mask, row.loss_mask[start:]])))
+            if len(ids) <= policy.packing.capacity:  # else there is no room for the answer
+                own.append(row)
+                starts.append(len(opening))
+                told.append(TokenSequence(ids, torch.cat([mask, row.loss_mask[start:]])))
+        batch = Batch(own)
         with step.time("teacher"), policy.with_weights("teacher"):
             tops = policy.top_logprobs(Batch(told), LOSS.top_k)
         places = [*zip(tops, starts, batch.sequences, strict=True)]

@@ -11,6 +11,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.serve.arrays import SparsePlaces, array_of
 from automodel_rl.serve.checks import check_data
 from automodel_rl.serve.messages import Datum
+from automodel_rl.serve.wire import MESSAGES, read_data
 
 MOST = 2**20
 
@@ -52,6 +53,21 @@ def test_damaged_places_are_refused(row_ends: list[int], columns: list[int], val
 def test_a_small_message_does_not_become_a_huge_array() -> None:
     with pytest.raises(InputError, match="at most limits.body_mib, also sparse ones"):
         array_of(np.ones(1), [1, 2**40], places([0, 1], [0]), 0, MOST, "weights")
+
+
+def test_many_small_messages_do_not_become_huge_together() -> None:
+    crow = np.zeros(101, np.int64).tobytes()
+    empty = MESSAGES["Csr"](values=b"", row_ends=crow, columns=b"")
+    array = MESSAGES["Array"](csr=empty, dtype=1, shape=[100, 1000])
+    datum = MESSAGES["Datum"](
+        chunks=[MESSAGES["Chunk"](text=MESSAGES["Text"](tokens=np.ones(100, np.int32).tobytes()))]
+    )
+    datum.inputs["weights"].CopyFrom(array)
+    assert read_data([datum], 10, MOST)[0].inputs["weights"].shape == (100, 1000)
+    with pytest.raises(InputError, match="at most limits.body_mib, also sparse ones"):
+        read_data([datum] * 3, 10, MOST)
+    with pytest.raises(InputError, match="3 datums: a request has 1 to 2"):
+        read_data([datum] * 3, 2, MOST)
 
 
 def test_narrow_datums_beside_a_wide_one_are_counted_as_wide(service_config: Any) -> None:

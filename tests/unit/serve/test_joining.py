@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from automodel_rl.generator_messages import Sampling
-from automodel_rl.rollout.sampled import Refused, SamplePrompt
+from automodel_rl.rollout.sampled import PromptScoring, Refused, SamplePrompt
 from automodel_rl.serve.joining import answers_of, joined, take_together
 from automodel_rl.serve.messages import (
     Datum,
@@ -18,6 +18,7 @@ from automodel_rl.serve.messages import (
     RunShape,
     SampleJob,
     ServiceJob,
+    TeacherJob,
     Together,
 )
 from automodel_rl.serve.tables import ServedRun, choose_rows
@@ -30,6 +31,16 @@ def forward(run: str, first: int = 0, tokens: int = 5, only: bool = False) -> Ru
 
 def sample(kept: str, count: int = 1) -> SampleJob:
     return SampleJob(kept, None, None, [SamplePrompt([1], count, 0, Sampling(3))])
+
+
+def scoring(tokens: int, num_top: int) -> TeacherJob:
+    asked = PromptScoring(num_top=num_top)
+    return TeacherJob("large", [SamplePrompt([1] * tokens, 1, 0, Sampling(1), asked)])
+
+
+def soft(run: str, first: int, tokens: int, width: int) -> RunPass:
+    data = [Datum(np.zeros(tokens, np.int64), {"target_tokens": np.zeros((tokens, width), np.int64)})]
+    return RunPass(run, "cross_entropy", {}, data, False, RunShape(2, first=first))
 
 
 def taken(*jobs: ServiceJob, pass_tokens: int = 20) -> list[list[int]]:
@@ -58,6 +69,8 @@ def taken(*jobs: ServiceJob, pass_tokens: int = 20) -> list[list[int]]:
         ([sample("x", 1000), sample("x", 20), sample("x", 20), sample("x", 4)], [[0, 1, 3], [2]]),
         ([forward("a", tokens=8), forward("b", 2, tokens=8), forward("c", 4, tokens=8)], [[0, 1], [2]]),
         ([forward("a"), forward("b", 2), forward("c", 2), forward("d", 4)], [[0, 1, 3], [2]]),
+        ([scoring(50, 150_000), scoring(8000, 20), scoring(8000, 20), sample("x")], [[0], [1, 2], [3]]),
+        ([soft("a", 0, 10, 2**20), forward("b", 2), soft("c", 4, 9, 5), forward("d", 6)], [[0], [1, 2, 3]]),
     ],
 )
 def test_jobs_meet_without_coming_before_another_of_their_run(jobs: list[ServiceJob], groups: list[list[int]]) -> None:
