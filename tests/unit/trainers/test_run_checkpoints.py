@@ -18,7 +18,8 @@ def checkpoints_of(folder: Path, higher_is_better: bool, **settings: Any) -> Run
     checkpoints = object.__new__(RunCheckpoints)
     checkpoints.config, checkpoints.directory = config.checkpoint, RunDirectory(config, str(folder), resume="never")
     checkpoints.sign, checkpoints.best = 1 if higher_is_better else -1, None
-    checkpoints.further = FurtherCheckpoints({}, checkpoints.directory.checkpoints, {})
+    no_policy: Any = None
+    checkpoints.further = FurtherCheckpoints(no_policy, {}, checkpoints.directory.checkpoints, {})
     checkpoints._export = checkpoints._written = checkpoints._warning = checkpoints._after = None
     return checkpoints
 
