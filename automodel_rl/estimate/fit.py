@@ -192,10 +192,5 @@ def largest_microbatch(model: MemoryModel, parallel: ParallelConfig, memory: Mem
         num_bytes: bytes that a step may take.
     """
 
-    least, most = 0, MOST_TOKENS // STEP if model.least(parallel, memory) <= num_bytes else 0
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (
-            (middle, most) if _peak(model, parallel, memory, middle * STEP) <= num_bytes else (least, middle - 1)
-        )
-    return least * STEP
+    most = MOST_TOKENS // STEP if model.least(parallel, memory) <= num_bytes else 0
+    return _largest(0, most, lambda steps: _peak(model, parallel, memory, steps * STEP) <= num_bytes) * STEP

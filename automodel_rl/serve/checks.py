@@ -246,8 +246,9 @@ def _scoring_of(body: SampleBody, length: int, room: int, most_bytes: int, vocab
     for key, width, places in (("topk_prompt_logprobs", k, length), ("topk_sample_logprobs", of_samples, written)):
         if 8 * width * places > most_bytes:
             raise InputError(f"{key}={width} for up to {places} tokens: the answer has at most limits.body_mib")
+    first = 1 if last is None else length - last
     if named is None:
-        return PromptScoring(bool(body.prompt_logprobs), k, None, 1 if last is None else length - last)
+        return PromptScoring(bool(body.prompt_logprobs), k, None, first)
     if named.shape[0] != length - 1 or not named.shape[1]:
         raise InputError(
             f"target_prompt_logprobs has the shape {[*named.shape]} for a prompt of {length} tokens: give "
@@ -257,4 +258,4 @@ def _scoring_of(body: SampleBody, length: int, room: int, most_bytes: int, vocab
     ids = array_of(values, named.shape, named.places, -1, most_bytes, "target_prompt_logprobs")
     if ids.size and ids.max() >= vocab_size:
         raise InputError(f"target_prompt_logprobs has token {ids.max()}: ids are 0 to {vocab_size - 1}, -1 for none")
-    return PromptScoring(bool(body.prompt_logprobs), k, ids, 1 if last is None else length - last)
+    return PromptScoring(bool(body.prompt_logprobs), k, ids, first)

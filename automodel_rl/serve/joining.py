@@ -24,7 +24,6 @@ from automodel_rl.serve.messages import (
 MOST_SEQUENCES = 1024
 """Most completions of sample jobs that run as one."""
 
-
 MOST_SCORES = 2**24
 """Most scores of tokens in jobs that run as one: all places get as many as the one that asks for most."""
 
@@ -106,13 +105,13 @@ class _JointPass:
 
     def __init__(self, first: RunPass, most: int):
         self.forward_only, self.most = first.forward_only, most
-        self.tokens, self.width, self.rows = _num_tokens(first), _width(first), {*_rows(first)}
+        self.tokens, self.width, self.rows = _num_tokens(first), first.width, {*_rows(first)}
 
     def takes(self, job: ServiceJob) -> bool:
         """Whether a job fits, which then counts."""
         if not isinstance(job, RunPass) or job.forward_only != self.forward_only:
             return False
-        tokens, width = self.tokens + _num_tokens(job), max(self.width, _width(job))
+        tokens, width = self.tokens + _num_tokens(job), max(self.width, job.width)
         if tokens > self.most or tokens * width > MOST_TARGETS or not self.rows.isdisjoint(_rows(job)):
             return False
         self.tokens, self.width = tokens, width
@@ -147,11 +146,6 @@ def _num_scored(job: SampleJob | TeacherJob) -> int:
 
 def _num_tokens(job: RunPass) -> int:
     return sum(map(len, job.data))
-
-
-def _width(job: RunPass) -> int:
-    """The most targets of a token: in a pass all tokens have as many."""
-    return max((datum.width for datum in job.data), default=0)
 
 
 def _rows(job: RunPass) -> range:

@@ -32,7 +32,7 @@ class JointBatch:
     def __init__(self, jobs: list[RunPass]):
         self.jobs = jobs
         self.loss = _joint_loss(jobs)
-        self.width = _width(jobs)
+        self.width = max(job.width for job in jobs)
         self.readout = Readout(ids=IDS if self.width else None)
         names = dict.fromkeys(name for job in jobs for datum in job.data for name in datum.inputs)
         self.run_of = [number for number, job in enumerate(jobs) for _ in job.data]
@@ -92,11 +92,6 @@ def _joint_loss(jobs: list[RunPass]) -> LossFn:
     return loss
 
 
-def _width(jobs: Sequence[RunPass]) -> int:
-    """The most targets of a token; 0 if all have one."""
-    return max(datum.width for job in jobs for datum in job.data)
-
-
 def _own(logprobs: Tensor, width: int) -> Tensor:
     """The log-probabilities of a datum with so many targets for each token, of those that a pass has read."""
     if logprobs.ndim == 1:
@@ -106,10 +101,9 @@ def _own(logprobs: Tensor, width: int) -> Tensor:
 
 def _loss_of(job: RunPass, logprobs: list[Tensor]) -> float:
     """The loss of a job from the log-probabilities of its targets."""
-    width = _width([job])
-    microbatch = with_own_targets(pack_microbatch([_sequence(datum, {}, 0, width) for datum in job.data]))
-    rows = torch.cat([functional.pad(_wide(values, width, 0.0), (0, 0, 0, 1)) for values in logprobs])
-    outputs = TokenOutputs(rows[:, 0], at=rows if width else None)
+    microbatch = with_own_targets(pack_microbatch([_sequence(datum, {}, 0, job.width) for datum in job.data]))
+    rows = torch.cat([functional.pad(_wide(values, job.width, 0.0), (0, 0, 0, 1)) for values in logprobs])
+    outputs = TokenOutputs(rows[:, 0], at=rows if job.width else None)
     return float(token_loss(job.loss, job.settings)(outputs, microbatch).sums["positions"])
 
 

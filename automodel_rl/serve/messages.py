@@ -87,6 +87,11 @@ class RunPass(ServiceJob):
     forward_only: bool
     shape: RunShape
 
+    @property
+    def width(self) -> int:
+        """The most targets of a token, for in a pass all tokens have as many; 0 if all have one."""
+        return max((datum.width for datum in self.data), default=0)
+
 
 @dataclass(frozen=True)
 class Together(ServiceJob):

@@ -5,7 +5,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from automodel_rl.batch import Batch
@@ -20,7 +19,7 @@ from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.losses.uncertain import UNCERTAIN, uncertain_tokens
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.groups import Group
-from automodel_rl.trainers.rollout_batch import details_of
+from automodel_rl.trainers.rollout_batch import counted, details_of
 from automodel_rl.trainers.rollout_queue import RolloutQueue
 from automodel_rl.trainers.run import REFERENCE, Goal, Resumable, Run
 from automodel_rl.trainers.step import Step
@@ -157,7 +156,7 @@ class OnlineRun:
             batch["old_logprobs"] = policy.logprobs(batch, temperature, replay="old_logprobs" in stages)
         if config.loss.uncertain < 1:
             replays = "old_logprobs" in stages
-            masks = [row.loss_mask & (torch.arange(len(row)) > 0) for row in batch.sequences]
+            masks = [counted(row) for row in batch.sequences]
             entropies = policy.entropies(batch, temperature, replay=replays)
             batch[UNCERTAIN] = uncertain_tokens(entropies, masks, config.loss.uncertain)
         if config.router_replay.compare:

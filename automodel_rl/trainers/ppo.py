@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import Batch, TokenSequence, to_token
+from automodel_rl.batch import Batch, to_token
 from automodel_rl.config.algorithms import PPOConfig
 from automodel_rl.engine import TrainOutput
 from automodel_rl.generators.fleet import Fleet
@@ -20,7 +20,7 @@ from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.groups import Group
 from automodel_rl.trainers.online import OnlineRun, policy_loss
 from automodel_rl.trainers.open_run import choose_loss
-from automodel_rl.trainers.rollout_batch import epochs_of
+from automodel_rl.trainers.rollout_batch import counted, epochs_of
 from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.step import Step
 
@@ -102,11 +102,6 @@ def token_rewards(groups: Sequence[Group], batch: Batch, config: PPOConfig) -> l
             rewards[places[-1]] += of_episodes[episode]
         found.append(rewards)
     return found
-
-
-def counted(row: TokenSequence) -> Tensor:
-    """The tokens of a row that count in the loss, bool [n]; never the first, which nothing predicts."""
-    return row.loss_mask & (torch.arange(len(row)) > 0)
 
 
 def add_advantages(batch: Batch, values: Sequence[Tensor], rewards: Sequence[Tensor], config: PPOConfig) -> None:

@@ -70,6 +70,11 @@ def batch_of(groups: Sequence[Group], config: OnlineConfig) -> Batch:
     return batch
 
 
+def counted(row: TokenSequence) -> Tensor:
+    """The tokens of a row that count in the loss, bool [n]; never the first, which nothing predicts."""
+    return row.loss_mask & (torch.arange(len(row)) > 0)
+
+
 def missing_routes(groups: Sequence[Group], batch: Batch, shape: RouterShape) -> float:
     """The share of the choices of experts that no generator reported.
 

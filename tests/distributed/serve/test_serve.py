@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tinker import types
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.services import Service, datum, of_loss, write_model
+from tests.services import Service, datum, of_loss
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
@@ -35,19 +34,6 @@ STEPS: list[tuple[str, tuple[str, ...], dict[str, float], types.AdamParams]] = [
 """Loss, its inputs and settings, and optimizer settings of every step."""
 
 LENGTHS = (7, 21, 3, 12, 30, 1)
-
-
-@pytest.fixture(name="model", scope="module")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serve") / "base" / "model"
-    write_model(folder)
-    return folder
-
-
-@pytest.fixture(name="service", scope="module")
-def make_service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with Service(tmp_path_factory.mktemp("service"), model) as service:
-        yield service
 
 
 def plain_loss(name: str, settings: dict[str, float], logprobs: Tensor, inputs: dict[str, Tensor]) -> Tensor:

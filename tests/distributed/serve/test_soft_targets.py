@@ -2,7 +2,6 @@
 
 import math
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tinker import types
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.services import VOCAB, Service, datum, write_model
+from tests.services import VOCAB, Service, datum
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::UserWarning"
@@ -23,19 +22,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 LENGTHS = (7, 21, 3, 12, 1)
 WIDTHS = (8, 6, 1, 0, 4)
-
-
-@pytest.fixture(name="model", scope="module")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serve") / "base" / "model"
-    write_model(folder)
-    return folder
-
-
-@pytest.fixture(name="service", scope="module")
-def make_service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with Service(tmp_path_factory.mktemp("service"), model) as service:
-        yield service
 
 
 @pytest.fixture(name="plain", scope="module")
