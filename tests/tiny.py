@@ -23,6 +23,7 @@ from transformers import (
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.tools.verify import comparison
+from automodel_rl.tools.verify.small_model import DRAWN_BUFFERS
 from tests.tiny_families import DENSE, SIZES, VOCAB, of_layers
 
 
@@ -57,7 +58,7 @@ def save_lively(model: PreTrainedModel, folder: Path, dtype: torch.dtype, plain_
         else:
             nn.init.uniform_(parameter, 0.8, 1.2, generator=generator)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(DRAWN_BUFFERS):
             nn.init.uniform_(buffer, -0.1, 0.1, generator=generator)
     model.to(dtype).save_pretrained(folder)
 

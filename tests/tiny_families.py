@@ -180,10 +180,37 @@ SIZES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
     "solar_open": {**DENSE, **GROUPED},
+    "afmoe": {
+        **DENSE,
+        **CHOSEN,
+        **WINDOWED,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 16,
+        "num_dense_layers": 1,
+        "mup_enabled": True,
+        "route_scale": 1.5,
+    },
+    "axk1": {**WIDE, **LATENT, **GROUPED},
+    "cwm": {**DENSE, **WINDOWED, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    "granite_swa": {**WIDE, **WINDOWED, **MULTIPLIED},
+    "granitemoe_swa": {**WIDE, **WINDOWED, **MULTIPLIED, **CHOSEN, "num_local_experts": 4},
+    "laguna": {
+        **DENSE,
+        **CHOSEN,
+        **WINDOWED,
+        "num_experts": 8,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_attention_heads_per_layer": [4, 8],
+        "moe_router_logit_softcapping": 2.0,
+        "moe_routed_scaling_factor": 1.5,
+    },
+    "olmo": WIDE,
 }
 """By `model_type`."""
 
-BY_LAYER = ("layer_types", "moe_topk", "mlp_layer_types", "no_rope_layers")
+BY_LAYER = ("layer_types", "num_attention_heads_per_layer", "moe_topk", "mlp_layer_types", "no_rope_layers")
 
 
 def of_layers(sizes: dict[str, Any], num_layers: int) -> dict[str, Any]:

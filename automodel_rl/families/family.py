@@ -1,6 +1,7 @@
 """Facts of one family of text models, or of the language models of a multimodal family."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from automodel_rl.parallel.tensor_parallel import REPLICATED, WIDE_NORM
 
@@ -25,7 +26,8 @@ class Family:
         fp32_modules: names, below a layer, of modules whose weights stay in fp32.
         scales_embedding: whether the embedding module multiplies what it looks up.
         embedding_factor: key of the config with what the model multiplies embeddings with; empty if there is none.
-        logit_factor, logit_divisor: the same for what multiplies and what divides logits.
+        root_factor: key of the config with whether the model multiplies embeddings with the square root of their width.
+        logit_factor, logit_divisor: the same as `embedding_factor` for what multiplies and what divides logits.
         has_plain_norms: whether RMSNorm is weight * x / rms(x), and not Gemma's (1 + weight).
         computes_in_fp32: whether parts of it compute in fp32 whatever the dtype, so that float64 is not exact.
         tp_plan: how tensor parallelism splits modules or parameters of a layer, by their names below it, where
@@ -44,12 +46,22 @@ class Family:
     fp32_modules: tuple[str, ...] = ()
     scales_embedding: bool = False
     embedding_factor: str = ""
+    root_factor: str = ""
     logit_factor: str = ""
     logit_divisor: str = ""
     has_plain_norms: bool = True
     computes_in_fp32: bool = False
     tp_plan: TPPlan = ()
     nemo_class: tuple[str, str] | None = None
+
+    def factor_of_embeddings(self, values: dict[str, Any]) -> float:
+        """What the model multiplies embeddings with, besides the embedding module.
+
+        Args:
+            values: the config's entries.
+        """
+        root = values["hidden_size"] ** 0.5 if values.get(self.root_factor) else 1.0
+        return root * values.get(self.embedding_factor, 1.0)
 
     def is_exact(self, tp: int) -> bool:
         """Whether a float64 model of the family computes in float64, or rounds to fp32 as transformers does.

@@ -82,6 +82,17 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     "gpt_oss": (FileNames(),),
     "granitemoe": (_GRANITE,),
     "granitemoeshared": (_GRANITE,),
+    "granitemoe_swa": (FileNames(),),
+    "laguna": (
+        replace(
+            SINGLE_EXPERTS,
+            renamed=(
+                (r"\.mlp\.gate\.e_score", ".mlp.experts.e_score"),
+                (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+            ),
+        ),
+    ),
+    "axk1": (replace(SINGLE_EXPERTS, renamed=((r"\.mlp\.post_mlp_layernorm\.", ".post_mlp_layernorm."),)),),
     "exaone_moe": (replace(SINGLE_EXPERTS, renamed=((r"\.mlp\.gate\.e_score", ".mlp.e_score"),)),),
     "ernie4_5_moe": (replace(SINGLE_EXPERTS, renamed=((r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),)),),
     "hy_v3": (

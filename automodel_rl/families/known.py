@@ -40,6 +40,10 @@ FAMILIES: dict[str, Family] = TEXT_FAMILIES | {
 }
 """Families of language models, by the `model_type` of their config: text models, and parts of multimodal ones."""
 
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""The `model_type`s of families under another name, which transformers only opens with code of the checkpoint. Exports
+have the family's own name."""
+
 COMPOSITES = {
     "qwen3_5": "text_config",
     "qwen3_5_moe": "text_config",

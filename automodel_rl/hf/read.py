@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
-from automodel_rl.families.known import COMPOSITES, checkpoint_family
+from automodel_rl.families.known import COMPOSITES, SAME_AS, checkpoint_family
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import Opened, PlainTensor, TurnedTensor, stored_tensors
@@ -61,6 +61,10 @@ def read_whole_config(folder: Path) -> PretrainedConfig:
         InputError: config.json is not a model config.
     """
     try:
+        values = PretrainedConfig.get_config_dict(folder)[0]
+        if values.get("model_type") in SAME_AS:
+            ours = {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
+            return AutoConfig.for_model(SAME_AS[values["model_type"]], **ours)
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # config classes check their fields with errors of their own
         reason = " ".join(str(error).split())[:200]

@@ -49,7 +49,9 @@ def biases_of(layers: dict[int, Any], family: Family) -> dict[int, Tensor]:
 
 
 def _mixtures_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
-    blocks = {number: getattr(layer, family.block) for number, layer in layers.items()}
+    if not family.is_moe:
+        return {}
+    blocks = {number: layer.get_submodule(family.block) for number, layer in layers.items()}
     return {number: block for number, block in blocks.items() if "experts" in dict(block.named_children())}
 
 

@@ -155,7 +155,7 @@ def packed_attention(
     parameters = AttentionParameters(scaling, sliding_window, softcap, None if s_aux is None else local_tensor(s_aux))
     if cp_group is None:
         (call,) = microbatch.calls
-        output = backend(q, k, v, call, parameters)
+        output = backend(q, k, v, call, parameters).contiguous()  # some layers view it
         if microbatch.image_call is None:
             return output.unsqueeze(0), None
         gathered = torch.cat([k, v], dim=-1)

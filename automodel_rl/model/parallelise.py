@@ -201,7 +201,7 @@ def _context(work: PartInProgress) -> ForwardContext:
         family.rotary_axes,
         values.get("final_logit_softcapping"),
         compiled=work.compiled,
-        embedding_factor=values.get(family.embedding_factor, 1.0),
+        embedding_factor=family.factor_of_embeddings(values),
         logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
         num_deepstack=work.num_deepstack,
     )

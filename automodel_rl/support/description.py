@@ -38,8 +38,8 @@ class ModelDescription:
 
     Attributes:
         family: its `model_type`.
-        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: the model's sizes. If layers differ in key-value
-            heads, their greatest common divisor.
+        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: the model's sizes. If layers differ in their
+            numbers of heads, the greatest common divisor.
         head_dim, value_dim: dims of an attention head's queries and keys, and of its values.
         num_experts: number of experts in a layer; 0 for a dense model.
         shared_expert_size: columns of the experts that all tokens share; 0 if there are none.
@@ -112,9 +112,10 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         num_layers=config.num_hidden_layers,
         noise=_noise(values),
         rope_types=tuple(kind.get("rope_type") or "default" for kind in _rotary_kinds(values)),
-        num_heads=config.num_attention_heads,
+        num_heads=math.gcd(config.num_attention_heads, *(values.get("num_attention_heads_per_layer") or ())),
         num_kv_heads=math.gcd(
-            values.get("num_key_value_heads") or config.num_attention_heads, values.get("swa_num_key_value_heads") or 0
+            values.get("num_key_value_heads") or config.num_attention_heads,
+            *(values.get(key) or 0 for key in ("swa_num_key_value_heads", "num_global_key_value_heads")),
         ),
         vocab_size=config.vocab_size,
         mlp_size=values.get("intermediate_size") or 0,

@@ -108,7 +108,8 @@ def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Ten
     hidden, route = hidden.reshape(-1, hidden.shape[-1]), route.to(live.device)
     chosen = torch.where(route < 0, live, route)
     settings = vars(router)
-    if family.router == "router" and "bias" not in dict(router.named_parameters()):  # Granite: over the chosen alone
+    own = dict(router.named_parameters())
+    if family.router == "router" and not family.router_bias and "bias" not in own:  # Granite: over the chosen alone
         logits = (hidden @ router.weight.T).float()
         return logits, logits.gather(1, chosen).softmax(1).to(hidden.dtype), chosen
     if "wg" in dict(router.named_children()):  # Hunyuan
@@ -120,9 +121,14 @@ def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Ten
         weights = logits.softmax(1).gather(1, chosen)
         return logits, (weights / weights.sum(1, keepdim=True).clamp(min=router.norm_min)).to(hidden.dtype), chosen
     if family.router_bias:  # sigmoids, as in DeepSeek-V3, without the bias, which only affects the choice
-        scale = settings.get("routed_scaling_factor", settings.get("router_scaling_factor"))
-        wide = hidden.dtype if scale is None else torch.float32
-        logits = hidden.to(wide) @ router.weight.to(wide).T
+        names = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+        scale = next((settings[name] for name in names if name in settings), None)
+        is_late = scale is None or "route_scale" in settings  # Laguna and AFMoE round after the product
+        wide = hidden.dtype if is_late else torch.float32
+        weight = own["gate.weight"] if "gate.weight" in own else own["weight"]
+        logits = (hidden.to(wide) @ weight.to(wide).T).float()
+        if cap := settings.get("router_logit_softcapping"):
+            logits = cap * torch.tanh(logits / cap)
         weights = logits.float().sigmoid().gather(1, chosen)
         if settings.get("norm_topk_prob", True):
             weights = weights / (weights.sum(1, keepdim=True) + 1e-20)

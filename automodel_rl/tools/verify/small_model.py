@@ -50,6 +50,11 @@ SPECIAL_IDS = (
 """Keys of configs with ids of tokens that have a meaning."""
 
 
+DRAWN_BUFFERS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+"""Ends of names of buffers that checkpoints hold: drawn at random, since a wrong reading of their first values would not
+show."""
+
+
 def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool = False) -> PretrainedConfig:
     """A config with the same layers, kinds of layers, grouping of heads, routing, tying and scalings.
 
@@ -92,10 +97,15 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
         key: size for key, size in small.items() if values.get(key) is not None and key not in kept_sizes
     }
     changed |= _rotary(values)
+    if by_layer := values.get("num_attention_heads_per_layer"):
+        fewest = min(by_layer)
+        changed["num_attention_heads_per_layer"] = [heads * min(2, count // fewest) for count in by_layer]
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if values.get(key):
             changed[key] = _num_experts(config, key, parallel)
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    # Small ids of special tokens, for a config class that insists on them.
+    named = ("bos_token_id", "eos_token_id", "pad_token_id")
+    ids = {key: place if isinstance(values.get(key), int) else None for place, key in enumerate(named)}
     kept = {key: value for key, value in values.items() if key not in ("model_type", "architectures", "dtype")}
     return AutoConfig.for_model(config.model_type, **{**kept, **changed, **ids})
 
@@ -184,6 +194,6 @@ def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype
             middle = 1.0 if "norm" not in name or parameter.mean() > 0.5 else 0.0
             nn.init.uniform_(parameter, middle - 0.2, middle + 0.2, generator=generator)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(DRAWN_BUFFERS):
             nn.init.uniform_(buffer, -0.1, 0.1, generator=generator)
     model.to(dtype).save_pretrained(folder)
