@@ -17,6 +17,8 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5OmniThinkerConfig,
     Qwen2AudioConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -114,6 +116,25 @@ _QWEN3_VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 1, 2],
 }
+_QWEN3_5_TEXT = {
+    **SIZES["qwen3_5_text"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "mrope_section": [1, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+_QWEN3_5_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "depth": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
 _CLIP = {
     "model_type": "clip_vision_model",
     "hidden_size": 16,
@@ -175,6 +196,13 @@ MULTIMODAL_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] =
         Qwen3VLMoeConfig,
         {**_QWEN3_TEXT, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         {"vision": _QWEN3_VISION},
+        _QWEN_IDS,
+    ),
+    "qwen3_5": (Qwen3_5Config, _QWEN3_5_TEXT, {"vision": _QWEN3_5_VISION}, _QWEN_IDS),
+    "qwen3_5_moe": (
+        Qwen3_5MoeConfig,
+        {**SIZES["qwen3_5_moe_text"], **_QWEN3_5_TEXT},
+        {"vision": _QWEN3_5_VISION},
         _QWEN_IDS,
     ),
     "glm4v": (
@@ -249,10 +277,10 @@ def save_tiny_multimodal_model(
     config_class, text_sizes, of_encoders, special = MULTIMODAL_CONFIGS[family]
     changed = encoders or {}
     config = config_class(
-        text_config={**text_sizes, "num_hidden_layers": num_layers, **(text or {})},
+        text_config={**of_layers(text_sizes, num_layers), **(text or {})},
         **{f"{name}_config": {**sizes, **changed.get(name, {})} for name, sizes in of_encoders.items()},
         tie_word_embeddings=tied,
         **{**special, **(ids or {})},
     )
     model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float64)
-    save_lively(model, folder, dtype, plain_norms=family != "gemma3")
+    save_lively(model, folder, dtype, plain_norms=family not in ("gemma3", "qwen3_5", "qwen3_5_moe"))

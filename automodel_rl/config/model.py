@@ -123,6 +123,10 @@ class ModelConfig(Section):
     classifiers. A checkpoint without such a head gets one with random weights. reward has 1, and a critic of ppo; null:
     the vocabulary's head."""
 
+    text_only: bool = False
+    """Train the language model of a multimodal checkpoint alone, as a text model, with data and rollouts of text.
+    Encoders are not loaded, and exports keep them as they are."""
+
     frozen: tuple[Literal["vision", "audio", "projector", "language"], ...] = ()
     """Parts of a multimodal model that are not trained: the encoder of images or of audio, the projectors after them,
     the language model."""

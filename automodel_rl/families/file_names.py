@@ -44,6 +44,14 @@ class FileNames:
         """Whether names in files tell these names from the usual ones."""
         return bool(self.tell_tale) and any(re.search(self.tell_tale, name) for name in names)
 
+    def tell_tale_after(self, start: str) -> str:
+        """The pattern that tells these names in a part of the files.
+
+        Args:
+            start: pattern of the beginning of all names in that part.
+        """
+        return f"{start}.*{self.tell_tale}"
+
 
 def parts_apart(tower: str) -> FileNames:
     """Names of a multimodal model whose parts stand side by side in files: an encoder, a projector, a language model.
@@ -70,10 +78,21 @@ _DELTA_NET = FileNames(renamed=((r"\.linear_attn\.decay\.", ".linear_attn."),))
 _DELTA_NET_MIXTURE = replace(SINGLE_EXPERTS, renamed=_DELTA_NET.renamed)
 
 
-def _in_composite(names: FileNames) -> FileNames:
-    """The names of a language model in a vision-language model."""
-    renamed = (*names.renamed, (r"^model\.", "model.language_model."))
-    return replace(names, renamed=renamed, tell_tale=r"^model\.language_model\.")
+def in_multimodal(usual: tuple[FileNames, ...]) -> tuple[FileNames, ...]:
+    """The names of a language model in the files of a multimodal model: those of transformers 5, and those of models
+    whose parts stand side by side.
+
+    Args:
+        usual: its names in files of its own: the usual ones, then those that some files have.
+    """
+    within, beside = r"^model\.language_model\.", r"^language_model\."
+    found = []
+    for names in usual:
+        renamed = (*names.renamed, (r"^model\.", "model.language_model."))
+        found.append(replace(names, renamed=renamed, tell_tale=names.tell_tale_after(within)))
+        renamed = (*names.renamed, (r"^", "language_model."))
+        found.append(replace(names, renamed=renamed, tell_tale=names.tell_tale_after(beside)))
+    return tuple(found)
 
 
 TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
@@ -107,13 +126,10 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     ),
     "mimo_v2_flash": (replace(SINGLE_EXPERTS, renamed=((r"\.self_attn\.sinks", ".self_attn.attention_sink_bias"),)),),
     "qwen3_next": (_DELTA_NET_MIXTURE,),
-    "qwen3_5_text": (_DELTA_NET, _in_composite(_DELTA_NET)),
+    "qwen3_5_text": (_DELTA_NET,),
     "qwen3_5_moe_text": (
         _DELTA_NET_MIXTURE,
-        _in_composite(_DELTA_NET_MIXTURE),
-        replace(
-            _in_composite(_DELTA_NET), tell_tale=r"^model\.language_model\..*\.mlp\.experts\.gate_up_proj$"
-        ),  # experts in one tensor
+        replace(_DELTA_NET, tell_tale=r"\.mlp\.experts\.gate_up_proj$"),  # experts in one tensor
     ),
 }
 """Names by the `model_type` of a text model: the usual ones, then those that some files have. A family that is not here

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
+from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, is_classifier
 from automodel_rl.families.encoder import EncoderFamily
 from automodel_rl.families.family import Family
-from automodel_rl.families.file_names import SINGLE_EXPERTS, TEXT_FILE_NAMES, FileNames
+from automodel_rl.families.file_names import SINGLE_EXPERTS, TEXT_FILE_NAMES, FileNames, in_multimodal
 from automodel_rl.families.gemma3 import GEMMA3
 from automodel_rl.families.glm4v import GLM4V
 from automodel_rl.families.llava import LLAVA
@@ -19,6 +20,7 @@ from automodel_rl.families.multimodal import Multimodal
 from automodel_rl.families.qwen2_5_omni import QWEN2_5_OMNI
 from automodel_rl.families.qwen2_5_vl import QWEN2_5_VL
 from automodel_rl.families.qwen2_audio import QWEN2_AUDIO
+from automodel_rl.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from automodel_rl.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from automodel_rl.families.text import TEXT_FAMILIES
 
@@ -29,6 +31,8 @@ MULTIMODAL_FAMILIES = {
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
     "qwen3_vl_moe": QWEN3_VL_MOE,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5_MOE,
     "glm4v": GLM4V,
     "qwen2_audio": QWEN2_AUDIO,
     "qwen2_5_omni_thinker": QWEN2_5_OMNI,
@@ -44,11 +48,7 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 """The `model_type`s of families under another name, which transformers only opens with code of the checkpoint. Exports
 have the family's own name."""
 
-COMPOSITES = {
-    "qwen3_5": "text_config",
-    "qwen3_5_moe": "text_config",
-    **dict(whole.part_of for whole in MULTIMODAL_FAMILIES.values() if whole.part_of is not None),
-}
+COMPOSITES = dict(whole.part_of for whole in MULTIMODAL_FAMILIES.values() if whole.part_of is not None)
 """Models of which only a part is trained, by the model_type of the whole, with the key of that part's config. All other
 tensors are copied to exports as they are."""
 
@@ -86,7 +86,8 @@ def checkpoint_family(config: PretrainedConfig, names: Iterable[str] = ()) -> Ch
     if name in MULTIMODAL_FAMILIES:
         known = MULTIMODAL_FAMILIES[name].file_names
     else:
-        known = TEXT_FILE_NAMES.get(name, (SINGLE_EXPERTS if language.is_moe else FileNames(),))
+        usual = TEXT_FILE_NAMES.get(name, (SINGLE_EXPERTS if language.is_moe else FileNames(),))
+        known = (*usual, *in_multimodal(usual))
     found = list(names)
     file_names = next((k for k in reversed(known) if k.fits(found)), known[0])
     if is_classifier(config):
@@ -120,6 +121,26 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
         return config
     language = copy.deepcopy(config.text_config)
     language.tie_word_embeddings = config.tie_word_embeddings
+    return language
+
+
+def text_model_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of a multimodal model's language model, as a model of its own.
+
+    Args:
+        config: the config of the whole model.
+
+    Raises:
+        InputError: it has no encoders, or its language model is no model of its own.
+    """
+    if multimodal_family(config) is None:
+        raise InputError(f"model.text_only: a {config.model_type!r} model reads text only: leave it out")
+    language = language_config(config)
+    if language.model_type not in TEXT_FAMILIES:
+        raise InputError(
+            f"model.text_only: {language.model_type!r}, the language model of {config.model_type!r}, is no model of "
+            "its own: leave it out, and freeze the encoders with model.frozen"
+        )
     return language
 
 

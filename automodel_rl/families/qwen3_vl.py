@@ -11,7 +11,7 @@ from automodel_rl.families.text import ATTENTION, MLP, NORMS_OF_HEADS, SOFTMAX_M
 from automodel_rl.media.videos import TimedVideoReader
 from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
 
-_ENCODER = PatchImages(
+QWEN3_VL_ENCODER = PatchImages(
     model_types=("qwen3_vl_vision",),
     title="Qwen3-VL's encoder",
     modules=("visual",),
@@ -19,10 +19,11 @@ _ENCODER = PatchImages(
     tp_plan=(*FUSED_ATTENTION, ("mlp.linear_fc1", COLUMNS), ("mlp.linear_fc2", ROWS)),
     videos=TimedVideoReader,
 )
-_FILE_NAMES = FileNames(starts=(("model.visual.", "model.visual."), ("model.", "model.language_model.")))
+VISION_IN_FILES = (("model.visual.", "model.visual."), ("model.", "model.language_model."))
+_FILE_NAMES = FileNames(starts=VISION_IN_FILES)
 
 QWEN3_VL = Multimodal(
-    encoders={"vision": (_ENCODER,)},
+    encoders={"vision": (QWEN3_VL_ENCODER,)},
     file_names=(_FILE_NAMES,),
     own_languages={"qwen3_vl_text": Family(rotary_axes=3, tp_plan=(*ATTENTION, *NORMS_OF_HEADS, *MLP))},
     has_rotary_grid=True,
@@ -31,7 +32,7 @@ QWEN3_VL = Multimodal(
 
 QWEN3_VL_MOE = replace(
     QWEN3_VL,
-    encoders={"vision": (replace(_ENCODER, model_types=("qwen3_vl_moe_vision",)),)},
+    encoders={"vision": (replace(QWEN3_VL_ENCODER, model_types=("qwen3_vl_moe_vision",)),)},
     file_names=(replace(_FILE_NAMES, turns_experts=True),),
     own_languages={
         "qwen3_vl_moe_text": replace(

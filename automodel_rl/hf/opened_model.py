@@ -39,7 +39,7 @@ class OpenedModel:
             InputError: there is no such checkpoint, or its config.json is damaged.
         """
         files = find_model(model, with_weights=False)
-        whole = read_config(files.folder, model.num_labels)
+        whole = read_config(files.folder, model.num_labels, model.text_only)
         return cls(model, files, whole, describe_model(whole))
 
     @property

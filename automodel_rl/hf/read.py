@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
-from automodel_rl.families.known import COMPOSITES, SAME_AS, checkpoint_family
+from automodel_rl.families.known import COMPOSITES, SAME_AS, checkpoint_family, text_model_config
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import Opened, PlainTensor, TurnedTensor, stored_tensors
@@ -30,28 +30,26 @@ TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def read_config(folder: Path, num_labels: int | None = None) -> PretrainedConfig:
+def read_config(folder: Path, num_labels: int | None = None, text_only: bool = False) -> PretrainedConfig:
     """The config of the model that is trained: of a checkpoint in `COMPOSITES` that of a part.
 
     Args:
         folder: the checkpoint's folder.
         num_labels: number of outputs of a linear head in place of the vocabulary's; None for the vocabulary's.
+        text_only: whether only the language model of a multimodal model is trained.
 
     Raises:
-        InputError: config.json is not a model config, or the model gets no linear head.
+        InputError: config.json is not a model config, the model gets no linear head, or its language model is no model
+            of its own.
     """
     whole = read_whole_config(folder)
-    if num_labels is not None:
-        return as_classifier(whole, num_labels)
-    if whole.model_type not in COMPOSITES:
-        if "tie_word_embeddings" not in whole.to_dict():  # Qwen2-Audio's config class does not know the key
-            whole.tie_word_embeddings = False
-        return whole
-    key = COMPOSITES[whole.model_type]
-    part = vars(whole)[key]
-    if key == "text_config":
-        part.tie_word_embeddings = whole.tie_word_embeddings
-    return part
+    if whole.model_type in COMPOSITES:
+        whole = vars(whole)[COMPOSITES[whole.model_type]]
+    elif "tie_word_embeddings" not in whole.to_dict():  # Qwen2-Audio's config class does not know the key
+        whole.tie_word_embeddings = False
+    if text_only:
+        whole = text_model_config(whole)
+    return whole if num_labels is None else as_classifier(whole, num_labels)
 
 
 def read_whole_config(folder: Path) -> PretrainedConfig:
@@ -120,7 +118,7 @@ class Checkpoint:
     @property
     def is_composite(self) -> bool:
         """Whether it holds more than the model that is trained, for exports to keep."""
-        return read_whole_config(self.folder).model_type in COMPOSITES
+        return read_whole_config(self.folder).model_type != self.family.name
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Opened]:

@@ -87,8 +87,8 @@ def build_empty_model(
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
     transpose_experts(model, family)
+    set_decays_apart(model)
     if multimodal_family(config) is None:
-        set_decays_apart(model)
         _make_uniform(model, dtype, family.router_bias)
         return EmptyModel(config, model, {})
     return EmptyModel(config, *split_modules(model, language_config(config)))

@@ -33,6 +33,7 @@ class Lack:
 
 
 _PLAIN_CLASSES = "use model.implementation=transformers"
+_AS_TEXT = ", or train its language model alone with model.text_only=true"
 _PLAIN_GENERATOR = "use rollout.generator=transformers"
 
 LACKS = (
@@ -52,7 +53,7 @@ LACKS = (
     Lack(f.ENCODER_TP, f.LORA, "adapters are not split", "use dp_shard"),
     Lack(f.WIDE, f.FP8, "fp8 layers take and give bfloat16", "use model.dtype=bfloat16"),
     Lack(f.LORA, f.FP8, "adapters have no fp8 layers", "set one of them to null"),
-    Lack(f.MULTIMODAL, f.FP8, "it has no fp8 layers", "set it to null"),
+    Lack(f.MULTIMODAL, f.FP8, "it has no fp8 layers", f"set it to null{_AS_TEXT}"),
     Lack(
         f.SPLIT_BACKWARD,
         f.SELECTIVE,
@@ -95,11 +96,11 @@ LACKS = (
         f.MULTIMODAL,
         f.CONVERSATIONS,
         "prompts have media, and conversations have none",
-        "leave tools, environment and agent out",
+        f"leave tools, environment and agent out{_AS_TEXT}",
     ),
-    Lack(f.MULTIMODAL, f.AUTO_MICROBATCHES, "its memory depends on its images or audio", "give a number"),
-    Lack(f.MULTIMODAL, f.SERVERS, "servers get no media", "let ranks start vLLM, with kind vllm"),
-    Lack(f.MULTIMODAL, f.ADAPTERS_ALONE, "its generators get merged ones", "use merged"),
+    Lack(f.MULTIMODAL, f.AUTO_MICROBATCHES, "its memory depends on its images or audio", f"give a number{_AS_TEXT}"),
+    Lack(f.MULTIMODAL, f.SERVERS, "servers get no media", f"let ranks start vLLM, with kind vllm{_AS_TEXT}"),
+    Lack(f.MULTIMODAL, f.ADAPTERS_ALONE, "its generators get merged ones", f"use merged{_AS_TEXT}"),
     Lack(f.VLLM, f.BIDIRECTIONAL_IMAGES, "vLLM computes causal attention in images", _PLAIN_GENERATOR),
     Lack(f.VLLM, f.AUDIO, "vLLM gets no audio", _PLAIN_GENERATOR),
     Lack(

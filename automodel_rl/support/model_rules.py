@@ -1,7 +1,7 @@
 """Rules of text models: family, checkpoint, attention, adapters and routers."""
 
 from automodel_rl.families.classifier import classifier_families
-from automodel_rl.families.known import COMPOSITES
+from automodel_rl.families.known import MULTIMODAL_FAMILIES
 from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.support import features as f
 from automodel_rl.support.attention import ATTENTION
@@ -31,11 +31,13 @@ def _family(asked: Combination) -> str | None:
     )
 
 
-_TEXT_COMPOSITES = [name for name, part in COMPOSITES.items() if part == "text_config"]
+_WITH_TEXT_MODELS = [
+    name for name, family in MULTIMODAL_FAMILIES.items() if {*family.known_languages} & {*TEXT_FAMILIES}
+]
 
 FAMILY = Rule(
     "transformers models",
-    f"{', '.join(TEXT_FAMILIES)}; the language models in {', '.join(_TEXT_COMPOSITES)}",
+    f"{', '.join(TEXT_FAMILIES)}; with model.text_only the language models in {', '.join(_WITH_TEXT_MODELS)}",
     _family,
 )
 

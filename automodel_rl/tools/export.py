@@ -76,7 +76,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     config: RunConfig = load_config(checkpoint / CONFIG, [*harmless, *overrides])
     files = find_model(config.model)
     model = files.described(config.model)
-    whole_config = read_config(files.folder, model.num_labels)
+    whole_config = read_config(files.folder, model.num_labels, model.text_only)
     size, trusts = language_config(whole_config).vocab_size, model.trust_remote_code
     tokenizer = load_tokenizer(files.tokenizer_folder, size, trust_remote_code=trusts)
     if TEMPLATE in marker.files:

@@ -51,7 +51,7 @@ SPECIAL_IDS = (
 
 
 DRAWN_BUFFERS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
-"""Ends of names of buffers that checkpoints hold: drawn at random, since a wrong reading of their first values would not
+"""Ends of names of buffers that checkpoints hold. They are drawn at random, for a wrong reading of zeros would not
 show."""
 
 

@@ -1,4 +1,4 @@
-"""Language models inside of vision-language checkpoints: trained alone, and exported with the rest as it was."""
+"""Language models inside of multimodal checkpoints: trained alone, and exported with the rest as it was."""
 
 from pathlib import Path
 from typing import Any
@@ -6,51 +6,40 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForMultimodalLM
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
 from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.errors import InputError
 from tests.rank_pool import RankPool
-from tests.tiny import make_sequences, save_lively
-from tests.tiny_families import SIZES, of_layers
+from tests.tiny import make_sequences, save_tiny_model, save_tiny_multimodal_model
 
-VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 16,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
-}
-IMAGE_TOKENS = {
-    "image_token_id": 120,
-    "video_token_id": 121,
-    "vision_start_token_id": 122,
-    "vision_end_token_id": 123,
-}
+LANGUAGE = ("model.language_model.", "language_model.", "lm_head.")
+"""Beginnings of the names of tensors that are trained."""
 
 
 def save_composite(folder: Path, family: str) -> None:
-    text = {**of_layers(SIZES[f"{family}_text"], 2), "model_type": f"{family}_text"}
-    config = AutoConfig.for_model(family, text_config=text, vision_config=VISION, **IMAGE_TOKENS)
-    save_lively(
-        AutoModelForImageTextToText.from_config(config, dtype=torch.float64), folder, torch.float32, plain_norms=False
-    )
+    """A multimodal checkpoint, with a layer that predicts further tokens."""
+    save_tiny_multimodal_model(folder, family, num_layers=2, dtype=torch.float32)
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "mtp.norm.weight": torch.ones(4)}, folder / "model.safetensors", {"format": "pt"})
 
 
 def train(folder: Path, sizes: dict[str, Any], out: Path) -> float:
-    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32"), ParallelConfig(**sizes))
+    model = ModelConfig(path=str(folder), dtype="float32", text_only=True)
+    handle = ModelHandle.from_pretrained(model, ParallelConfig(**sizes))
     engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
     loss = engine.train_step([pack_microbatch(make_sequences(3, seed=0))], sft_loss).loss
     handle.save_pretrained(out)
     return loss
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3_5", {"pp": 2}), ("qwen3_5_moe", {"tp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen3_5", {"pp": 2}), ("qwen3_5_moe", {"tp": 2}), ("gemma3", {"cp": 2}), ("mistral3", {"tp": 2})],
+    ids=str,
+)
 def test_the_language_model_is_trained_and_the_rest_is_kept(
     ranks: RankPool, tmp_path: Path, family: str, sizes: dict[str, Any]
 ) -> None:
@@ -69,9 +58,21 @@ def test_the_language_model_is_trained_and_the_rest_is_kept(
     )
     assert before.keys() == alone.keys() == spread.keys()
     for name, tensor in before.items():
-        is_trained = name.startswith(("model.language_model.", "lm_head."))
-        assert torch.equal(alone[name], tensor) != is_trained, name
+        assert torch.equal(alone[name], tensor) != name.startswith(LANGUAGE), name
         torch.testing.assert_close(spread[name], alone[name], rtol=0, atol=2e-3)
     ids = make_sequences(1, seed=0)[0].input_ids[None]
-    first, second = (AutoModelForImageTextToText.from_pretrained(place)(ids).logits for place in exports)
+    first, second = (AutoModelForMultimodalLM.from_pretrained(place)(ids).logits for place in exports)
     torch.testing.assert_close(first, second, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("qwen3_vl", r"model.text_only: 'qwen3_vl_text', the language model of 'qwen3_vl', is no model of its own"),
+        ("llama", r"model.text_only: a 'llama' model reads text only: leave it out"),
+    ],
+)
+def test_models_without_a_text_model_within_are_refused(tmp_path: Path, family: str, message: str) -> None:
+    (save_tiny_model if family == "llama" else save_tiny_multimodal_model)(tmp_path, family, num_layers=2)
+    with pytest.raises(InputError, match=message):
+        ModelHandle.from_pretrained(ModelConfig(path=str(tmp_path), text_only=True))

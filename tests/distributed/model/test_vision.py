@@ -107,8 +107,17 @@ def test_any_layout_of_either_module_equals_one_process(
             Case(microbatches=(3, 2), memory=MemoryConfig(activation_checkpointing="full", offload_optimizer=True)),
         ),
         (LLAVA, False, Case(microbatches=(3, 2), memory=MemoryConfig(activation_checkpointing="selective"))),
+        ("qwen3_5", False, Case(microbatches=(3, 2), components=CUT_PIPELINE)),
+        ("qwen3_5_moe", False, Case(microbatches=(3, 1), components=ONE_TO_EXPERTS, replay=True)),
     ],
-    ids=["tied, pp", "cp", "recomputed and offloaded", "selective"],
+    ids=[
+        "tied, pp",
+        "cp",
+        "recomputed and offloaded",
+        "selective",
+        "Gated DeltaNet over pp and cp",
+        "Gated DeltaNet with ep and routes",
+    ],
 )
 def test_both_modules_on_all_ranks_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, tied: bool, case: Case

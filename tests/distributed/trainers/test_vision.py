@@ -87,8 +87,9 @@ def test_pairs_with_pictures_train_alike_on_any_placement(ranks: RankPool, tmp_p
         ("gemma3", {}),
         ("llava", {}),
         ("qwen3_vl_moe", {"router_replay": {"enabled": True}}),
+        ("qwen3_5", {}),
     ],
-    ids=["qwen2_5_vl", "mistral3", "gemma3", "llava", "qwen3_vl_moe and routes"],
+    ids=["qwen2_5_vl", "mistral3", "gemma3", "llava", "qwen3_vl_moe and routes", "qwen3_5"],
 )
 def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
     ranks: RankPool, tmp_path: Path, family: str, changed: dict
