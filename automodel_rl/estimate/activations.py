@@ -163,6 +163,8 @@ def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     values = config.to_dict()
     kinds = values.get("layer_types")
     fewer = {"num_hidden_layers": count, **({"layer_types": kinds[:count]} if kinds else {})}
+    if by_layer := values.get("per_layer_config"):
+        fewer["per_layer_config"] = {key: of_layer for key, of_layer in by_layer.items() if int(key) < count}
     return type(config).from_dict({**values, **fewer})
 
 

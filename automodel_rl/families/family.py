@@ -15,12 +15,14 @@ class Family:
 
     Attributes:
         is_moe: whether it has a mixture of experts.
-        block: name of a layer's mixture.
+        block: name of a layer's mixture; empty if router and experts are the layer's own.
         router: name of the router beside the experts.
         router_bias: name, below the layer's mixture, of the bias with which a router chooses experts. It is trained by
             load (DeepSeek-V3, arXiv:2412.19437). Empty if there is none.
+        router_gives_logits: whether the router's scores are those before the softmax.
         transposes_experts: whether the experts' stacked weights are [experts, inputs, outputs].
         has_sinks: whether attention has a learned sink for each head.
+        leaves_keys: whether layers leave keys and values for later layers, in a dict that all get.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         rotary_axes: number of axes of rotary positions, 3 for a language model that can read images (M-RoPE).
         fp32_modules: names, below a layer, of modules whose weights stay in fp32.
@@ -39,8 +41,10 @@ class Family:
     block: str = "mlp"
     router: str = "gate"
     router_bias: str = ""
+    router_gives_logits: bool = True
     transposes_experts: bool = False
     has_sinks: bool = False
+    leaves_keys: bool = False
     rotary_by_layer_type: bool = False
     rotary_axes: int = 1
     fp32_modules: tuple[str, ...] = ()

@@ -99,6 +99,8 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     "mixtral": (_MIXTRAL,),
     "minimax_m2": (_MIXTRAL,),
     "gpt_oss": (FileNames(),),
+    "gemma4_text": (FileNames(),),
+    "gemma4_unified_text": (FileNames(),),
     "granitemoe": (_GRANITE,),
     "granitemoeshared": (_GRANITE,),
     "granitemoe_swa": (FileNames(),),

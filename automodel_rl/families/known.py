@@ -44,11 +44,19 @@ FAMILIES: dict[str, Family] = TEXT_FAMILIES | {
 }
 """Families of language models, by the `model_type` of their config: text models, and parts of multimodal ones."""
 
+TEXT = "text_config"
+"""The key of a multimodal model's config with that of its language model."""
+
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 """The `model_type`s of families under another name, which transformers only opens with code of the checkpoint. Exports
 have the family's own name."""
 
-COMPOSITES = dict(whole.part_of for whole in MULTIMODAL_FAMILIES.values() if whole.part_of is not None)
+COMPOSITES = {
+    "gemma4": TEXT,
+    "gemma4_unified": TEXT,
+    "kimi_k25": TEXT,
+    **dict(whole.part_of for whole in MULTIMODAL_FAMILIES.values() if whole.part_of is not None),
+}
 """Models of which only a part is trained, by the model_type of the whole, with the key of that part's config. All other
 tensors are copied to exports as they are."""
 

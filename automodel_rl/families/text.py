@@ -54,6 +54,17 @@ _GRANITE_MIXTURE = Family(
     logit_divisor="logits_scaling",
     tp_plan=ATTENTION,
 )
+_GEMMA4 = Family(
+    is_moe=True,  # the 26B-A4B
+    block="",
+    router="router",
+    router_gives_logits=False,
+    leaves_keys=True,
+    scales_embedding=True,
+    has_plain_norms=False,
+    rotary_by_layer_type=True,
+    computes_in_fp32=True,
+)
 _DELTA_NET: dict[str, Any] = {
     "has_plain_norms": False,
     "computes_in_fp32": True,
@@ -110,6 +121,8 @@ TEXT_FAMILIES = {
     "ernie4_5": Family(),
     "exaone4": Family(),
     "gemma": Family(scales_embedding=True, has_plain_norms=False, computes_in_fp32=True),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "glm": Family(tp_plan=FUSED_MLP),
     "glm4": Family(tp_plan=FUSED_MLP),
     "granite": Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling"),

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
-from automodel_rl.families.known import COMPOSITES, SAME_AS, checkpoint_family, text_model_config
+from automodel_rl.families.known import COMPOSITES, SAME_AS, TEXT, checkpoint_family, text_model_config
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import Opened, PlainTensor, TurnedTensor, stored_tensors
@@ -44,7 +44,10 @@ def read_config(folder: Path, num_labels: int | None = None, text_only: bool = F
     """
     whole = read_whole_config(folder)
     if whole.model_type in COMPOSITES:
-        whole = vars(whole)[COMPOSITES[whole.model_type]]
+        key = COMPOSITES[whole.model_type]
+        tied, whole = whole.tie_word_embeddings, vars(whole)[key]
+        if key == TEXT:
+            whole.tie_word_embeddings, text_only = tied, False  # it reads text only anyway
     elif "tie_word_embeddings" not in whole.to_dict():  # Qwen2-Audio's config class does not know the key
         whole.tie_word_embeddings = False
     if text_only:

@@ -51,8 +51,12 @@ def biases_of(layers: dict[int, Any], family: Family) -> dict[int, Tensor]:
 def _mixtures_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
     if not family.is_moe:
         return {}
-    blocks = {number: layer.get_submodule(family.block) for number, layer in layers.items()}
-    return {number: block for number, block in blocks.items() if "experts" in dict(block.named_children())}
+    blocks = {number: dict(layer.named_modules()).get(family.block) for number, layer in layers.items()}
+    return {
+        number: block
+        for number, block in blocks.items()
+        if block is not None and "experts" in dict(block.named_children())
+    }
 
 
 def in_order(output: RouterOutput) -> tuple[Tensor | None, Tensor, Tensor]:

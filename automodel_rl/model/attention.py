@@ -7,6 +7,7 @@ nemo_automodel's models call it alike. The microbatch comes as the keyword `micr
 Shape letters: q queries and k keys of one call (`AttentionCall`), t tokens of this rank, D head dim.
 """
 
+import copy
 import functools
 import importlib.util
 import itertools
@@ -64,6 +65,21 @@ def register_attention() -> None:
         if not ATTENTION[name].is_traceable:
             function = torch.compiler.disable(function)
         AttentionInterface.register(_registered(name), function)
+
+
+def set_attention(model: Any, head_dim: int, name: str) -> None:
+    """Gives layers whose heads have these dims an attention of their own.
+
+    Args:
+        model: a causal language model.
+        head_dim: dims of their heads.
+        name: what `choose_attention` gave for these.
+    """
+    for layer in model.model.layers:
+        attention = dict(layer.named_children()).get("self_attn")
+        if attention is not None and attention.head_dim == head_dim:
+            attention.config = copy.copy(attention.config)
+            attention.config._attn_implementation = name
 
 
 def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtype, compiled: bool) -> str:

@@ -12,11 +12,20 @@ from automodel_rl.compat.nemo import check_installed, nemo_model
 from automodel_rl.compat.nemo_mixtures import nemo_mixture
 from automodel_rl.config.model import Implementation
 from automodel_rl.families.classifier import is_classifier
-from automodel_rl.families.known import encoder_families, language_config, language_family, multimodal_family
+from automodel_rl.families.known import (
+    FAMILIES,
+    encoder_families,
+    language_config,
+    language_family,
+    multimodal_family,
+)
 from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_experts
+from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.attention import register_attention
-from automodel_rl.model.encoder import EncoderPart, split_modules
+from automodel_rl.model.encoder import EncoderPart, language_model, split_modules
 from automodel_rl.model.linear_attention import set_decays_apart
+from automodel_rl.model.part_forward import numbered_layers
+from automodel_rl.support.description import describe_model, experts_per_token
 
 
 @dataclass(frozen=True)
@@ -88,10 +97,18 @@ def build_empty_model(
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
     transpose_experts(model, family)
     set_decays_apart(model)
+    _set_sizes_of_routers(language_model(model), language_config(config))
     if multimodal_family(config) is None:
         _make_uniform(model, dtype, family.router_bias)
         return EmptyModel(config, model, {})
     return EmptyModel(config, *split_modules(model, language_config(config)))
+
+
+def _set_sizes_of_routers(model: Any, config: PretrainedConfig) -> None:
+    """Routers know how many experts there are and how many they choose, also those that ask the config."""
+    for router in routers_of(numbered_layers(model), FAMILIES[config.model_type]).values():
+        vars(router).setdefault("num_experts", describe_model(config).num_experts)
+        vars(router).setdefault("top_k", experts_per_token(config))
 
 
 def _make_uniform(model: nn.Module, dtype: torch.dtype, router_bias: str) -> None:

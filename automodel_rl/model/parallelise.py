@@ -204,6 +204,8 @@ def _context(work: PartInProgress) -> ForwardContext:
         embedding_factor=family.factor_of_embeddings(values),
         logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
         num_deepstack=work.num_deepstack,
+        leaves_keys=family.leaves_keys,
+        has_layer_embeddings=bool(values.get("hidden_size_per_layer_input")),
     )
 
 
@@ -230,6 +232,8 @@ def _fsdp_units(work: PartInProgress) -> list[Unit]:
     if layout.parallel.ep > 1:
         units += [Unit(module, layout.expert_fsdp_mesh, policy) for module in work.experts]
     units += [Unit(layer, mesh, policy) for layer in work.layers.values()]
+    # Gemma 4's per-layer embeddings are larger than all else.
+    units += [Unit(m, mesh, policy) for n, m in part.model.named_children() if n == "embed_tokens_per_layer"]
     embedding, head = part.model.embed_tokens, part.lm_head
     if embedding is None or head is None or embedding.weight is not head.weight:  # tied ones belong to the rest
         units += [] if embedding is None else [Unit(embedding, mesh, policy, is_first=True)]

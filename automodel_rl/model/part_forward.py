@@ -5,6 +5,7 @@ every model whose layers have transformers' signature. AutoPipeline has set the 
 """
 
 import functools
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -37,6 +38,8 @@ class ForwardContext:
         compiled: whether layers are compiled, and with them the head.
         embedding_factor, logit_factor: what the model multiplies embeddings and logits with.
         num_deepstack: number of first layers after which features of images are added (batch/media.py).
+        leaves_keys: whether layers leave keys and values for later layers.
+        has_layer_embeddings: whether every layer has embeddings of its own (Gemma 4's per-layer embeddings).
     """
 
     tp: TensorParallel
@@ -48,6 +51,8 @@ class ForwardContext:
     embedding_factor: float = 1.0
     logit_factor: float = 1.0
     num_deepstack: int = 0
+    leaves_keys: bool = False
+    has_layer_embeddings: bool = False
 
 
 def install_part_forward(part: Any, context: ForwardContext) -> None:
@@ -102,12 +107,17 @@ def part_forward(
     """
     body = part.model
     features: list[Tensor] = []
+    # FSDP hands layers copies of plain dicts.
+    of_all: dict[str, Any] = {"shared_kv_states": UserDict()} if context.leaves_keys else {}
+    of_layer: dict[int, dict[str, Tensor]] = {}
     if body.embed_tokens is not None:
-        hidden = body.embed_tokens(hidden)
+        ids, hidden = hidden, body.embed_tokens(hidden)
         if context.embedding_factor != 1.0:
             hidden = hidden * context.embedding_factor
         if microbatch.media.embeddings is not None:
             hidden, features = microbatch.media.put_into(hidden)
+        if context.has_layer_embeddings:
+            of_layer = _layer_embeddings(body, ids, hidden, context.tp)
     else:
         carried = num_carried(part, context.num_deepstack, before=True)
         num_tokens = len(microbatch.media.places)
@@ -131,12 +141,28 @@ def part_forward(
             use_cache=False,
             microbatch=microbatch,
             cp_group=context.cp_group,
+            **of_all,
+            **of_layer.get(number, {}),
         )
         if number < context.num_deepstack:
             hidden = microbatch.media.add_to(hidden, features.pop(0))
     if part.lm_head is None:
         return torch.cat([hidden, *(rows[None] for rows in features)], dim=1) if features else hidden
     return part.lm_head(context.tp.enter(body.norm(hidden)).squeeze(0), microbatch, output_fn)
+
+
+def _layer_embeddings(body: Any, ids: Tensor, hidden: Tensor, tp: TensorParallel) -> dict[int, dict[str, Tensor]]:
+    """The arguments with each layer's own embeddings of this rank's tokens, by the layer's number.
+
+    Args:
+        body: the model's body.
+        ids: token ids, [1, t].
+        hidden: their embeddings, [1, t, H] ([1, t / tp, H] under sequence parallelism).
+        tp: which tokens are this rank's between blocks.
+    """
+    own = ids.chunk(tp.group.size(), dim=1)[tp.group.rank()] if tp.group is not None and tp.sequence_parallel else ids
+    found = body.project_per_layer_inputs(hidden, body.get_per_layer_inputs(own, None))  # [1, t, layers, d]
+    return {number: {"per_layer_input": of_layer} for number, of_layer in enumerate(found.unbind(2))}
 
 
 def num_carried(part: Any, num_deepstack: int, *, before: bool) -> int:

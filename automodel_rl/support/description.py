@@ -15,6 +15,10 @@ from automodel_rl.families.multimodal import encoder_config
 LINEAR_ATTENTION = "linear_attention"
 """The entry of a config's `layer_types` for layers without attention scores (Gated DeltaNet)."""
 
+IN_IMAGES = "vision"
+"""The value of a config's `use_bidirectional_attention` for tokens of images alone; attention between tokens of text is
+causal."""
+
 NOISE = re.compile("dropout|layerdrop|pdrop|jitter")
 """Pattern of a config's keys that make training random."""
 
@@ -41,11 +45,13 @@ class ModelDescription:
         num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: the model's sizes. If layers differ in their
             numbers of heads, the greatest common divisor.
         head_dim, value_dim: dims of an attention head's queries and keys, and of its values.
+        other_head_dims: the dims of heads in layers of another kind, ascending; empty if layers are alike.
         num_experts: number of experts in a layer; 0 for a dense model.
         shared_expert_size: columns of the experts that all tokens share; 0 if there are none.
         noise: the config's entries above 0 that make training random.
         rope_types: the kinds of scaling of rotary embeddings, over all layers.
         num_linear_heads: number of key heads in layers with linear attention; 0 if there are none.
+        shares_keys: whether layers take keys and values of earlier layers, or embeddings of their own.
         has_softcap: whether attention scores go through a soft cap.
         has_windows: whether some layers have sliding windows.
         is_bidirectional: whether attention is not causal.
@@ -66,10 +72,12 @@ class ModelDescription:
     vocab_size: int = 1
     mlp_size: int = 1
     head_dim: int = 1
+    other_head_dims: tuple[int, ...] = ()
     value_dim: int = 1
     num_experts: int = 0
     shared_expert_size: int = 0
     num_linear_heads: int = 0
+    shares_keys: bool = False
     has_softcap: bool = False
     has_windows: bool = False
     is_bidirectional: bool = False
@@ -115,18 +123,21 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         num_heads=math.gcd(config.num_attention_heads, *(values.get("num_attention_heads_per_layer") or ())),
         num_kv_heads=math.gcd(
             values.get("num_key_value_heads") or config.num_attention_heads,
-            *(values.get(key) or 0 for key in ("swa_num_key_value_heads", "num_global_key_value_heads")),
+            values.get("swa_num_key_value_heads") or 0,
+            *(of_layer.get("num_key_value_heads") or 0 for of_layer in _layer_configs(values)),
         ),
         vocab_size=config.vocab_size,
         mlp_size=values.get("intermediate_size") or 0,
         head_dim=_head_dim(values),
+        other_head_dims=_other_head_dims(values),
+        shares_keys=bool(values.get("num_kv_shared_layers") or values.get("hidden_size_per_layer_input")),
         value_dim=values.get("v_head_dim") or _head_dim(values),
         num_experts=_num_experts(values),
         shared_expert_size=_shared_expert_size(values),
         num_linear_heads=values["linear_num_key_heads"] if num_linear_layers(config) else 0,
         has_softcap=values.get("attn_logit_softcapping") is not None,
         has_windows=any(layer_windows(config)),
-        is_bidirectional=bool(values.get("use_bidirectional_attention")),
+        is_bidirectional=values.get("use_bidirectional_attention") not in (None, False, IN_IMAGES),
         quantization=_quantization(values),
         context=_context(values),
     )
@@ -149,9 +160,20 @@ def _head_dim(values: dict[str, Any]) -> int:
     return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
 
 
+def _layer_configs(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """What some layers have in place of the config's own values."""
+    return [*(values.get("per_layer_config") or {}).values()]
+
+
+def _other_head_dims(values: dict[str, Any]) -> tuple[int, ...]:
+    found = {of_layer.get("head_dim") or _head_dim(values) for of_layer in _layer_configs(values)}
+    return tuple(sorted(found - {_head_dim(values)}))
+
+
 def experts_per_token(config: PretrainedConfig) -> int:
     """Number of experts that a token goes to; the most of all layers if they differ."""
-    chosen = config.num_experts_per_tok
+    values = config.to_dict()
+    chosen = values.get("num_experts_per_tok") or values["top_k_experts"]
     return max(chosen) if isinstance(chosen, list) else chosen
 
 

@@ -33,6 +33,22 @@ STAGES = Rule(
     "any split, also uneven",
     _stages,
 )
+
+
+def _shared_keys(asked: Combination) -> str | None:
+    if asked.parallel.pp == 1 or not asked.description.shares_keys:
+        return None
+    return (
+        f"parallel.pp={asked.parallel.pp}: layers of this {asked.description.family!r} model take keys and values of "
+        "earlier layers, or embeddings of their own, which do not travel between stages: use pp=1 and dp_shard"
+    )
+
+
+SHARED_KEYS = Rule(
+    "keys and values of earlier layers, per-layer embeddings (Gemma 4 E2B, E4B)",
+    "every axis but pp",
+    _shared_keys,
+)
 OPTIMIZERS = Rule("optimizers", "adamw, muon: with every axis, with LoRA and with encoders")
 
 FSDP = Rule("FSDP2 (dp_shard)", "with every other axis")
@@ -137,7 +153,7 @@ def _experts(asked: Combination) -> str | None:
     ep, description = asked.parallel.ep, asked.description
     if ep == 1:
         return None
-    if not asked.family.is_moe:
+    if not description.num_experts:
         return f"parallel.ep={ep}: a {description.family!r} model has no experts: use ep=1"
     ranks = asked.parallel.expert_ranks
     if ranks % ep:

@@ -1,7 +1,7 @@
 """Rules of text models: family, checkpoint, attention, adapters and routers."""
 
 from automodel_rl.families.classifier import classifier_families
-from automodel_rl.families.known import MULTIMODAL_FAMILIES
+from automodel_rl.families.known import COMPOSITES, MULTIMODAL_FAMILIES, TEXT
 from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.support import features as f
 from automodel_rl.support.attention import ATTENTION
@@ -31,13 +31,15 @@ def _family(asked: Combination) -> str | None:
     )
 
 
+_TEXT_COMPOSITES = [name for name, part in COMPOSITES.items() if part == TEXT]
 _WITH_TEXT_MODELS = [
     name for name, family in MULTIMODAL_FAMILIES.items() if {*family.known_languages} & {*TEXT_FAMILIES}
 ]
 
 FAMILY = Rule(
     "transformers models",
-    f"{', '.join(TEXT_FAMILIES)}; with model.text_only the language models in {', '.join(_WITH_TEXT_MODELS)}",
+    f"{', '.join(TEXT_FAMILIES)}; the language models in {', '.join(_TEXT_COMPOSITES)}, and with model.text_only those "
+    f"in {', '.join(_WITH_TEXT_MODELS)}",
     _family,
 )
 
@@ -159,7 +161,7 @@ LINEAR_HEAD = Rule(
 
 def _routers(asked: Combination) -> str | None:
     moe, family, name = asked.model.moe, asked.family, asked.description.family
-    if moe.aux_loss and not (family.is_moe and not family.router_bias):
+    if moe.aux_loss and not (family.is_moe and not family.router_bias and family.router_gives_logits):
         return f"model.moe.aux_loss={moe.aux_loss}: a {name!r} model has no softmax router: set it to 0"
     if moe.bias_update_rate and not family.router_bias:
         return (

@@ -22,6 +22,7 @@ RULES = (
     model_rules.SINKS,
     layout_rules.SCHEDULE,
     layout_rules.STAGES,
+    layout_rules.SHARED_KEYS,
     layout_rules.OPTIMIZERS,
     layout_rules.FSDP,
     layout_rules.RESHARDING,

@@ -109,9 +109,15 @@ def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Ten
     chosen = torch.where(route < 0, live, route)
     settings = vars(router)
     own = dict(router.named_parameters())
-    if family.router == "router" and not family.router_bias and "bias" not in own:  # Granite: over the chosen alone
+    is_granite = family.router == "router" and not family.router_bias and not {"bias", "per_expert_scale"} & {*own}
+    if is_granite:  # over the chosen alone
         logits = (hidden @ router.weight.T).float()
         return logits, logits.gather(1, chosen).softmax(1).to(hidden.dtype), chosen
+    if "per_expert_scale" in own:  # Gemma 4: its scores are probabilities
+        scores = (router.norm(hidden) * router.scale * router.scalar_root_size) @ own["proj.weight"].T
+        weights = scores.float().softmax(1).gather(1, chosen)
+        weights = weights / weights.sum(1, keepdim=True) * router.per_expert_scale[chosen]
+        return scores.float().softmax(1), weights, chosen
     if "wg" in dict(router.named_children()):  # Hunyuan
         logits = hidden.to(router.wg.weight.dtype) @ router.wg.weight.T
         weights = logits.float().softmax(1).gather(1, chosen)
@@ -243,12 +249,11 @@ class OneProcess:
         body = self.model.get_decoder()
         if self.family.is_moe:
             for number, layer in enumerate(body.layers):
-                self._follow_routes(number, getattr(layer, self.family.block), self.family)
+                block = dict(layer.named_modules()).get(self.family.block)
+                if block is not None and "experts" in dict(block.named_children()):  # no dense layer
+                    self._follow_routes(number, block.get_submodule(self.family.router), self.family)
 
-    def _follow_routes(self, number: int, block: Any, family: Family) -> None:
-        router = dict(block.named_children()).get(family.router)
-        if router is None or "experts" not in dict(block.named_children()):  # a dense layer
-            return
+    def _follow_routes(self, number: int, router: Any, family: Family) -> None:
 
         def hook(module: Any, inputs: tuple[Tensor, ...], output: RouterOutput) -> RouterOutput:
             ordered = in_order(output)

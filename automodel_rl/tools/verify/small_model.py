@@ -100,6 +100,14 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
     if by_layer := values.get("num_attention_heads_per_layer"):
         fewest = min(by_layer)
         changed["num_attention_heads_per_layer"] = [heads * min(2, count // fewest) for count in by_layer]
+    if values.get("hidden_size_per_layer_input"):
+        changed |= {"hidden_size_per_layer_input": HEAD_DIM, "vocab_size_per_layer_input": small["vocab_size"]}
+    if of_layers := values.get("per_layer_config"):
+        wider = {"head_dim": 2 * HEAD_DIM, "num_key_value_heads": kv_heads}
+        changed["per_layer_config"] = {
+            number: {key: wider.get(key, value) for key, value in of_layer.items()}
+            for number, of_layer in of_layers.items()
+        }
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if values.get(key):
             changed[key] = _num_experts(config, key, parallel)
