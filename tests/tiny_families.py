@@ -229,6 +229,33 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_router_logit_softcapping": 2.0,
         "moe_routed_scaling_factor": 1.5,
     },
+    "lfm2": {**WIDE, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    "lfm2_moe": {
+        **WIDE,
+        **CHOSEN,
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 8,
+        "moe_intermediate_size": 16,
+        "num_dense_layers": 1,
+    },
+    "granitemoehybrid": {
+        **WIDE,
+        **MULTIPLIED,
+        **CHOSEN,
+        "attention_multiplier": 0.2,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 64,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 2,
+    },
+    "olmo_hybrid": {
+        **WIDE,
+        **LINEAR,
+        "linear_allow_neg_eigval": True,
+    },
     "olmo": WIDE,
 }
 """By `model_type`."""

@@ -22,10 +22,11 @@ from automodel_rl.compat.modules import apply_gate
 from automodel_rl.compat.operations import TorchDispatchMode, tree_leaves
 from automodel_rl.config import ParallelConfig
 from automodel_rl.estimate.parameter_sizes import causal_model
+from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
-from automodel_rl.model.linear_attention import install_linear_attention, linear_attention_of, set_decays_apart
+from automodel_rl.model.token_mixers.known import TOKEN_MIXERS, last_projection, set_decays_apart
 from automodel_rl.parallel.tensor_parallel import TensorParallel
 
 STAND_IN = "automodel_rl_plan"
@@ -100,7 +101,7 @@ def layer_activations(
     between = 3 * num_tokens * config.hidden_size * dtype.itemsize if mode == "none" else 0
     spared = between * (parallel.tp - 1) // parallel.tp if parallel.sequence_parallel else 0
     # Recomputation makes the stand-in's output again, but keeps the kernel's.
-    attended = _attended(module, num_tokens, dtype) if keeps_attention(config, how) else 0
+    attended = _attended(module, FAMILIES[config.model_type], num_tokens, dtype) if keeps_attention(config, how) else 0
     if compiled and mode == "selective":  # nothing needs the output of the last matrix product again
         attended -= num_tokens * config.hidden_size * dtype.itemsize
     return LayerActivations(kept - spared + attended, live.most - kept)
@@ -116,10 +117,9 @@ def keeps_attention(config: PretrainedConfig, how: LayerForward) -> bool:
     return how.recomputed == "selective" or (how.recomputed == "full" and in_graph)
 
 
-def _attended(module: Any, num_tokens: int, dtype: torch.dtype) -> int:
+def _attended(module: Any, family: Family, num_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of attention's output."""
-    mixer = module.linear_attn.out_proj if linear_attention_of(module) else module.self_attn.o_proj
-    return num_tokens * mixer.in_features * dtype.itemsize
+    return num_tokens * last_projection(module, family).in_features * dtype.itemsize
 
 
 def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
@@ -145,9 +145,11 @@ def _one_layer(
     for experts in (part for name, part in module.named_modules() if name.endswith("experts")):
         for name, weight in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, nn.Parameter(weight[: len(weight) // ep]))
-    set_decays_apart(module)
-    install_linear_attention(module, TensorParallel(None, sequence_parallel=False), _rule)
     family = FAMILIES[config.model_type]
+    set_decays_apart([module], family)
+    if (mixer := TOKEN_MIXERS.get(family.token_mixer)) is not None:
+        rule = _rule if mixer.has_kernels else mixer.choose_rule(META, dtype)
+        mixer.install(module, TensorParallel(None, sequence_parallel=False), rule)
     if family.has_plain_norms:
         stand_in_norms(module)
     hidden = torch.empty(1, num_tokens, config.hidden_size, dtype=dtype, device=META)
@@ -282,7 +284,7 @@ def attention_stand_in(
 
 
 class _Rule(torch.autograd.Function):
-    """Linear attention that keeps its inputs and its output."""
+    """Kernels of a token mixer, which keep their inputs and their output."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -295,8 +297,9 @@ class _Rule(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:-1])
 
 
-def _rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    return _Rule.apply(q, k, v, decay, rates)
+def _rule(*arguments: Any) -> Tensor:
+    """Stands in for the kernels of any token mixer, of queries, keys, values, other tensors and lengths."""
+    return _Rule.apply(*arguments[:-1])
 
 
 def _experts(compiled: bool, module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from automodel_rl.parallel.pipeline.schedules import SCHEDULES, stages_of_ranks
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate
 from automodel_rl.support.combination import Combination
-from automodel_rl.support.description import LINEAR_ATTENTION, describe_model, experts_per_token
+from automodel_rl.support.description import describe_model, experts_per_token
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -276,7 +276,7 @@ class MemoryModel:
         """A layer's memory. Layers of the same kind are measured once."""
         first_mixture = self.values.get("first_k_dense_replace") or 0
         types = self.values.get("layer_types") or [None] * (layer + 1)
-        kinds = [(number >= first_mixture, kind == LINEAR_ATTENTION) for number, kind in enumerate(types)]
+        kinds = [(number >= first_mixture, kind) for number, kind in enumerate(types)]
         like = kinds.index(kinds[layer])
         axes = ParallelConfig(
             cp=parallel.cp, tp=parallel.tp, ep=parallel.ep, sequence_parallel=parallel.sequence_parallel

@@ -25,6 +25,9 @@ class Family:
         leaves_keys: whether layers leave keys and values for later layers, in a dict that all get.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         rotary_axes: number of axes of rotary positions, 3 for a language model that can read images (M-RoPE).
+        token_mixer: name of how layers without attention mix tokens (model/token_mixers/known.py); empty if all have
+            attention.
+        renamed_modules: names of modules of the body, and the usual names that they get.
         fp32_modules: names, below a layer, of modules whose weights stay in fp32.
         scales_embedding: whether the embedding module multiplies what it looks up.
         embedding_factor: key of the config with what the model multiplies embeddings with; empty if there is none.
@@ -47,6 +50,8 @@ class Family:
     leaves_keys: bool = False
     rotary_by_layer_type: bool = False
     rotary_axes: int = 1
+    token_mixer: str = ""
+    renamed_modules: tuple[tuple[str, str], ...] = ()
     fp32_modules: tuple[str, ...] = ()
     scales_embedding: bool = False
     embedding_factor: str = ""

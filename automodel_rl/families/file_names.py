@@ -74,6 +74,7 @@ _GRANITE = FileNames(
         (r"\.router\.weight$", ".router.layer.weight"),
     )
 )
+_LFM2_NORM = (r"^model\.norm\.", "model.embedding_norm.")
 _DELTA_NET = FileNames(renamed=((r"\.linear_attn\.decay\.", ".linear_attn."),))
 _DELTA_NET_MIXTURE = replace(SINGLE_EXPERTS, renamed=_DELTA_NET.renamed)
 
@@ -100,7 +101,6 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     "minimax_m2": (_MIXTRAL,),
     "gpt_oss": (FileNames(),),
     "gemma4_text": (FileNames(),),
-    "gemma4_unified_text": (FileNames(),),
     "granitemoe": (_GRANITE,),
     "granitemoeshared": (_GRANITE,),
     "granitemoe_swa": (FileNames(),),
@@ -126,6 +126,10 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
             ),
         ),
     ),
+    "lfm2": (FileNames(renamed=(_LFM2_NORM,)),),
+    "lfm2_moe": (FileNames(ExpertNames("feed_forward", "w1", "w3", "w2"), renamed=(_LFM2_NORM,)),),
+    "granitemoehybrid": (replace(_GRANITE, renamed=(*_GRANITE.renamed, (r"\.mamba\.decay\.", ".mamba."))),),
+    "olmo_hybrid": (_DELTA_NET,),
     "mimo_v2_flash": (replace(SINGLE_EXPERTS, renamed=((r"\.self_attn\.sinks", ".self_attn.attention_sink_bias"),)),),
     "qwen3_next": (_DELTA_NET_MIXTURE,),
     "qwen3_5_text": (_DELTA_NET,),

@@ -8,7 +8,9 @@ from automodel_rl.parallel.tensor_parallel import (
     BY_HEADS,
     COLUMNS,
     FUSED,
+    FUSED_CHANNELS,
     FUSED_HEADS,
+    FUSED_STATE_SPACE,
     FUSED_STATES,
     REPLICATED,
     ROWS,
@@ -68,6 +70,7 @@ _GEMMA4 = Family(
 _DELTA_NET: dict[str, Any] = {
     "has_plain_norms": False,
     "computes_in_fp32": True,
+    "token_mixer": "gated_delta_net",
     "fp32_modules": ("linear_attn.decay",),
 }
 _DELTA_NET_PLAN = (
@@ -77,6 +80,44 @@ _DELTA_NET_PLAN = (
     ("linear_attn.conv1d", REPLICATED),
     ("linear_attn.norm", REPLICATED),
     ("linear_attn.out_proj", ROWS),
+)
+
+_OLMO_DELTA_NET_PLAN = (
+    *((f"linear_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v", "g", "a", "b")),
+    *((f"linear_attn.decay.{name}", BY_HEADS) for name in ("A_log", "dt_bias")),
+    ("linear_attn.conv1d", REPLICATED),
+    ("linear_attn.o_norm", REPLICATED),
+    ("linear_attn.o_proj", ROWS),
+)
+_LFM2_MOE_NAMES = (("embedding_norm", "norm"), ("pos_emb", "rotary_emb"))
+_LFM2 = Family(
+    token_mixer="short_convolution",
+    renamed_modules=(("embedding_norm", "norm"),),
+    tp_plan=(
+        *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
+        *((f"self_attn.{name}_layernorm", REPLICATED) for name in ("q", "k")),
+        ("self_attn.out_proj", ROWS),
+        ("conv.in_proj", FUSED_CHANNELS),
+        ("conv.conv", REPLICATED),
+        ("conv.out_proj", ROWS),
+        *((f"feed_forward.{name}", style) for name, style in (("w1", COLUMNS), ("w3", COLUMNS), ("w2", ROWS))),
+    ),
+)
+_GRANITE_HYBRID = replace(
+    _GRANITE_MIXTURE,
+    computes_in_fp32=True,
+    token_mixer="mamba2",
+    fp32_modules=("mamba.decay",),
+    tp_plan=(
+        *ATTENTION,
+        ("mamba.in_proj", FUSED_STATE_SPACE),
+        *((f"mamba.decay.{name}", BY_HEADS) for name in ("A_log", "dt_bias", "D")),
+        ("mamba.conv1d", REPLICATED),
+        ("mamba.norm", WIDE_NORM),
+        ("mamba.out_proj", ROWS),
+        ("shared_mlp.input_linear", FUSED),
+        ("shared_mlp.output_linear", ROWS),
+    ),
 )
 
 TEXT_FAMILIES = {
@@ -122,7 +163,7 @@ TEXT_FAMILIES = {
     "exaone4": Family(),
     "gemma": Family(scales_embedding=True, has_plain_norms=False, computes_in_fp32=True),
     "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4,
+    "gemma4_unified_text": replace(_GEMMA4, is_moe=False),
     "glm": Family(tp_plan=FUSED_MLP),
     "glm4": Family(tp_plan=FUSED_MLP),
     "granite": Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling"),
@@ -133,10 +174,14 @@ TEXT_FAMILIES = {
     "hunyuan_v1_dense": Family(tp_plan=_HUNYUAN),
     "hyperclovax": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),
     "jais2": Family(),
+    "lfm2": _LFM2,
     "ministral": Family(),
     "ministral3": Family(),
     "olmo": Family(),
     "olmo2": Family(tp_plan=_WIDE_NORMS),
+    "olmo_hybrid": Family(
+        **{**_DELTA_NET, "token_mixer": "olmo_delta_net"}, tp_plan=(*_WIDE_NORMS, *_OLMO_DELTA_NET_PLAN)
+    ),
     "olmo3": Family(rotary_by_layer_type=True, tp_plan=_WIDE_NORMS),
     "phi3": Family(tp_plan=(("self_attn.qkv_proj", FUSED_HEADS), ("self_attn.o_proj", ROWS), *FUSED_MLP)),
     "seed_oss": Family(),
@@ -157,6 +202,7 @@ TEXT_FAMILIES = {
     "glm4_moe_lite": replace(_BIASED_MIXTURE, tp_plan=(*_LATENT_ATTENTION, *_SHARED_EXPERTS)),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
+    "granitemoehybrid": _GRANITE_HYBRID,
     "granitemoe_swa": replace(_GRANITE_MIXTURE, has_sinks=True, tp_plan=(*ATTENTION, *_SINKS)),
     "hunyuan_v1_moe": replace(
         SOFTMAX_MIXTURE, computes_in_fp32=True, fp32_modules=("mlp.gate",), tp_plan=(*_HUNYUAN, *_SHARED_EXPERTS)
@@ -166,6 +212,9 @@ TEXT_FAMILIES = {
         _BIASED_MIXTURE,
         rotary_by_layer_type=True,
         tp_plan=(*ATTENTION, ("self_attn.g_proj", COLUMNS), *NORMS_OF_HEADS, *_SHARED_EXPERTS),
+    ),
+    "lfm2_moe": replace(
+        _LFM2, is_moe=True, block="feed_forward", router_bias="expert_bias", renamed_modules=_LFM2_MOE_NAMES
     ),
     "mellum": replace(SOFTMAX_MIXTURE, rotary_by_layer_type=True),
     "mimo_v2_flash": replace(

@@ -11,7 +11,7 @@ from automodel_rl.parallel.sharding import Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+FUSED = re.compile(r"(.*)\.\w+\.experts\.(gate_up_proj|down_proj)$")
 
 
 def is_stack(name: str) -> bool:

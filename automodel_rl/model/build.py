@@ -12,6 +12,7 @@ from automodel_rl.compat.nemo import check_installed, nemo_model
 from automodel_rl.compat.nemo_mixtures import nemo_mixture
 from automodel_rl.config.model import Implementation
 from automodel_rl.families.classifier import is_classifier
+from automodel_rl.families.family import Family
 from automodel_rl.families.known import (
     FAMILIES,
     encoder_families,
@@ -23,8 +24,8 @@ from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_ex
 from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.attention import register_attention
 from automodel_rl.model.encoder import EncoderPart, language_model, split_modules
-from automodel_rl.model.linear_attention import set_decays_apart
 from automodel_rl.model.part_forward import numbered_layers
+from automodel_rl.model.token_mixers.known import set_decays_apart
 from automodel_rl.support.description import describe_model, experts_per_token
 
 
@@ -96,17 +97,26 @@ def build_empty_model(
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
     transpose_experts(model, family)
-    set_decays_apart(model)
-    _set_sizes_of_routers(language_model(model), language_config(config))
+    _rename_modules(model, family)
+    layers = numbered_layers(language_model(model))
+    set_decays_apart([*layers.values()], family)
+    _set_sizes_of_routers(layers, language_config(config))
     if multimodal_family(config) is None:
         _make_uniform(model, dtype, family.router_bias)
         return EmptyModel(config, model, {})
     return EmptyModel(config, *split_modules(model, language_config(config)))
 
 
-def _set_sizes_of_routers(model: Any, config: PretrainedConfig) -> None:
+def _rename_modules(model: Any, family: Family) -> None:
+    """Gives modules of a model's body the names that most models have."""
+    for own, usual in family.renamed_modules:
+        setattr(model.model, usual, model.model.get_submodule(own))
+        delattr(model.model, own)
+
+
+def _set_sizes_of_routers(layers: dict[int, Any], config: PretrainedConfig) -> None:
     """Routers know how many experts there are and how many they choose, also those that ask the config."""
-    for router in routers_of(numbered_layers(model), FAMILIES[config.model_type]).values():
+    for router in routers_of(layers, FAMILIES[config.model_type]).values():
         vars(router).setdefault("num_experts", describe_model(config).num_experts)
         vars(router).setdefault("top_k", experts_per_token(config))
 

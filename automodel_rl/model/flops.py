@@ -3,7 +3,12 @@
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from automodel_rl.support.description import experts_per_token, layer_windows, num_linear_layers
+from automodel_rl.support.description import (
+    experts_per_token,
+    layer_windows,
+    num_layers_without_scores,
+    size_of_state,
+)
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 FLOP/s by a word of the device's name (vendors' data sheets, without sparsity)."""
@@ -24,10 +29,8 @@ class StepFlops:
         config = model.config
         self.per_token = 6 * active_weights(model, trained=True) + 4 * active_weights(model, trained=False)
         self.of_attention = AttentionFlops(config)
-        values = config.to_dict()
-        if linear := num_linear_layers(config):  # each token updates every head's state and reads it
-            state = values["linear_num_value_heads"] * values["linear_key_head_dim"] * values["linear_value_head_dim"]
-            self.per_token += 3 * 4 * linear * state
+        # Each token updates every head's state and reads it.
+        self.per_token += 3 * 4 * num_layers_without_scores(config) * size_of_state(config)
 
     def __call__(self, length: int) -> float:
         """FLOPs of one sequence of `length` tokens."""

@@ -22,12 +22,8 @@ from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.float8 import install_float8
 from automodel_rl.model.fused_norm import install_fused_norms
-from automodel_rl.model.linear_attention import (
-    choose_rule,
-    install_linear_attention,
-    linear_attention_of,
-)
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
+from automodel_rl.model.token_mixers.known import install_token_mixers
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Unit, shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
@@ -117,10 +113,9 @@ def split_weights(work: PartInProgress) -> None:
         work.partial += split_part(work.part, plan, mesh, work.tp, work.family.scales_embedding, splits_head)
 
 
-def replace_linear_attention(work: PartInProgress) -> None:
-    """Sets the forwards of layers with linear attention."""
-    if linear_attention_of(work.part):
-        install_linear_attention(work.part, work.tp, choose_rule(work.layout.device, work.compute))
+def replace_token_mixers(work: PartInProgress) -> None:
+    """Sets the forwards of layers that mix tokens other than by attention."""
+    install_token_mixers([*work.layers.values()], work.family, work.tp, work.layout.device, work.compute)
 
 
 def add_adapters_and_float8(work: PartInProgress) -> None:
@@ -173,7 +168,7 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
     store_frozen_weights,
     split_experts,
     split_weights,
-    replace_linear_attention,
+    replace_token_mixers,
     add_adapters_and_float8,
     replace_part_forward,
     fuse_norms,

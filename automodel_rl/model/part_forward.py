@@ -132,7 +132,8 @@ def part_forward(
     for number, layer in numbered_layers(part).items():
         kind = part.config.layer_types[number] if context.rotary_by_layer_type else None
         if kind not in rotary:
-            rotary[kind] = body.rotary_emb(hidden, turned_by, *([kind] if kind else []))
+            turn = body.rotary_emb  # none in a model without positions
+            rotary[kind] = None if turn is None else turn(hidden, turned_by, *([kind] if kind else []))
         hidden = layer(
             hidden,
             attention_mask=None,

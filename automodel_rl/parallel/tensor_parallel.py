@@ -33,10 +33,33 @@ WIDE_NORM = "wide_norm"
 """An RMSNorm over all heads of a token."""
 
 FUSED, FUSED_HEADS, FUSED_STATES = "fused_columns", "fused_heads", "fused_states"
-FUSED_THREE = "fused_three"
-"""Linear layers whose outputs are two; queries, keys and values of attention, or of linear attention; or those of an
-encoder's attention, with as many heads for each. Every rank keeps the whole weight, because files hold it as one
-tensor, and uses its rows of each section."""
+FUSED_THREE, FUSED_CHANNELS, FUSED_STATE_SPACE = "fused_three", "fused_channels", "fused_state_space"
+"""Linear layers whose outputs are two; queries, keys and values of attention, or of linear attention; those of an
+encoder's attention, with as many heads for each; three for each channel; or gates, values, keys, queries and steps of a
+state space. Every rank keeps the whole weight, because files hold it as one tensor, and uses its rows of each
+section."""
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Sections of rows that ranks share.
+
+    Attributes:
+        rows: number of rows of each section.
+        shared: the sections of which every rank has all rows.
+    """
+
+    rows: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+
+    def within(self, start: int, stop: int) -> "Sections":
+        """Some of the sections: from a first one up to a last one, which is left out."""
+        return Sections(self.rows[start:stop], tuple(n - start for n in self.shared if start <= n < stop))
+
+    def of_rank(self, size: int) -> "Sections":
+        """The sections of one of the ranks."""
+        rows = (count if n in self.shared else count // size for n, count in enumerate(self.rows))
+        return Sections(tuple(rows), self.shared)
 
 
 @dataclass(frozen=True)
@@ -202,16 +225,33 @@ def _rows_forward(how: TensorParallel) -> Any:
     return forward
 
 
-def _halves(linear: Any, _: nn.Module, __: int) -> tuple[int, ...]:
-    return (len(linear.weight) // 2,) * 2
+def _halves(linear: Any, _: nn.Module, __: int) -> Sections:
+    return Sections((len(linear.weight) // 2,) * 2)
 
 
-def _sections_of_states(_: nn.Module, linear_attention: Any, __: int) -> tuple[int, ...]:
+def _sections_of_channels(linear: Any, _: nn.Module, __: int) -> Sections:
+    return Sections((len(linear.weight) // 3,) * 3)
+
+
+def _sections_of_states(_: nn.Module, linear_attention: Any, __: int) -> Sections:
     """Rows of queries, keys and values of linear attention."""
-    return (linear_attention.key_dim, linear_attention.key_dim, linear_attention.value_dim)
+    return Sections((linear_attention.key_dim, linear_attention.key_dim, linear_attention.value_dim))
 
 
-def _sections_of_heads(_: nn.Module, attention: Any, tp: int) -> tuple[int, ...]:
+def sections_of_state_space(state_space: Any, tp: int) -> Sections:
+    """Rows of gates, values, keys, queries and steps of a state space. Heads share keys and queries in groups; if there
+    are too few groups, every rank has all.
+
+    Args:
+        state_space: transformers' module.
+        tp: number of ranks.
+    """
+    width, states = state_space.intermediate_size, state_space.n_groups * state_space.ssm_state_size
+    shared = () if state_space.n_groups % tp == 0 else (2, 3)
+    return Sections((width, width, states, states, state_space.num_heads), shared)
+
+
+def _sections_of_heads(_: nn.Module, attention: Any, tp: int) -> Sections:
     """Rows of queries, keys and values. The block itself is told how many heads a rank has, for it cuts by them."""
     queries, keys = (
         count * attention.head_dim for count in (attention.config.num_attention_heads, attention.num_key_value_heads)
@@ -219,13 +259,13 @@ def _sections_of_heads(_: nn.Module, attention: Any, tp: int) -> tuple[int, ...]
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads //= tp
     attention.num_key_value_heads //= tp
-    return (queries, keys, keys)
+    return Sections((queries, keys, keys))
 
 
-def _thirds(linear: Any, attention: Any, tp: int) -> tuple[int, ...]:
+def _thirds(linear: Any, attention: Any, tp: int) -> Sections:
     """Rows of queries, keys and values of an encoder. Its attention is told how many heads a rank has."""
     attention.num_heads //= tp
-    return (len(linear.weight) // 3,) * 3
+    return Sections((len(linear.weight) // 3,) * 3)
 
 
 SECTIONS = {
@@ -233,16 +273,20 @@ SECTIONS = {
     FUSED_HEADS: _sections_of_heads,
     FUSED_STATES: _sections_of_states,
     FUSED_THREE: _thirds,
+    FUSED_CHANNELS: _sections_of_channels,
+    FUSED_STATE_SPACE: lambda _, state_space, tp: sections_of_state_space(state_space, tp),
 }
-"""Number of rows of each section, by style."""
+"""The sections, by style."""
 
 
-def own_rows(whole: Tensor, sections: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+def own_rows(whole: Tensor, sections: Sections, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of each section of a tensor that is whole on every rank."""
-    return torch.cat([section.chunk(group.size())[group.rank()] for section in whole.split(sections)])
+    pieces = enumerate(whole.split(sections.rows))
+    own = [p if n in sections.shared else p.chunk(group.size())[group.rank()] for n, p in pieces]
+    return torch.cat(own)
 
 
-def _sections_forward(group: dist.ProcessGroup, sections: tuple[int, ...]) -> Any:
+def _sections_forward(group: dist.ProcessGroup, sections: Sections) -> Any:
     def forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
         bias = None if linear.bias is None else own_rows(linear.bias, sections, group)
         return F.linear(hidden, own_rows(linear.weight, sections, group), bias)
@@ -250,16 +294,19 @@ def _sections_forward(group: dist.ProcessGroup, sections: tuple[int, ...]) -> An
     return forward
 
 
-def _own_weight_forward(norm: Any, hidden: Tensor) -> Tensor:
+def _own_weight_forward(norm: Any, *inputs: Tensor) -> Tensor:
     """The norm's own forward with this rank's weights."""
-    return type(norm).forward(SimpleNamespace(**{**vars(norm), "weight": local_tensor(norm.weight)}), hidden)
+    return type(norm).forward(SimpleNamespace(**{**vars(norm), "weight": local_tensor(norm.weight)}), *inputs)
 
 
 def _wide_norm_forward(group: dist.ProcessGroup) -> Any:
-    """RMSNorm over columns that are split: squares are summed over the ranks, in fp32 as in transformers."""
+    """RMSNorm over columns that are split: squares are summed over the ranks, in fp32 as in transformers. A gate
+    multiplies before it."""
 
-    def forward(norm: Any, hidden: Tensor) -> Tensor:
+    def forward(norm: Any, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
         wide = hidden.to(torch.float32)
+        if gate is not None:
+            wide = wide * F.silu(gate.to(torch.float32))
         squares = SumFromTP.apply(wide.pow(2).sum(-1, keepdim=True), group)
         mean = CopyToTP.apply(squares, group) / (hidden.shape[-1] * group.size())
         wide = wide * torch.rsqrt(mean + norm.variance_epsilon)

@@ -12,8 +12,8 @@ from automodel_rl.batch.media import EncoderName
 from automodel_rl.families.known import FAMILIES, language_config, multimodal_family
 from automodel_rl.families.multimodal import encoder_config
 
-LINEAR_ATTENTION = "linear_attention"
-"""The entry of a config's `layer_types` for layers without attention scores (Gated DeltaNet)."""
+WITHOUT_SCORES = ("linear_attention", "mamba", "conv")
+"""The entries of a config's `layer_types` for layers without attention scores: with a state, or with a convolution."""
 
 IN_IMAGES = "vision"
 """The value of a config's `use_bidirectional_attention` for tokens of images alone; attention between tokens of text is
@@ -50,7 +50,8 @@ class ModelDescription:
         shared_expert_size: columns of the experts that all tokens share; 0 if there are none.
         noise: the config's entries above 0 that make training random.
         rope_types: the kinds of scaling of rotary embeddings, over all layers.
-        num_linear_heads: number of key heads in layers with linear attention; 0 if there are none.
+        num_mixer_heads: number of the heads or channels that ranks share in layers without attention scores; 0 if there
+            are none. If there are several, their greatest common divisor.
         shares_keys: whether layers take keys and values of earlier layers, or embeddings of their own.
         has_softcap: whether attention scores go through a soft cap.
         has_windows: whether some layers have sliding windows.
@@ -76,7 +77,7 @@ class ModelDescription:
     value_dim: int = 1
     num_experts: int = 0
     shared_expert_size: int = 0
-    num_linear_heads: int = 0
+    num_mixer_heads: int = 0
     shares_keys: bool = False
     has_softcap: bool = False
     has_windows: bool = False
@@ -134,7 +135,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         value_dim=values.get("v_head_dim") or _head_dim(values),
         num_experts=_num_experts(values),
         shared_expert_size=_shared_expert_size(values),
-        num_linear_heads=values["linear_num_key_heads"] if num_linear_layers(config) else 0,
+        num_mixer_heads=_mixer_heads(values) if num_layers_without_scores(config) else 0,
         has_softcap=values.get("attn_logit_softcapping") is not None,
         has_windows=any(layer_windows(config)),
         is_bidirectional=values.get("use_bidirectional_attention") not in (None, False, IN_IMAGES),
@@ -172,8 +173,7 @@ def _other_head_dims(values: dict[str, Any]) -> tuple[int, ...]:
 
 def experts_per_token(config: PretrainedConfig) -> int:
     """Number of experts that a token goes to; the most of all layers if they differ."""
-    values = config.to_dict()
-    chosen = values.get("num_experts_per_tok") or values["top_k_experts"]
+    chosen = config.top_k_experts if "top_k_experts" in vars(config) else config.num_experts_per_tok
     return max(chosen) if isinstance(chosen, list) else chosen
 
 
@@ -182,12 +182,27 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
     values = config.to_dict()
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     kinds = values.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds if kind != LINEAR_ATTENTION]
+    return [window if kind == "sliding_attention" else None for kind in kinds if kind not in WITHOUT_SCORES]
 
 
-def num_linear_layers(config: PretrainedConfig) -> int:
-    """Number of layers with linear attention."""
-    return (config.to_dict().get("layer_types") or []).count(LINEAR_ATTENTION)
+def num_layers_without_scores(config: PretrainedConfig) -> int:
+    """Number of layers without attention scores."""
+    return sum(kind in WITHOUT_SCORES for kind in config.to_dict().get("layer_types") or ())
+
+
+def size_of_state(config: PretrainedConfig) -> int:
+    """Number of values in the state of a layer without attention scores; 0 if it has a convolution alone."""
+    values = config.to_dict()
+    if "linear_num_value_heads" in values:
+        return values["linear_num_value_heads"] * values["linear_key_head_dim"] * values["linear_value_head_dim"]
+    if "mamba_n_heads" in values:
+        return values["mamba_n_heads"] * values["mamba_d_head"] * values["mamba_d_state"]
+    return 0
+
+
+def _mixer_heads(values: dict[str, Any]) -> int:
+    heads = ("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads")
+    return math.gcd(*(values.get(key) or 0 for key in heads)) or values["hidden_size"]
 
 
 def _context(values: dict[str, Any]) -> int | None:

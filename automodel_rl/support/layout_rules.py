@@ -116,21 +116,21 @@ SEQUENCE_PARALLEL = Rule(
 )
 
 
-def _linear_attention(asked: Combination) -> str | None:
-    heads, ranks = asked.description.num_linear_heads, asked.parallel.cp * asked.parallel.tp
+def _token_mixers(asked: Combination) -> str | None:
+    heads, ranks = asked.description.num_mixer_heads, asked.parallel.cp * asked.parallel.tp
     if heads == 0 or heads % ranks == 0:
         return None
     return (
-        f"parallel.cp x parallel.tp = {ranks} must divide the {heads} key heads of linear attention, which these ranks "
-        "share: lower one of them"
+        f"parallel.cp x parallel.tp = {ranks} must divide the {heads} heads (or channels) of layers without attention, "
+        "which these ranks share: lower one of them"
     )
 
 
 CONTEXT_PARALLEL = Rule(
     "context parallel (cp)",
-    "every model and schedule; every attention backend, but windows with te; cp x tp divides the key heads of linear "
-    "attention",
-    _linear_attention,
+    "every model and schedule; every attention backend, but windows with te; cp x tp divides heads and channels of "
+    "linear attention, state spaces and convolutions",
+    _token_mixers,
 )
 
 

@@ -53,21 +53,47 @@ def _plain_rotary_embeddings() -> Any:
 
 def _states_that_leak() -> Any:
     """Linear attention takes the sequences of a microbatch for one."""
-    from automodel_rl.model.linear_attention import chunked_rule
+    from automodel_rl.model.token_mixers.gated_delta_net import chunked_rule
 
     def leaking(*tensors: Any) -> Tensor:
         return chunked_rule(*tensors[:-1], (len(tensors[0]),))
 
-    return patch("model.linear_attention.chunked_rule", leaking)
+    return patch("model.token_mixers.gated_delta_net.chunked_rule", leaking)
 
 
 def _convolutions_that_leak() -> Any:
-    from automodel_rl.model.linear_attention import _convolve
+    from automodel_rl.model.token_mixers.whole_sequences import convolve
 
-    def leaking(inputs: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return _convolve(inputs, weight, torch.arange(len(offsets)))
+    def leaking(inputs: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+        return convolve(inputs, weight, bias, torch.arange(len(offsets)))
 
-    return patch("model.linear_attention._convolve", leaking)
+    return patch("model.token_mixers.gated_delta_net.convolve", leaking)
+
+
+def _state_spaces_that_leak() -> Any:
+    from automodel_rl.model.token_mixers.mamba2 import chunked_rule
+
+    def leaking(*tensors: Any) -> Tensor:
+        return chunked_rule(*tensors[:-1], (len(tensors[0]),))
+
+    return patch("model.token_mixers.mamba2.chunked_rule", leaking)
+
+
+def _keys_of_the_first_group() -> Any:
+    from automodel_rl.model.token_mixers.mamba2 import _groups_of_heads
+
+    return patch(
+        "model.token_mixers.mamba2._groups_of_heads", lambda *arguments: torch.zeros_like(_groups_of_heads(*arguments))
+    )
+
+
+def _short_convolutions_that_leak() -> Any:
+    from automodel_rl.model.token_mixers.whole_sequences import convolve
+
+    def leaking(inputs: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+        return convolve(inputs, weight, bias, torch.arange(len(offsets)))
+
+    return patch("model.token_mixers.short_convolution.convolve", leaking)
 
 
 def _norm_of_own_columns() -> Any:
@@ -154,6 +180,9 @@ FAULTS: dict[str, Fault] = {
     "the kind of rotary embeddings ignored": Fault(_plain_rotary_embeddings, Verified("ministral3")),
     "a norm over the columns of this tp rank": Fault(_norm_of_own_columns, Verified("olmo2", {"tp": 2})),
     "states of linear attention leak into the next sequence": Fault(_states_that_leak, Verified("qwen3_5_text")),
+    "states of Mamba-2 leak into the next sequence": Fault(_state_spaces_that_leak, Verified("granitemoehybrid")),
+    "heads of Mamba-2 take keys of another group": Fault(_keys_of_the_first_group, Verified("granitemoehybrid")),
+    "short convolutions leak into the next sequence": Fault(_short_convolutions_that_leak, Verified("lfm2")),
     "convolutions leak into the next sequence": Fault(_convolutions_that_leak, Verified("qwen3_next")),
     "cp tokens restored in another order": Fault(_tokens_restored_wrongly, Verified("qwen3", {"cp": 2})),
     "gradients of keys of this cp rank alone": Fault(_keys_of_own_rank, Verified("qwen3", {"cp": 2})),

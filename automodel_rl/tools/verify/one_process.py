@@ -85,10 +85,39 @@ def delta_rule(
     return torch.stack(outputs)[None].to(query.dtype), state[None]
 
 
+def state_space(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    return_final_states: bool = False,
+    **_: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba-2's state space (arXiv:2405.21060, eq. 2) token by token in float64, in the signature of transformers'
+    function, which computes in fp32: inputs [1, n, heads, P], steps [1, n, heads], decays' rates [heads], B and C
+    [1, n, groups, N] to outputs, and to the last state if it is asked for."""
+    x, step, b, c = (tensor.double().squeeze(0) for tensor in (hidden_states, dt, B, C))
+    step = torch.nn.functional.softplus(step + dt_bias.double()).clamp(*dt_limit)
+    b, c = (tensor.repeat_interleave(x.shape[1] // tensor.shape[1], dim=1) for tensor in (b, c))
+    state, outputs = x.new_zeros(x.shape[1], x.shape[2], b.shape[2]), []
+    for n in range(len(x)):
+        decay = (A.double() * step[n]).exp()[:, None, None]
+        state = decay * state + torch.einsum("hp,hn->hpn", x[n] * step[n][:, None], b[n])
+        outputs.append(torch.einsum("hpn,hn->hp", state, c[n]) + D.double()[:, None] * x[n])
+    found = torch.stack(outputs)[None].to(hidden_states.dtype)
+    return (found, state[None]) if return_final_states else found
+
+
 def compute_rule_in_float64(layer: Any) -> None:
-    """Gives a linear-attention layer of transformers its own forward with `delta_rule` in it."""
+    """Gives a layer of transformers with a state its own forward, with `delta_rule` or `state_space` in it."""
     plain = inspect.unwrap(type(layer).forward)
-    names = {**plain.__globals__, "torch_chunk_gated_delta_rule": delta_rule}
+    rules = {"torch_chunk_gated_delta_rule": delta_rule, "mamba2_chunk_scan": state_space}
+    names = {**plain.__globals__, **rules}
     layer.forward = MethodType(FunctionType(plain.__code__, names, argdefs=plain.__defaults__), layer)
 
 
@@ -126,6 +155,12 @@ def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Ten
         logits = hidden.float() @ router.weight.float().T
         weights = logits.softmax(1).gather(1, chosen)
         return logits, (weights / weights.sum(1, keepdim=True).clamp(min=router.norm_min)).to(hidden.dtype), chosen
+    if "use_expert_bias" in settings:  # LFM2: sigmoids in the tokens' dtype, without the bias
+        logits = hidden @ own["weight"].T
+        weights = logits.sigmoid().gather(1, chosen)
+        if router.norm_topk_prob:
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-6)
+        return logits, weights * router.routed_scaling_factor, chosen
     if family.router_bias:  # sigmoids, as in DeepSeek-V3, without the bias, which only affects the choice
         names = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
         scale = next((settings[name] for name in names if name in settings), None)
@@ -232,7 +267,7 @@ class OneProcess:
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
         for name, module in model.named_modules():
-            if name.endswith(".linear_attn"):
+            if name.endswith((".linear_attn", ".mamba")):
                 compute_rule_in_float64(module)
         self.takes_grids = "image_grid_thw" in signature(model.forward).parameters
         self.takes_types = "mm_token_type_ids" in signature(model.forward).parameters
@@ -425,9 +460,10 @@ class OneProcess:
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Parameters with the names that the layout uses: the language model is named as if it were the whole model."""
         named = self.model.named_parameters(remove_duplicate=False)
-        return [(_name_in_layout(name), parameter) for name, parameter in named]
+        return [(name_in_layout(name), parameter) for name, parameter in named]
 
 
-def _name_in_layout(name: str) -> str:
+def name_in_layout(name: str) -> str:
     name = re.sub(r"^(visual|audio_tower)\.", r"model.\1.", name.replace("model.language_model.", "model.", 1))
-    return re.sub(r"(\.linear_attn)\.(A_log|dt_bias)$", r"\1.decay.\2", name)
+    name = name.replace("model.embedding_norm.", "model.norm.")
+    return re.sub(r"(\.linear_attn|\.mamba)\.(A_log|dt_bias|D)$", r"\1.decay.\2", name)

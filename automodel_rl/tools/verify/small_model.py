@@ -88,6 +88,8 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
         "linear_num_value_heads": 2 * linear,
         "linear_key_head_dim": HEAD_DIM,
         "linear_value_head_dim": HEAD_DIM,
+        "mamba_d_head": HEAD_DIM,
+        "mamba_d_state": HEAD_DIM,
         "qk_rope_head_dim": HEAD_DIM // 2,
         "qk_nope_head_dim": HEAD_DIM,
         "v_head_dim": HEAD_DIM,
@@ -100,6 +102,9 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
     if by_layer := values.get("num_attention_heads_per_layer"):
         fewest = min(by_layer)
         changed["num_attention_heads_per_layer"] = [heads * min(2, count // fewest) for count in by_layer]
+    if values.get("mamba_n_heads"):  # as many as their widths together are the inner width
+        changed["mamba_n_heads"] = int(values["mamba_expand"] * small["hidden_size"]) // HEAD_DIM
+        changed["mamba_n_groups"] = min(values["mamba_n_groups"], 2)
     if values.get("hidden_size_per_layer_input"):
         changed |= {"hidden_size_per_layer_input": HEAD_DIM, "vocab_size_per_layer_input": small["vocab_size"]}
     if of_layers := values.get("per_layer_config"):

@@ -22,7 +22,7 @@ def test_weights_are_cut_before_forwards_are_set_and_forwards_wrapped_before_fsd
         "store_frozen_weights",
         "split_experts",
         "split_weights",
-        "replace_linear_attention",
+        "replace_token_mixers",
         "add_adapters_and_float8",
         "replace_part_forward",
         "fuse_norms",

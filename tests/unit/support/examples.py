@@ -100,6 +100,12 @@ EXAMPLES = (
     ),
     # model_rules QUANTIZED
     Breach("model.path: the weights are quantized by 'awq', and only", {"description.quantization": "awq"}),
+    # layout_rules SHARED_KEYS
+    Breach(
+        "parallel.pp=2: layers of this 'qwen3' model take keys and values of earlier layers",
+        {"description.shares_keys": True},
+        {"parallel.pp": 2},
+    ),
     # model_rules NOISE
     Breach("model.path: config.json has resid_pdrop=0.1", {"description.noise": {"resid_pdrop": 0.1}}),
     # model_rules BIDIRECTIONAL
@@ -210,8 +216,8 @@ EXAMPLES = (
     Breach("parallel.sequence_parallel=true needs parallel.tp of at least 2", {"parallel.sequence_parallel": True}),
     # layout_rules CONTEXT_PARALLEL
     Breach(
-        "parallel.cp x parallel.tp = 4 must divide the 6 key heads of linear attention",
-        {"description.num_linear_heads": 6},
+        "parallel.cp x parallel.tp = 4 must divide the 6 heads (or channels) of layers without attention",
+        {"description.num_mixer_heads": 6},
         {"parallel.cp": 4, "description.family": "qwen3_5_text"},
     ),
     # layout_rules RECOMPUTATION

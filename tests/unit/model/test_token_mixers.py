@@ -1,4 +1,6 @@
-"""Gated DeltaNet: the rule over packed sequences, and the convolution before it."""
+"""Layers with a state: their rules over packed sequences, and the convolution before them."""
+
+import math
 
 import pytest
 import torch
@@ -6,9 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from automodel_rl.errors import InputError
-from automodel_rl.model import linear_attention
-from automodel_rl.model.linear_attention import CHUNK, choose_rule, chunked_rule
-from automodel_rl.tools.verify.one_process import delta_rule
+from automodel_rl.model.token_mixers import mamba2
+from automodel_rl.model.token_mixers.gated_delta_net import CHUNK, chunked_rule
+from automodel_rl.model.token_mixers.whole_sequences import convolve, has_fast_kernels
+from automodel_rl.tools.verify.one_process import delta_rule, state_space
 
 LENGTHS = (CHUNK + 7, 1, 2 * CHUNK, 5)
 
@@ -41,16 +44,34 @@ def test_sequences_of_many_chunks_and_of_one_token_equal_the_rule_token_by_token
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
+def test_a_state_space_equals_its_recurrence_token_by_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    total, heads = sum(LENGTHS), 4
+    values, keys, queries, steps = (
+        torch.randn(total, *shape, generator=generator, dtype=torch.float64)
+        for shape in ((heads, 6), (heads, 8), (heads, 8), (heads,))
+    )
+    rates, zeros = -torch.rand(heads, generator=generator, dtype=torch.float64), torch.zeros(heads).double()
+    taken = F.softplus(steps)
+    found = mamba2.chunked_rule(queries, keys, values * taken[..., None], rates * taken, LENGTHS)
+    expected = [
+        state_space(x[None], dt[None], rates, b[None], c[None], D=zeros, dt_bias=zeros, dt_limit=(0.0, math.inf))
+        for x, dt, b, c in zip(*(part.split(LENGTHS) for part in (values, steps, keys, queries)), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat(expected, dim=1)[0], rtol=1e-9, atol=1e-10)
+
+
 def test_the_convolution_sees_no_other_sequence() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(sum(LENGTHS), 6, generator=generator, dtype=torch.float64)
     weight = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    bias = torch.randn(6, generator=generator, dtype=torch.float64)
     offsets = torch.cat([torch.arange(length) for length in LENGTHS])
     expected = [
-        F.silu(F.conv1d(F.pad(piece.t()[None], (3, 0)), weight[:, None], groups=6))[0].t()
+        F.conv1d(F.pad(piece.t()[None], (3, 0)), weight[:, None], bias, groups=6)[0].t()
         for piece in tokens.split(LENGTHS)
     ]
-    torch.testing.assert_close(linear_attention._convolve(tokens, weight, offsets), torch.cat(expected))
+    torch.testing.assert_close(convolve(tokens, weight, bias, offsets), torch.cat(expected))
 
 
 @pytest.mark.parametrize(
@@ -63,5 +84,5 @@ def test_cuda_without_right_kernels_is_refused(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object() if has_fla else None)
     monkeypatch.setattr("importlib.metadata.version", lambda _: triton)
     with pytest.raises(InputError, match=message):
-        choose_rule(torch.device("cuda"), torch.bfloat16)
-    assert choose_rule(torch.device("cuda"), torch.float32) is chunked_rule
+        has_fast_kernels("Gated DeltaNet", torch.device("cuda"), torch.bfloat16)
+    assert not has_fast_kernels("Gated DeltaNet", torch.device("cuda"), torch.float32)

@@ -1,0 +1,179 @@
+"""Gated DeltaNet (Yang et al., arXiv:2412.06464): every sequence has a state of its own, which starts at 0, and a short
+convolution that does not look into the sequence before.
+
+Shape letters: t tokens of this rank, T tokens of the microbatch, h value heads of this rank, K and V dims of a key and
+of a value.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from automodel_rl.batch import LocalMicrobatch
+from automodel_rl.model.token_mixers.token_mixer import Rule, TokenMixer
+from automodel_rl.model.token_mixers.whole_sequences import convolve, has_fast_kernels, over_whole_sequences
+from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.parallel.tensor_parallel import Sections, own_rows
+
+CHUNK = 64
+"""Tokens that the reference computes at once."""
+
+EPSILON = 1e-6
+"""What is added to the squared norm of queries and keys."""
+
+
+class Decay(nn.Module):
+    """The parameters of a layer's decay. They are a module of their own because they stay in fp32.
+
+    Args:
+        A_log, dt_bias: the layer's parameters of these names, one number for each value head.
+    """
+
+    def __init__(self, A_log: nn.Parameter, dt_bias: nn.Parameter):
+        super().__init__()
+        self.A_log, self.dt_bias = A_log, dt_bias
+
+    def forward(self, steps: Tensor) -> Tensor:
+        """Logs of the decays, [t, h], from the layer's projection. Rounded to fp32 where transformers does so, also in
+        float64, for else no comparison with it would be exact."""
+        return -local_tensor(self.A_log).float().exp() * F.softplus(steps.float() + local_tensor(self.dt_bias))
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet(TokenMixer):
+    """Gated DeltaNet.
+
+    Its rule takes queries [T, h, K], keys [T, h, K], values [T, h, V], logs of decays [T, h], rates [T, h] and lengths
+    of sequences, and gives [T, h, V].
+
+    Attributes:
+        norm: name of the norm of outputs.
+    """
+
+    module: str = "linear_attn"
+    norm: str = "norm"
+
+    def set_apart(self, module: Any) -> None:
+        module.decay = Decay(module.A_log, module.dt_bias)
+        del module.A_log, module.dt_bias
+
+    def choose_rule(self, device: torch.device, dtype: torch.dtype) -> Rule:
+        return _fla_rule if has_fast_kernels("Gated DeltaNet", device, dtype) else chunked_rule
+
+    def split(self, module: Any, tp: int) -> None:
+        # Rates up to 2 let the state's eigenvalues be negative (arXiv:2411.12537).
+        module.largest_rate = 2.0 if vars(module).get("allow_neg_eigval") else 1.0
+        module.rows_of_conv = Sections((module.key_dim, module.key_dim, module.value_dim))
+        for size in ("num_k_heads", "num_v_heads", "key_dim", "value_dim"):
+            setattr(module, size, getattr(module, size) // tp)
+
+    def forward(
+        self, module: Any, hidden: Tensor, microbatch: LocalMicrobatch, cp_group: dist.ProcessGroup | None
+    ) -> Tensor:
+        q, k, v, gates, rates, steps = _projections(module, hidden)
+        parts = (q, k, v, module.decay(steps)[..., None], (rates.sigmoid() * module.largest_rate)[..., None])
+        mixed = _mix(module, parts, microbatch, cp_group)
+        norm, output = module.get_submodule(self.norm), module.get_submodule(self.output)
+        normed = norm(mixed.reshape(-1, module.head_v_dim), gates.reshape(-1, module.head_v_dim))
+        return output(normed.view(1, len(mixed), -1))
+
+
+def _projections(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys, values and gates by heads, and the two numbers of each value head, for [1, t, H]."""
+    own = dict(module.named_children())
+    if "in_proj_qkvz" in own:  # Qwen3-Next: the columns of a key head are together
+        projected = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
+        q, k, v, gates, b, a = (tensor.squeeze(0) for tensor in projected)
+    elif "in_proj_qkv" in own:
+        sizes = [module.key_dim, module.key_dim, module.value_dim]
+        q, k, v = module.in_proj_qkv(hidden).squeeze(0).split(sizes, dim=-1)
+        gates, b, a = (project(hidden).squeeze(0) for project in (module.in_proj_z, module.in_proj_b, module.in_proj_a))
+    else:  # OLMo Hybrid
+        q, k, v, gates, b, a = (own[f"{name}_proj"](hidden).squeeze(0) for name in ("q", "k", "v", "g", "b", "a"))
+    num_tokens = hidden.shape[1]
+    return (
+        q.reshape(num_tokens, -1, module.head_k_dim),
+        k.reshape(num_tokens, -1, module.head_k_dim),
+        v.reshape(num_tokens, -1, module.head_v_dim),
+        gates.reshape(num_tokens, -1, module.head_v_dim),
+        b,
+        a,
+    )
+
+
+@torch.compiler.disable  # loops over sequences, or kernels that are compiled already
+def _mix(
+    module: Any, parts: tuple[Tensor, ...], microbatch: LocalMicrobatch, cp_group: dist.ProcessGroup | None
+) -> Tensor:
+    """Convolution and rule over whole sequences, [t, h, V].
+
+    Args:
+        module: transformers' module.
+        parts: queries, keys and values, logs of decays and rates of this rank's tokens, each [t, heads, ...].
+        microbatch: this rank's tokens.
+        cp_group: the ranks that share a microbatch.
+    """
+    weight = module.conv1d.weight.squeeze(1)
+    if module.tp_group is not None:
+        weight = own_rows(weight, module.rows_of_conv, module.tp_group)
+    if cp_group is not None:
+        weight = own_rows(weight, Sections((module.key_dim, module.key_dim, module.value_dim)), cp_group)
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor) -> Tensor:
+        heads = [part.shape[1] for part in (q, k, v)]
+        joined = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
+        joined = F.silu(convolve(joined, weight, None, microbatch.offsets))
+        q, k, v = (
+            piece.unflatten(1, (count, -1))
+            for piece, count in zip(joined.split([part[0].numel() for part in (q, k, v)], dim=-1), heads, strict=True)
+        )
+        return module.rule(q, k, v, decay[..., 0], rates[..., 0], microbatch.lengths).to(v.dtype)
+
+    return over_whole_sequences(compute, parts, microbatch, cp_group)
+
+
+def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The rule written out in fp32 or wider, sequence by sequence and chunk by chunk. Any device."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = v.shape[1] // q.shape[1]
+    q, k = (_normalised(part.to(wide)).repeat_interleave(groups, dim=1) for part in (q, k))
+    parts = [
+        part.to(wide).transpose(0, 1) for part in (q * q.shape[-1] ** -0.5, k, v, decay[..., None], rates[..., None])
+    ]
+    outputs = [_one_sequence(*pieces) for pieces in zip(*(part.split(lengths, dim=1) for part in parts), strict=True)]
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def _normalised(tensor: Tensor) -> Tensor:
+    return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def _one_sequence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor) -> Tensor:
+    """The rule for one sequence (arXiv:2412.06464, section 3.3): [h, n, K], [h, n, K], [h, n, V], [h, n, 1] twice to
+    [h, n, V]."""
+    state, outputs = q.new_zeros(q.shape[0], q.shape[2], v.shape[2]), []
+    for cq, ck, cv, cd, cr in zip(*(part.split(CHUNK, dim=1) for part in (q, k, v, decay, rates)), strict=True):
+        total = cd.cumsum(1)  # [h, c, 1]: the log of the decay since the chunk's beginning
+        seen = torch.ones(cq.shape[1], cq.shape[1], dtype=torch.bool, device=q.device).tril()
+        between = (total - total.transpose(1, 2)).masked_fill(~seen, -torch.inf).exp()
+        system = (cr * ck) @ ck.transpose(1, 2) * between
+        # What a token adds to the state depends on what the tokens before it in the chunk have added.
+        wanted = cr * cv - cr * total.exp() * (ck @ state)
+        added = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        outputs.append((cq * total.exp()) @ state + (cq @ ck.transpose(1, 2) * between) @ added)
+        state = state * total[:, -1:].exp() + (ck * (total[:, -1:] - total).exp()).transpose(1, 2) @ added
+    return torch.cat(outputs, dim=1)
+
+
+def _fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The kernels of flash-linear-attention."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # an optional dependency
+
+    starts = torch.tensor([0, *lengths], device=q.device).cumsum(0)
+    q, k, v, decay, rates = (part.unsqueeze(0).contiguous() for part in (q, k, v, decay, rates))
+    output, _ = chunk_gated_delta_rule(q, k, v, decay, rates, cu_seqlens=starts, use_qk_l2norm_in_kernel=True)
+    return output.squeeze(0)

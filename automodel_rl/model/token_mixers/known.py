@@ -1,0 +1,71 @@
+"""All token mixers, and which of them a family has."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from automodel_rl.families.family import Family
+from automodel_rl.model.token_mixers.gated_delta_net import GatedDeltaNet
+from automodel_rl.model.token_mixers.mamba2 import Mamba2
+from automodel_rl.model.token_mixers.short_convolution import ShortConvolution
+from automodel_rl.model.token_mixers.token_mixer import TokenMixer
+from automodel_rl.parallel.tensor_parallel import TensorParallel
+
+TOKEN_MIXERS: dict[str, TokenMixer] = {
+    "gated_delta_net": GatedDeltaNet(),
+    "olmo_delta_net": GatedDeltaNet(norm="o_norm", output="o_proj"),
+    "short_convolution": ShortConvolution(),
+    "mamba2": Mamba2("mamba"),
+}
+"""By the names that families give (families/family.py: Family.token_mixer)."""
+
+
+def set_decays_apart(layers: list[Any], family: Family) -> None:
+    """Moves parameters that stay in fp32 into a module `decay` of each layer's token mixer.
+
+    Args:
+        layers: decoder layers.
+        family: the model's family.
+    """
+    if family.token_mixer:
+        mixer = TOKEN_MIXERS[family.token_mixer]
+        for module in (mixer.of(layer) for layer in layers):
+            if module is not None:
+                mixer.set_apart(module)
+
+
+def install_token_mixers(
+    layers: list[Any], family: Family, how: TensorParallel, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Gives layers that mix tokens other than by attention a forward over microbatches.
+
+    Args:
+        layers: decoder layers, after tensor parallelism has split them.
+        family: the model's family.
+        how: this rank's place among the ranks that split layers.
+        device, dtype: device and dtype of the computation.
+
+    Raises:
+        InputError: kernels are needed and not there, or would be wrong.
+    """
+    if family.token_mixer:
+        mixer = TOKEN_MIXERS[family.token_mixer]
+        mixed = [layer for layer in layers if mixer.of(layer) is not None]
+        for layer in mixed:
+            mixer.install(layer, how, mixer.choose_rule(device, dtype))
+
+
+def last_projection(layer: nn.Module, family: Family) -> Any:
+    """The linear layer after a layer's attention or token mixer.
+
+    Args:
+        layer: a decoder layer.
+        family: the model's family.
+    """
+    mixer = TOKEN_MIXERS.get(family.token_mixer)
+    module = None if mixer is None else mixer.of(layer)
+    if mixer is not None and module is not None:
+        return module.get_submodule(mixer.output)
+    children = dict(layer.get_submodule("self_attn").named_children())
+    return children["o_proj"] if "o_proj" in children else children["out_proj"]
