@@ -254,6 +254,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {
         **WIDE,
         **LINEAR,
+        "linear_value_head_dim": 8,  # unlike the width of keys
         "linear_allow_neg_eigval": True,
     },
     "olmo": WIDE,

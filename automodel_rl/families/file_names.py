@@ -1,8 +1,10 @@
 """How the files of checkpoints name the tensors of text models, where names differ from those of the model."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+
+from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class FileNames:
         starts: pairs of the beginning of a name in the model's parts and its beginning in files. The first pair that
             fits counts.
         renamed: patterns of names in the model and their text in files, for tensors with other names there.
+        cut: patterns of names in files of tensors that are several there, one after the other, each with the text that
+            takes the place of what is found and the number of rows.
         turns_experts: whether some files have stacks of experts [experts, outputs, inputs], as transformers 5.18 writes
             them, though it reads both.
         tell_tale: pattern of a name that only files with these names have; empty for the usual names.
@@ -37,6 +41,7 @@ class FileNames:
     experts: ExpertNames | None = None
     starts: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    cut: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     turns_experts: bool = False
     tell_tale: str = ""
 
@@ -96,6 +101,39 @@ def in_multimodal(usual: tuple[FileNames, ...]) -> tuple[FileNames, ...]:
     return tuple(found)
 
 
+_CONVOLUTIONS = (".q_conv1d.", ".k_conv1d.", ".v_conv1d.")
+
+
+def _of_olmo_hybrid(config: PretrainedConfig) -> tuple[FileNames, ...]:
+    """The names that vLLM reads, those with other names of norms, and those that transformers 5.18 writes: it takes
+    norms of layers with attention for norms of the others, and cuts convolutions into three equal parts."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    third = -(-(2 * keys + values) // 3)
+    of_widths, of_thirds = (
+        replace(_DELTA_NET, cut=((r"\.conv1d\.", tuple(zip(_CONVOLUTIONS, rows, strict=True))),))
+        for rows in ((keys, keys, values), (third, third, 2 * keys + values - 2 * third))
+    )
+    kinds = [kind == "linear_attention" for kind in config.layer_types]
+    linear = "|".join(str(number) for number, is_linear in enumerate(kinds) if is_linear)
+    others = "|".join(str(number) for number, is_linear in enumerate(kinds) if not is_linear)
+    first = (r"\.input_layernorm\.", ".attention_layer_norm.")
+    of_linear = (rf"\.({linear})\.post_attention_layernorm\.", r".\1.feedforward_layer_norm.")
+    of_all = (r"\.post_attention_layernorm\.", ".feedforward_layer_norm.")
+    return (
+        of_widths,
+        replace(of_widths, renamed=(*_DELTA_NET.renamed, first, of_linear), tell_tale=r"\.attention_layer_norm\."),
+        replace(
+            of_thirds,
+            renamed=(*_DELTA_NET.renamed, first, of_all),
+            tell_tale=rf"\.({others})\.feedforward_layer_norm\.",
+        ),
+    )
+
+
+NAMES_BY_CONFIG: dict[str, Callable[[PretrainedConfig], tuple[FileNames, ...]]] = {"olmo_hybrid": _of_olmo_hybrid}
+"""Names that depend on a config, by its `model_type`."""
+
 TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     "mixtral": (_MIXTRAL,),
     "minimax_m2": (_MIXTRAL,),
@@ -129,7 +167,6 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     "lfm2": (FileNames(renamed=(_LFM2_NORM,)),),
     "lfm2_moe": (FileNames(ExpertNames("feed_forward", "w1", "w3", "w2"), renamed=(_LFM2_NORM,)),),
     "granitemoehybrid": (replace(_GRANITE, renamed=(*_GRANITE.renamed, (r"\.mamba\.decay\.", ".mamba."))),),
-    "olmo_hybrid": (_DELTA_NET,),
     "mimo_v2_flash": (replace(SINGLE_EXPERTS, renamed=((r"\.self_attn\.sinks", ".self_attn.attention_sink_bias"),)),),
     "qwen3_next": (_DELTA_NET_MIXTURE,),
     "qwen3_5_text": (_DELTA_NET,),

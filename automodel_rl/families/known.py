@@ -11,7 +11,13 @@ from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, is_classifier
 from automodel_rl.families.encoder import EncoderFamily
 from automodel_rl.families.family import Family
-from automodel_rl.families.file_names import SINGLE_EXPERTS, TEXT_FILE_NAMES, FileNames, in_multimodal
+from automodel_rl.families.file_names import (
+    NAMES_BY_CONFIG,
+    SINGLE_EXPERTS,
+    TEXT_FILE_NAMES,
+    FileNames,
+    in_multimodal,
+)
 from automodel_rl.families.gemma3 import GEMMA3
 from automodel_rl.families.glm4v import GLM4V
 from automodel_rl.families.llava import LLAVA
@@ -94,7 +100,8 @@ def checkpoint_family(config: PretrainedConfig, names: Iterable[str] = ()) -> Ch
     if name in MULTIMODAL_FAMILIES:
         known = MULTIMODAL_FAMILIES[name].file_names
     else:
-        usual = TEXT_FILE_NAMES.get(name, (SINGLE_EXPERTS if language.is_moe else FileNames(),))
+        plain = (SINGLE_EXPERTS if language.is_moe else FileNames(),)
+        usual = NAMES_BY_CONFIG[name](config) if name in NAMES_BY_CONFIG else TEXT_FILE_NAMES.get(name, plain)
         known = (*usual, *in_multimodal(usual))
     found = list(names)
     file_names = next((k for k in reversed(known) if k.fits(found)), known[0])

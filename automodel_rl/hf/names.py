@@ -58,6 +58,10 @@ def pieces(name: str, shape: tuple[int, ...], family: CheckpointFamily) -> Itera
     name = in_files + name.removeprefix(start)
     for in_model, in_files in family.file_names.renamed:
         name = re.sub(in_model, in_files, name)
+    for pattern, parts in family.file_names.cut:
+        if re.search(pattern, name):
+            yield from _one_after_another(name, shape, pattern, parts)
+            return
     names = family.file_names.experts
     fused = FUSED.match(name)
     if names is None or fused is None:
@@ -76,6 +80,16 @@ def pieces(name: str, shape: tuple[int, ...], family: CheckpointFamily) -> Itera
                 expert,
                 slice(number * size, (number + 1) * size),
             )
+
+
+def _one_after_another(
+    name: str, shape: tuple[int, ...], pattern: str, parts: tuple[tuple[str, int], ...]
+) -> Iterator[Piece]:
+    """The pieces of a tensor that is cut along its rows."""
+    start = 0
+    for text, rows in parts:
+        yield Piece(re.sub(pattern, text, name), (rows, *shape[1:]), None, slice(start, start + rows))
+        start += rows
 
 
 def to_hf(name: str, tensor: Tensor, family: CheckpointFamily) -> Iterator[tuple[str, Tensor]]:

@@ -123,11 +123,39 @@ def test_names_and_tensors_of_files_come_back(tmp_path: Path, family: str) -> No
     save_tiny_model(tmp_path, family, num_layers=2)
     stored = load_file(tmp_path / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    known = checkpoint_family(read_config(tmp_path))
+    known = checkpoint_family(read_config(tmp_path), stored)
     exported = dict(piece for name, t in persistent_tensors(model) for piece in to_hf(name, t.detach(), known))
     assert exported.keys() == stored.keys()
     for name, tensor in stored.items():
         assert torch.equal(exported[name].to(tensor.dtype), tensor), name
+
+
+@pytest.mark.parametrize("has_other_norms", [False, True])
+def test_published_names_of_olmo_hybrid_are_read(tmp_path: Path, has_other_norms: bool) -> None:
+    """Unlike those that transformers writes: three convolutions of their own widths, and norms by the kind of layer."""
+    save_tiny_model(tmp_path, "olmo_hybrid", num_layers=2)
+    config = read_config(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    keys, values = 4 * 8, 8 * 8
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("conv1d.weight"):
+            pieces = tensor.split((keys, keys, values))
+            tensors |= {name.replace("conv1d", f"{n}_conv1d"): piece for n, piece in zip("qkv", pieces, strict=True)}
+        elif has_other_norms and ".layers.0." in name:  # the layer with linear attention
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            tensors[name.replace("post_attention_layernorm", "feedforward_layer_norm")] = tensor
+        else:
+            tensors[name] = tensor
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    built = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False).language
+    checkpoint = Checkpoint(files_of(tmp_path), config)
+    checkpoint.check(built)
+    assert checkpoint.unused([built]) == []
+    checkpoint.fill(built, torch.device("cpu"))
+    expected = {name_in_layout(name): tensor for name, tensor in model.state_dict().items()}
+    for name, tensor in built.state_dict().items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
 
 
 def test_a_family_under_another_name_is_read_without_the_code_of_its_checkpoint(tmp_path: Path) -> None:
