@@ -251,6 +251,19 @@ SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_n_groups": 2,
     },
+    "nemotron_h": {
+        **DENSE,
+        **CHOSEN,
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 16,
+    },
     "olmo_hybrid": {
         **WIDE,
         **LINEAR,
@@ -261,7 +274,14 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """By `model_type`."""
 
-BY_LAYER = ("layer_types", "num_attention_heads_per_layer", "moe_topk", "mlp_layer_types", "no_rope_layers")
+BY_LAYER = (
+    "layer_types",
+    "layers_block_type",
+    "num_attention_heads_per_layer",
+    "moe_topk",
+    "mlp_layer_types",
+    "no_rope_layers",
+)
 
 
 def of_layers(sizes: dict[str, Any], num_layers: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
 from automodel_rl.model.token_mixers.known import TOKEN_MIXERS, last_projection, set_decays_apart
 from automodel_rl.parallel.tensor_parallel import TensorParallel
+from automodel_rl.support.description import KINDS_OF_LAYERS
 
 STAND_IN = "automodel_rl_plan"
 HEADS = (
@@ -119,7 +120,8 @@ def keeps_attention(config: PretrainedConfig, how: LayerForward) -> bool:
 
 def _attended(module: Any, family: Family, num_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of attention's output."""
-    return num_tokens * last_projection(module, family).in_features * dtype.itemsize
+    last = last_projection(module, family)
+    return 0 if last is None else num_tokens * last.in_features * dtype.itemsize
 
 
 def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
@@ -136,8 +138,8 @@ def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> Pretrain
 
 def _one_layer(
     config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype, num_tokens: int
-) -> tuple[Any, tuple[Tensor, Tensor]]:
-    """The layer on the meta device, with stand-ins, and the rotary embedding of its tokens."""
+) -> tuple[Any, tuple[Tensor, Tensor] | None]:
+    """The layer on the meta device, with stand-ins, and the rotary embedding of its tokens, if the model has any."""
     config = _first_layers(config, layer + 1)
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
@@ -157,16 +159,17 @@ def _one_layer(
     if family.rotary_axes > 1:
         positions = positions.expand(family.rotary_axes, 1, -1)
     kind = [config.layer_types[layer]] if family.rotary_by_layer_type else []
-    return module, model.model.rotary_emb(hidden, positions, *kind)
+    turn = dict(model.model.named_children()).get("rotary_emb")  # none in a model without positions
+    return module, None if turn is None else turn(hidden, positions, *kind)
 
 
 def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
     """The config with as few layers as are needed, for a large model takes a while to build."""
     values = config.to_dict()
-    kinds = values.get("layer_types")
-    fewer = {"num_hidden_layers": count, **({"layer_types": kinds[:count]} if kinds else {})}
-    if by_layer := values.get("per_layer_config"):
-        fewer["per_layer_config"] = {key: of_layer for key, of_layer in by_layer.items() if int(key) < count}
+    by_layer = {key: values[key][:count] for key in KINDS_OF_LAYERS if values.get(key)}
+    fewer = {"num_hidden_layers": count, **by_layer}
+    if configs := values.get("per_layer_config"):
+        fewer["per_layer_config"] = {key: of_layer for key, of_layer in configs.items() if int(key) < count}
     return type(config).from_dict({**values, **fewer})
 
 
@@ -306,8 +309,13 @@ def _experts(compiled: bool, module: Any, hidden: Tensor, experts: Tensor, weigh
     """Makes the tensors of `experts_forward`, with a balanced load on the experts."""
     order = torch.empty(experts.numel(), dtype=torch.int64, device=META)
     slots = hidden[order]
-    up, down = (w[0] if module.is_transposed else w[0].t() for w in (module.gate_up_proj, module.down_proj))
-    gate_up = slots @ up
-    outputs = (_Gate.apply(gate_up) if compiled else apply_gate(module, gate_up)) @ down
+    first = module.gate_up_proj if module.has_gate else module.up_proj
+    up, down = (w[0] if module.is_transposed else w[0].t() for w in (first, module.down_proj))
+    hidden = slots @ up
+    if not module.has_gate:
+        hidden = module.act_fn(hidden)
+    else:
+        hidden = _Gate.apply(hidden) if compiled else apply_gate(module, hidden)
+    outputs = hidden @ down
     weighted = outputs * weights.flatten()[order, None]
     return weighted[order].view(*experts.shape, -1).sum(1).to(hidden.dtype)

@@ -42,7 +42,7 @@ from automodel_rl.parallel.pipeline.schedules import SCHEDULES, stages_of_ranks
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate
 from automodel_rl.support.combination import Combination
-from automodel_rl.support.description import describe_model, experts_per_token
+from automodel_rl.support.description import describe_model, experts_per_token, kinds_of_layers
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -275,7 +275,7 @@ class MemoryModel:
     def _of_layer(self, layer: int, parallel: ParallelConfig, how: LayerForward) -> LayerActivations:
         """A layer's memory. Layers of the same kind are measured once."""
         first_mixture = self.values.get("first_k_dense_replace") or 0
-        types = self.values.get("layer_types") or [None] * (layer + 1)
+        types = kinds_of_layers(self.config) or [""] * (layer + 1)
         kinds = [(number >= first_mixture, kind) for number, kind in enumerate(types)]
         like = kinds.index(kinds[layer])
         axes = ParallelConfig(

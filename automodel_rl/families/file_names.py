@@ -167,6 +167,17 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     "lfm2": (FileNames(renamed=(_LFM2_NORM,)),),
     "lfm2_moe": (FileNames(ExpertNames("feed_forward", "w1", "w3", "w2"), renamed=(_LFM2_NORM,)),),
     "granitemoehybrid": (replace(_GRANITE, renamed=(*_GRANITE.renamed, (r"\.mamba\.decay\.", ".mamba."))),),
+    "nemotron_h": (
+        FileNames(
+            ExpertNames("mixer"),
+            renamed=(
+                (r"\.mixer\.decay\.", ".mixer."),
+                (r"^model\.embed_tokens\.", "model.embeddings."),
+                (r"^model\.norm\.", "model.norm_f."),
+                (r"^model\.", "backbone."),
+            ),
+        ),
+    ),
     "mimo_v2_flash": (replace(SINGLE_EXPERTS, renamed=((r"\.self_attn\.sinks", ".self_attn.attention_sink_bias"),)),),
     "qwen3_next": (_DELTA_NET_MIXTURE,),
     "qwen3_5_text": (_DELTA_NET,),

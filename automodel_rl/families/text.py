@@ -103,6 +103,23 @@ _LFM2 = Family(
         *((f"feed_forward.{name}", style) for name, style in (("w1", COLUMNS), ("w3", COLUMNS), ("w2", ROWS))),
     ),
 )
+_NEMOTRON_H = replace(
+    _BIASED_MIXTURE,
+    block="mixer",
+    token_mixer="nemotron_mamba2",
+    renamed_modules=(("embeddings", "embed_tokens"), ("norm_f", "norm")),
+    fp32_modules=("mixer.decay",),
+    tp_plan=(
+        *((f"mixer.{name}_proj", COLUMNS) for name in ("q", "k", "v", "up")),
+        *((f"mixer.{name}_proj", ROWS) for name in ("o", "down")),
+        *((f"mixer.shared_experts.{name}_proj", style) for name, style in (("up", COLUMNS), ("down", ROWS))),
+        ("mixer.in_proj", FUSED_STATE_SPACE),
+        *((f"mixer.decay.{name}", BY_HEADS) for name in ("A_log", "dt_bias", "D")),
+        ("mixer.conv1d", REPLICATED),
+        ("mixer.norm", BY_HEADS),
+        ("mixer.out_proj", ROWS),
+    ),
+)
 _GRANITE_HYBRID = replace(
     _GRANITE_MIXTURE,
     computes_in_fp32=True,
@@ -216,6 +233,7 @@ TEXT_FAMILIES = {
     "lfm2_moe": replace(
         _LFM2, is_moe=True, block="feed_forward", router_bias="expert_bias", renamed_modules=_LFM2_MOE_NAMES
     ),
+    "nemotron_h": _NEMOTRON_H,
     "mellum": replace(SOFTMAX_MIXTURE, rotary_by_layer_type=True),
     "mimo_v2_flash": replace(
         _BIASED_MIXTURE,

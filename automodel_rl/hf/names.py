@@ -11,7 +11,7 @@ from automodel_rl.parallel.sharding import Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-FUSED = re.compile(r"(.*)\.\w+\.experts\.(gate_up_proj|down_proj)$")
+FUSED = re.compile(r"(.*)\.\w+\.experts\.(gate_up_proj|up_proj|down_proj)$")
 
 
 def is_stack(name: str) -> bool:
@@ -70,10 +70,11 @@ def pieces(name: str, shape: tuple[int, ...], family: CheckpointFamily) -> Itera
         return
     layer, kind = fused.groups()
     num_experts, rows, columns = shape
-    parts = (names.down,) if kind == "down_proj" else (names.gate, names.up)
-    size = rows // len(parts)
+    single = {"down_proj": names.down, "up_proj": names.up}
+    of_expert = (single[kind],) if kind in single else (names.gate, names.up)
+    size = rows // len(of_expert)
     for expert in range(num_experts):
-        for number, part in enumerate(parts):
+        for number, part in enumerate(of_expert):
             yield Piece(
                 f"{layer}.{names.block}.experts.{expert}.{part}.weight",
                 (size, columns),

@@ -45,9 +45,10 @@ def read_config(folder: Path, num_labels: int | None = None, text_only: bool = F
     whole = read_whole_config(folder)
     if whole.model_type in COMPOSITES:
         key = COMPOSITES[whole.model_type]
-        tied, whole = whole.tie_word_embeddings, vars(whole)[key]
+        part = vars(whole)[key]
         if key == TEXT:
-            whole.tie_word_embeddings, text_only = tied, False  # it reads text only anyway
+            part.tie_word_embeddings, text_only = whole.tie_word_embeddings, False  # it reads text only anyway
+        whole = part
     elif "tie_word_embeddings" not in whole.to_dict():  # Qwen2-Audio's config class does not know the key
         whole.tie_word_embeddings = False
     if text_only:

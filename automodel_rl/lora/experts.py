@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.config.model import LoraConfig
+from automodel_rl.errors import InputError
 from automodel_rl.lora.layers import ADAPTER, is_named, merged
 from automodel_rl.parallel.sharding import local_tensor
 
@@ -18,6 +19,9 @@ EXPERTS = "experts"
 
 STACKED = ("gate_up_proj", "down_proj")
 """An experts module's weights, in the order in which it has them."""
+
+UP = "up_proj"
+"""The first weight of experts without a gate, which get no adapters."""
 
 ADAPTERS = "adapters"
 
@@ -48,14 +52,20 @@ class ExpertAdapter(nn.Module):
 
 
 def add_expert_adapters(model: nn.Module, config: LoraConfig) -> set[str]:
-    """Gives those stacked weights adapters that the config's targets name; the targets that name some."""
+    """Gives those stacked weights adapters that the config's targets name; the targets that name some.
+
+    Raises:
+        InputError: a target names experts without a gate.
+    """
     found = set()
     for path, module in model.named_modules():
         if not is_named(path, EXPERTS):
             continue
         experts: Any = module
         adapters = nn.ModuleDict()
-        for name in STACKED:
+        if not experts.has_gate and any(_names(target, path, name) for target in config.targets for name in STACKED):
+            raise InputError("model.lora.targets: experts without a gate get no adapters: leave experts out")
+        for name in STACKED if experts.has_gate else ():
             target = next((target for target in config.targets if _names(target, path, name)), None)
             if target is not None and not getattr(experts, name).requires_grad:
                 found.add(target)

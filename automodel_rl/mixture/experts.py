@@ -125,8 +125,11 @@ class FromSlots(torch.autograd.Function):
 
 def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:
     """This rank's experts, each on its stretch of the slots."""
-    hidden = _grouped_linear(slots_sH, module, "gate_up_proj", counts_e)
-    return _grouped_linear(apply_gate(module, hidden), module, "down_proj", counts_e)
+    if module.has_gate:
+        hidden = apply_gate(module, _grouped_linear(slots_sH, module, "gate_up_proj", counts_e))
+    else:
+        hidden = module.act_fn(_grouped_linear(slots_sH, module, "up_proj", counts_e))
+    return _grouped_linear(hidden, module, "down_proj", counts_e)
 
 
 def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from automodel_rl.batch import AttentionCall, LocalMicrobatch
 from automodel_rl.compat.flash_kernels import Segments
+from automodel_rl.compat.modules import set_attention
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config.model import Attention
 from automodel_rl.errors import InputError
@@ -67,7 +68,7 @@ def register_attention() -> None:
         AttentionInterface.register(_registered(name), function)
 
 
-def set_attention(model: Any, head_dim: int, name: str) -> None:
+def set_attention_of_heads(model: Any, head_dim: int, name: str) -> None:
     """Gives layers whose heads have these dims an attention of their own.
 
     Args:
@@ -79,7 +80,7 @@ def set_attention(model: Any, head_dim: int, name: str) -> None:
         attention = dict(layer.named_children()).get("self_attn")
         if attention is not None and attention.head_dim == head_dim:
             attention.config = copy.copy(attention.config)
-            attention.config._attn_implementation = name
+            set_attention(attention.config, name)
 
 
 def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtype, compiled: bool) -> str:

@@ -112,6 +112,9 @@ def _rename_modules(model: Any, family: Family) -> None:
     for own, usual in family.renamed_modules:
         setattr(model.model, usual, model.model.get_submodule(own))
         delattr(model.model, own)
+    body = language_model(model).model
+    if "rotary_emb" not in dict(body.named_children()):
+        body.rotary_emb = None
 
 
 def _set_sizes_of_routers(layers: dict[int, Any], config: PretrainedConfig) -> None:

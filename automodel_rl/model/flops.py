@@ -6,7 +6,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from automodel_rl.support.description import (
     experts_per_token,
     layer_windows,
-    num_layers_without_scores,
+    num_mixed_layers,
     size_of_state,
 )
 
@@ -30,7 +30,7 @@ class StepFlops:
         self.per_token = 6 * active_weights(model, trained=True) + 4 * active_weights(model, trained=False)
         self.of_attention = AttentionFlops(config)
         # Each token updates every head's state and reads it.
-        self.per_token += 3 * 4 * num_layers_without_scores(config) * size_of_state(config)
+        self.per_token += 3 * 4 * num_mixed_layers(config) * size_of_state(config)
 
     def __call__(self, length: int) -> float:
         """FLOPs of one sequence of `length` tokens."""

@@ -27,7 +27,7 @@ from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.peft import AdapterOrigin, save_adapters
 from automodel_rl.mixture.routers import router_shape, routers_of
-from automodel_rl.model.attention import choose_attention, set_attention
+from automodel_rl.model.attention import choose_attention, set_attention_of_heads
 from automodel_rl.model.build import EmptyModel, build_empty_model
 from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.encoder import as_encoder, freeze, parallelise_encoder
@@ -196,7 +196,7 @@ class ModelHandle:
         empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
         for head_dim in description.other_head_dims:
             of_kind = replace(asked, description=replace(description, head_dim=head_dim, value_dim=head_dim))
-            set_attention(empty.language, head_dim, choose_attention(of_kind, device, compute, compiled))
+            set_attention_of_heads(empty.language, head_dim, choose_attention(of_kind, device, compute, compiled))
         checkpoint = Checkpoint(files, config, model.pickled_weights)
         for part in empty.parts:
             checkpoint.check(part)

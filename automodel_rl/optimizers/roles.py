@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from automodel_rl.families.known import FAMILIES, MULTIMODAL_FAMILIES, language_config
-from automodel_rl.lora.experts import EXPERTS, STACKED, Stack
+from automodel_rl.lora.experts import EXPERTS, STACKED, UP, Stack
 
 HEAD = "lm_head"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -61,7 +61,9 @@ def _own_roles(path: str, module: Any) -> dict[str, Role]:
         return {"weight": Role.MATRIX}
     if path.rpartition(".")[2] == EXPERTS:
         own = dict(module.named_parameters(recurse=False))
-        return {name: Role.TURNED_MATRIX if module.is_transposed else Role.MATRIX for name in STACKED if name in own}
+        return {
+            name: Role.TURNED_MATRIX if module.is_transposed else Role.MATRIX for name in (*STACKED, UP) if name in own
+        }
     return {}
 
 

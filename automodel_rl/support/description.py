@@ -12,8 +12,14 @@ from automodel_rl.batch.media import EncoderName
 from automodel_rl.families.known import FAMILIES, language_config, multimodal_family
 from automodel_rl.families.multimodal import encoder_config
 
-WITHOUT_SCORES = ("linear_attention", "mamba", "conv")
-"""The entries of a config's `layer_types` for layers without attention scores: with a state, or with a convolution."""
+KINDS_OF_LAYERS = ("layer_types", "layers_block_type")
+"""Keys of configs with the kind of each layer."""
+
+MIXED = ("linear_attention", "mamba", "conv")
+"""The kinds of layers that mix tokens other than by attention: by a state, or by a convolution."""
+
+WITHOUT_SCORES = (*MIXED, "mlp", "moe")
+"""The kinds of layers without attention scores."""
 
 IN_IMAGES = "vision"
 """The value of a config's `use_bidirectional_attention` for tokens of images alone; attention between tokens of text is
@@ -125,6 +131,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         num_kv_heads=math.gcd(
             values.get("num_key_value_heads") or config.num_attention_heads,
             values.get("swa_num_key_value_heads") or 0,
+            values.get("n_groups") or 0,  # heads of Mamba-2 that share keys, and a norm over these heads
             *(of_layer.get("num_key_value_heads") or 0 for of_layer in _layer_configs(values)),
         ),
         vocab_size=config.vocab_size,
@@ -135,7 +142,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         value_dim=values.get("v_head_dim") or _head_dim(values),
         num_experts=_num_experts(values),
         shared_expert_size=_shared_expert_size(values),
-        num_mixer_heads=_mixer_heads(values) if num_layers_without_scores(config) else 0,
+        num_mixer_heads=_mixer_heads(values) if num_mixed_layers(config) else 0,
         has_softcap=values.get("attn_logit_softcapping") is not None,
         has_windows=any(layer_windows(config)),
         is_bidirectional=values.get("use_bidirectional_attention") not in (None, False, IN_IMAGES),
@@ -181,27 +188,35 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
     """Number of keys that a query sees in each layer with attention; None for all."""
     values = config.to_dict()
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
-    kinds = values.get("layer_types") or ["sliding_attention"] * config.num_hidden_layers
+    kinds = kinds_of_layers(config) or ["sliding_attention"] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds if kind not in WITHOUT_SCORES]
 
 
-def num_layers_without_scores(config: PretrainedConfig) -> int:
-    """Number of layers without attention scores."""
-    return sum(kind in WITHOUT_SCORES for kind in config.to_dict().get("layer_types") or ())
+def kinds_of_layers(config: PretrainedConfig) -> list[str]:
+    """The kind of each layer; empty if the config names none."""
+    values = config.to_dict()
+    return next((values[key] for key in KINDS_OF_LAYERS if values.get(key)), [])
+
+
+def num_mixed_layers(config: PretrainedConfig) -> int:
+    """Number of layers that mix tokens other than by attention."""
+    return sum(kind in MIXED for kind in kinds_of_layers(config))
 
 
 def size_of_state(config: PretrainedConfig) -> int:
-    """Number of values in the state of a layer without attention scores; 0 if it has a convolution alone."""
+    """Number of values in the state of a layer that has one; 0 if there is none."""
     values = config.to_dict()
     if "linear_num_value_heads" in values:
         return values["linear_num_value_heads"] * values["linear_key_head_dim"] * values["linear_value_head_dim"]
     if "mamba_n_heads" in values:
         return values["mamba_n_heads"] * values["mamba_d_head"] * values["mamba_d_state"]
+    if "mamba_num_heads" in values:
+        return values["mamba_num_heads"] * values["mamba_head_dim"] * values["ssm_state_size"]
     return 0
 
 
 def _mixer_heads(values: dict[str, Any]) -> int:
-    heads = ("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads")
+    heads = ("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads")
     return math.gcd(*(values.get(key) or 0 for key in heads)) or values["hidden_size"]
 
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automodel_rl.batch import LocalMicrobatch
+from automodel_rl.errors import InputError
 from automodel_rl.model.token_mixers.token_mixer import Rule, TokenMixer
-from automodel_rl.model.token_mixers.whole_sequences import convolve, has_fast_kernels, over_whole_sequences
+from automodel_rl.model.token_mixers.whole_sequences import convolve, fast_kernels_obstacle, over_whole_sequences
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import Sections, own_rows
 
@@ -62,7 +63,11 @@ class GatedDeltaNet(TokenMixer):
         del module.A_log, module.dt_bias
 
     def choose_rule(self, device: torch.device, dtype: torch.dtype) -> Rule:
-        return _fla_rule if has_fast_kernels("Gated DeltaNet", device, dtype) else chunked_rule
+        if device.type != "cuda" or dtype != torch.bfloat16:
+            return chunked_rule
+        if (obstacle := fast_kernels_obstacle("Gated DeltaNet", device)) is not None:
+            raise InputError(f"model.path: {obstacle}")
+        return _fla_rule
 
     def split(self, module: Any, tp: int) -> None:
         # Rates up to 2 let the state's eigenvalues be negative (arXiv:2411.12537).

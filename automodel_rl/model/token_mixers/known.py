@@ -17,8 +17,9 @@ TOKEN_MIXERS: dict[str, TokenMixer] = {
     "olmo_delta_net": GatedDeltaNet(norm="o_norm", output="o_proj"),
     "short_convolution": ShortConvolution(),
     "mamba2": Mamba2("mamba"),
+    "nemotron_mamba2": Mamba2("mixer"),
 }
-"""By the names that families give (families/family.py: Family.token_mixer)."""
+"""Token mixers by the names that families give (families/family.py: Family.token_mixer)."""
 
 
 def set_decays_apart(layers: list[Any], family: Family) -> None:
@@ -56,8 +57,8 @@ def install_token_mixers(
             mixer.install(layer, how, mixer.choose_rule(device, dtype))
 
 
-def last_projection(layer: nn.Module, family: Family) -> Any:
-    """The linear layer after a layer's attention or token mixer.
+def last_projection(layer: nn.Module, family: Family) -> Any | None:
+    """The linear layer after a layer's attention or token mixer; None if it has neither.
 
     Args:
         layer: a decoder layer.
@@ -67,5 +68,6 @@ def last_projection(layer: nn.Module, family: Family) -> Any:
     module = None if mixer is None else mixer.of(layer)
     if mixer is not None and module is not None:
         return module.get_submodule(mixer.output)
-    children = dict(layer.get_submodule("self_attn").named_children())
-    return children["o_proj"] if "o_proj" in children else children["out_proj"]
+    names = ("self_attn.o_proj", "self_attn.out_proj", "mixer.o_proj")
+    modules = dict(layer.named_modules())
+    return next((modules[name] for name in names if name in modules), None)

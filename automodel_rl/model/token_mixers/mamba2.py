@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.model.token_mixers.token_mixer import Rule, TokenMixer
-from automodel_rl.model.token_mixers.whole_sequences import convolve, has_fast_kernels, over_whole_sequences
+from automodel_rl.model.token_mixers.whole_sequences import convolve, fast_kernels_obstacle, over_whole_sequences
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import Sections, own_rows, sections_of_state_space
 
 CHUNK = 64
-"""Tokens that the reference computes at once."""
+"""Tokens of a chunk of the rule written out."""
 
 
 class StateDecay(nn.Module):
@@ -55,7 +55,9 @@ class Mamba2(TokenMixer):
         del module.A_log, module.dt_bias, module.D
 
     def choose_rule(self, device: torch.device, dtype: torch.dtype) -> Rule:
-        return _fla_rule if has_fast_kernels("Mamba-2", device, dtype) else chunked_rule
+        # Without right kernels there is no need to refuse: the rule written out is matrix products.
+        is_fast = dtype == torch.bfloat16 and fast_kernels_obstacle("Mamba-2", device) is None
+        return _fla_rule if is_fast else chunked_rule
 
     def split(self, module: Any, tp: int) -> None:
         module.whole_sections = sections_of_state_space(module, tp)
@@ -157,24 +159,46 @@ def _groups_of_heads(module: Any, cp_group: dist.ProcessGroup | None, cuts_group
 
 
 def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The rule written out in fp32 or wider, sequence by sequence and chunk by chunk. Any device."""
+    """The rule written out in fp32 or wider, all chunks of all sequences at once (arXiv:2405.21060, section 6). Any
+    device."""
     wide = torch.promote_types(v.dtype, torch.float32)
-    parts = [part.to(wide).transpose(0, 1) for part in (q, k, v, decay[..., None])]
-    outputs = [_one_sequence(*pieces) for pieces in zip(*(part.split(lengths, dim=1) for part in parts), strict=True)]
-    return torch.cat(outputs, dim=1).transpose(0, 1)
+    places, begins = _chunks(lengths)
+    rows = places.to(v.device)
+    cq, ck, cv = (_in_chunks(part.to(wide), rows) for part in (q, k, v))  # [h, chunks, CHUNK, d]
+    total = _in_chunks(decay.to(wide)[..., None], rows).cumsum(2)  # the log of the decay since the chunk's beginning
+    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
+    between = (total - total.transpose(2, 3)).masked_fill(~seen, -torch.inf).exp()
+    within = (cq @ ck.transpose(2, 3) * between) @ cv
+    last = total[:, :, -1:]
+    added = (ck * (last - total).exp()).transpose(2, 3) @ cv  # [h, chunks, N, P]: what each chunk adds to the state
+    states, state = [], torch.zeros_like(added[:, 0])
+    for number, is_first in enumerate(begins):
+        state = torch.zeros_like(state) if is_first else state
+        states.append(state)
+        state = state * last[:, number].exp() + added[:, number]
+    before = torch.stack(states, dim=1)
+    outputs = (within + (cq * total.exp()) @ before).flatten(1, 2).transpose(0, 1)  # [chunks * CHUNK, h, P]
+    whole = outputs.new_zeros(len(v) + 1, *outputs.shape[1:])
+    return whole.index_copy(0, rows, outputs)[:-1]
 
 
-def _one_sequence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
-    """The rule for one sequence (arXiv:2405.21060, section 6): [h, n, N], [h, n, N], [h, n, P], [h, n, 1] to
-    [h, n, P]."""
-    state, outputs = q.new_zeros(q.shape[0], q.shape[2], v.shape[2]), []
-    for cq, ck, cv, cd in zip(*(part.split(CHUNK, dim=1) for part in (q, k, v, decay)), strict=True):
-        total = cd.cumsum(1)  # [h, c, 1]: the log of the decay since the chunk's beginning
-        seen = torch.ones(cq.shape[1], cq.shape[1], dtype=torch.bool, device=q.device).tril()
-        between = (total - total.transpose(1, 2)).masked_fill(~seen, -torch.inf).exp()
-        outputs.append((cq * total.exp()) @ state + (cq @ ck.transpose(1, 2) * between) @ cv)
-        state = state * total[:, -1:].exp() + (ck * (total[:, -1:] - total).exp()).transpose(1, 2) @ cv
-    return torch.cat(outputs, dim=1)
+def _chunks(lengths: tuple[int, ...]) -> tuple[Tensor, list[bool]]:
+    """The tokens of each chunk, int64 [chunks * CHUNK], and which chunks begin a sequence. A place after a sequence's
+    last token has the number of all tokens."""
+    places, begins, start, total = [], [], 0, sum(lengths)
+    for length in lengths:
+        count = -(-length // CHUNK)
+        own = torch.arange(count * CHUNK)
+        places.append(torch.where(own < length, own + start, total))
+        begins += [True] + [False] * (count - 1) if count else []
+        start += length
+    return torch.cat(places), begins
+
+
+def _in_chunks(tensor: Tensor, rows: Tensor) -> Tensor:
+    """[T, h, d] as [h, chunks, CHUNK, d]; places without a token are 0."""
+    padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
+    return padded.index_select(0, rows).transpose(0, 1).unflatten(1, (-1, CHUNK))
 
 
 def _fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, lengths: tuple[int, ...]) -> Tensor:

@@ -18,7 +18,6 @@ from packaging.version import Version
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch
-from automodel_rl.errors import InputError
 from automodel_rl.parallel.collectives import AllGatherCP, AllToAll
 
 WRONG_TRITON = (Version("3.4.0"), Version("3.7.1"))
@@ -26,30 +25,27 @@ WRONG_TRITON = (Version("3.4.0"), Version("3.7.1"))
 (flash-linear-attention, issue 640)."""
 
 
-def has_fast_kernels(title: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a mixer computes with the kernels of flash-linear-attention: in 16 bits on CUDA.
+def fast_kernels_obstacle(title: str, device: torch.device) -> str | None:
+    """Why a mixer does not compute with the kernels of flash-linear-attention, with the remedy; None if it can.
 
     Args:
         title: the mixer's name in messages.
-        device, dtype: device and dtype of the computation.
-
-    Raises:
-        InputError: the kernels are needed and not there, or would be wrong.
+        device: the device of the computation.
     """
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return False
+    if device.type != "cuda":
+        return f"{title} has kernels on CUDA alone: use a GPU"
     if importlib.util.find_spec("fla") is None:
-        raise InputError(
-            f"model.path: {title} needs the package fla-core on CUDA, which is not installed: "
+        return (
+            f"{title} needs the package fla-core on CUDA, which is not installed: "
             "pip install 'automodel-rl[fla]', or set model.dtype=float32"
         )
     triton = Version(importlib.metadata.version("triton"))
     if WRONG_TRITON[0] <= triton < WRONG_TRITON[1]:
-        raise InputError(
-            f"model.path: {title} would get wrong gradients from Triton {triton}: install torch 2.13 (Triton "
-            "3.7.1), or set model.dtype=float32"
+        return (
+            f"{title} would get wrong gradients from Triton {triton}: install torch 2.13 (Triton 3.7.1), or set "
+            "model.dtype=float32"
         )
-    return True
+    return None
 
 
 def over_whole_sequences(

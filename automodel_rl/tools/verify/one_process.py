@@ -267,7 +267,7 @@ class OneProcess:
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
         for name, module in model.named_modules():
-            if name.endswith((".linear_attn", ".mamba")):
+            if name.endswith((".linear_attn", ".mamba", ".mixer")) and "conv1d" in dict(module.named_children()):
                 compute_rule_in_float64(module)
         self.takes_grids = "image_grid_thw" in signature(model.forward).parameters
         self.takes_types = "mm_token_type_ids" in signature(model.forward).parameters
@@ -465,5 +465,6 @@ class OneProcess:
 
 def name_in_layout(name: str) -> str:
     name = re.sub(r"^(visual|audio_tower)\.", r"model.\1.", name.replace("model.language_model.", "model.", 1))
-    name = name.replace("model.embedding_norm.", "model.norm.")
-    return re.sub(r"(\.linear_attn|\.mamba)\.(A_log|dt_bias|D)$", r"\1.decay.\2", name)
+    name = re.sub(r"^model\.(embedding_norm|norm_f)\.", "model.norm.", name)
+    name = name.replace("model.embeddings.", "model.embed_tokens.")
+    return re.sub(r"(\.linear_attn|\.mamba|\.mixer)\.(A_log|dt_bias|D)$", r"\1.decay.\2", name)

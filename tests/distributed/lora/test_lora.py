@@ -181,5 +181,6 @@ def test_peft_computes_with_the_files_what_was_trained(
     before, after = logprobs_with_peft(tmp_path, tmp_path / "adapters")
     tolerance = 1e-5 if TEXT_FAMILIES[family].computes_in_fp32 else 1e-9
     for actual, expected, untouched in zip(ours, after, before, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+        # transformers' Nemotron-H gives fp32.
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance, check_dtype=False)
         assert (expected - untouched).abs().max() > 1e-3

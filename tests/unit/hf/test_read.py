@@ -102,7 +102,7 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", list(SIZES))
 def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
-    save_tiny_model(tmp_path, family, num_layers=2)
+    save_tiny_model(tmp_path, family)
     config = read_config(tmp_path)
     model = build_empty_model(config, "transformers", torch.float64, "automodel_rl_eager", untie=False).language
     checkpoint = Checkpoint(files_of(tmp_path), config)
@@ -120,7 +120,7 @@ def test_a_model_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -
 
 @pytest.mark.parametrize("family", list(SIZES))
 def test_names_and_tensors_of_files_come_back(tmp_path: Path, family: str) -> None:
-    save_tiny_model(tmp_path, family, num_layers=2)
+    save_tiny_model(tmp_path, family)
     stored = load_file(tmp_path / "model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     known = checkpoint_family(read_config(tmp_path), stored)

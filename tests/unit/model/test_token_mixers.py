@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from automodel_rl.errors import InputError
 from automodel_rl.model.token_mixers import mamba2
-from automodel_rl.model.token_mixers.gated_delta_net import CHUNK, chunked_rule
-from automodel_rl.model.token_mixers.whole_sequences import convolve, has_fast_kernels
+from automodel_rl.model.token_mixers.gated_delta_net import CHUNK, GatedDeltaNet, chunked_rule
+from automodel_rl.model.token_mixers.mamba2 import Mamba2
+from automodel_rl.model.token_mixers.whole_sequences import convolve
 from automodel_rl.tools.verify.one_process import delta_rule, state_space
 
 LENGTHS = (CHUNK + 7, 1, 2 * CHUNK, 5)
@@ -84,5 +85,6 @@ def test_cuda_without_right_kernels_is_refused(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: object() if has_fla else None)
     monkeypatch.setattr("importlib.metadata.version", lambda _: triton)
     with pytest.raises(InputError, match=message):
-        has_fast_kernels("Gated DeltaNet", torch.device("cuda"), torch.bfloat16)
-    assert not has_fast_kernels("Gated DeltaNet", torch.device("cuda"), torch.float32)
+        GatedDeltaNet().choose_rule(torch.device("cuda"), torch.bfloat16)
+    assert GatedDeltaNet().choose_rule(torch.device("cuda"), torch.float32) is chunked_rule
+    assert Mamba2("mamba").choose_rule(torch.device("cuda"), torch.bfloat16) is mamba2.chunked_rule
