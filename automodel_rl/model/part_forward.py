@@ -124,21 +124,14 @@ def part_forward(
         hidden, *rows = hidden.split([hidden.shape[1] - carried * num_tokens, *[num_tokens] * carried], dim=1)
         features = [added.squeeze(0) for added in rows]
     positions = microbatch.position_ids[None]
-    turned_by = positions
-    if context.rotary_axes > 1:
-        axes = microbatch.tokens.get(ROTARY_POSITIONS)  # text has one position on all axes
-        turned_by = positions.expand(context.rotary_axes, 1, -1) if axes is None else axes.T[:, None]
-    rotary: dict[str | None, Any] = {}
+    turn = functools.cache(functools.partial(_rotary, body, hidden, microbatch, context.rotary_axes))
     for number, layer in numbered_layers(part).items():
         kind = part.config.layer_types[number] if context.rotary_by_layer_type else None
-        if kind not in rotary:
-            turn = body.rotary_emb  # none in a model without positions
-            rotary[kind] = None if turn is None else turn(hidden, turned_by, *([kind] if kind else []))
         hidden = layer(
             hidden,
             attention_mask=None,
             position_ids=positions,
-            position_embeddings=rotary[kind],
+            position_embeddings=turn(kind),
             use_cache=False,
             microbatch=microbatch,
             cp_group=context.cp_group,
@@ -150,6 +143,25 @@ def part_forward(
     if part.lm_head is None:
         return torch.cat([hidden, *(rows[None] for rows in features)], dim=1) if features else hidden
     return part.lm_head(context.tp.enter(body.norm(hidden)).squeeze(0), microbatch, output_fn)
+
+
+def _rotary(body: Any, hidden: Tensor, microbatch: LocalMicrobatch, axes: int, kind: str | None) -> Any:
+    """The rotary embeddings of a microbatch's tokens; None for a model without positions.
+
+    Args:
+        body: the model's body.
+        hidden: hidden states, for their dtype and device.
+        microbatch: this rank's tokens.
+        axes: number of axes of positions.
+        kind: the kind of layers that they are for, if kinds differ.
+    """
+    if body.rotary_emb is None:
+        return None
+    positions = microbatch.position_ids[None]
+    if axes > 1:
+        found = microbatch.tokens.get(ROTARY_POSITIONS)  # text has one position on all axes
+        positions = positions.expand(axes, 1, -1) if found is None else found.T[:, None]
+    return body.rotary_emb(hidden, positions, *([] if kind is None else [kind]))
 
 
 def _layer_embeddings(body: Any, ids: Tensor, hidden: Tensor, tp: TensorParallel) -> dict[int, dict[str, Tensor]]:

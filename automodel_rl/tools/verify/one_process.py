@@ -30,6 +30,7 @@ from automodel_rl.families.known import MULTIMODAL_FAMILIES, checkpoint_family
 from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
 from automodel_rl.tools.verify.media import clips_of, with_media
+from automodel_rl.tools.verify.written_routers import routed
 
 EXAMPLE = 16
 """Tokens of a sequence that shows what parameters are used for."""
@@ -119,79 +120,6 @@ def compute_rule_in_float64(layer: Any) -> None:
     rules = {"torch_chunk_gated_delta_rule": delta_rule, "mamba2_chunk_scan": state_space}
     names = {**plain.__globals__, **rules}
     layer.forward = MethodType(FunctionType(plain.__code__, names, argdefs=plain.__defaults__), layer)
-
-
-def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A router's output if tokens follow their routes, written out for each kind of router.
-
-    Args:
-        family: the model's family.
-        router: transformers' module.
-        hidden: the tokens' hidden states, [1, n, H] or [n, H].
-        live: the experts that the router would choose, [n, K]; taken where the route has -1.
-        route: the experts of the route, [n, K].
-
-    Returns:
-        Logits, weights of the chosen experts, and the chosen experts.
-    """
-    hidden, route = hidden.reshape(-1, hidden.shape[-1]), route.to(live.device)
-    chosen = torch.where(route < 0, live, route)
-    settings = vars(router)
-    own = dict(router.named_parameters())
-    is_granite = family.router == "router" and not family.router_bias and not {"bias", "per_expert_scale"} & {*own}
-    if is_granite:  # over the chosen alone
-        logits = (hidden @ router.weight.T).float()
-        return logits, logits.gather(1, chosen).softmax(1).to(hidden.dtype), chosen
-    if "per_expert_scale" in own:  # Gemma 4: its scores are probabilities
-        scores = (router.norm(hidden) * router.scale * router.scalar_root_size) @ own["proj.weight"].T
-        weights = scores.float().softmax(1).gather(1, chosen)
-        weights = weights / weights.sum(1, keepdim=True) * router.per_expert_scale[chosen]
-        return scores.float().softmax(1), weights, chosen
-    if "wg" in dict(router.named_children()):  # Hunyuan
-        logits = hidden.to(router.wg.weight.dtype) @ router.wg.weight.T
-        weights = logits.float().softmax(1).gather(1, chosen)
-        return logits, (weights / weights.sum(1, keepdim=True)).to(logits.dtype), chosen
-    if "norm_min" in settings:  # ERNIE: without the bias, which only affects the choice
-        logits = hidden.float() @ router.weight.float().T
-        weights = logits.softmax(1).gather(1, chosen)
-        return logits, (weights / weights.sum(1, keepdim=True).clamp(min=router.norm_min)).to(hidden.dtype), chosen
-    if "use_expert_bias" in settings:  # LFM2: sigmoids in the tokens' dtype, without the bias
-        logits = hidden @ own["weight"].T
-        weights = logits.sigmoid().gather(1, chosen)
-        if router.norm_topk_prob:
-            weights = weights / (weights.sum(1, keepdim=True) + 1e-6)
-        return logits, weights * router.routed_scaling_factor, chosen
-    if family.router_bias:  # sigmoids, as in DeepSeek-V3, without the bias, which only affects the choice
-        names = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
-        scale = next((settings[name] for name in names if name in settings), None)
-        is_late = scale is None or "route_scale" in settings  # Laguna and AFMoE round after the product
-        wide = hidden.dtype if is_late else torch.float32
-        weight = own["gate.weight"] if "gate.weight" in own else own["weight"]
-        logits = (hidden.to(wide) @ weight.to(wide).T).float()
-        if cap := settings.get("router_logit_softcapping"):
-            logits = cap * torch.tanh(logits / cap)
-        weights = logits.float().sigmoid().gather(1, chosen)
-        if settings.get("norm_topk_prob", True):
-            weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
-        return logits, weights * (1.0 if scale is None else scale), chosen
-    if "routed_scaling_factor" in settings:  # DeepSeek-V2
-        logits = hidden.float() @ router.weight.float().T
-        return logits, logits.softmax(1).gather(1, chosen) * router.routed_scaling_factor, chosen
-    if "expert_selection_fn" in settings:  # Cohere: among the chosen alone
-        logits = hidden @ router.weight.T
-        weights = logits.gather(1, chosen)
-        if router.expert_selection_fn == "softmax":
-            return logits, weights.float().softmax(1).to(hidden.dtype), chosen
-        weights = weights.sigmoid()
-        return logits, weights / weights.sum(1, keepdim=True) if router.norm_topk_prob else weights, chosen
-    if "bias" in dict(router.named_parameters(recurse=False)):  # gpt-oss: a softmax over the chosen alone
-        logits = hidden @ router.weight.T + router.bias
-        return logits, logits.gather(1, chosen).softmax(1), chosen
-    logits = hidden @ router.weight.T
-    weights = logits.float().softmax(1).gather(1, chosen)
-    if settings.get("norm_topk_prob", True):
-        weights = weights / weights.sum(1, keepdim=True)
-    return logits, weights.to(logits.dtype) if "norm_topk_prob" in settings else weights, chosen
 
 
 @dataclass(frozen=True)

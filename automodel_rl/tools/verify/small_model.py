@@ -105,20 +105,7 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
         key: size for key, size in small.items() if values.get(key) is not None and key not in kept_sizes
     }
     changed |= _rotary(values)
-    if by_layer := values.get("num_attention_heads_per_layer"):
-        fewest = min(by_layer)
-        changed["num_attention_heads_per_layer"] = [heads * min(2, count // fewest) for count in by_layer]
-    if values.get("mamba_n_heads"):  # as many as their widths together are the inner width
-        changed["mamba_n_heads"] = int(values["mamba_expand"] * small["hidden_size"]) // HEAD_DIM
-        changed["mamba_n_groups"] = min(values["mamba_n_groups"], 2)
-    if values.get("hidden_size_per_layer_input"):
-        changed |= {"hidden_size_per_layer_input": HEAD_DIM, "vocab_size_per_layer_input": small["vocab_size"]}
-    if of_layers := values.get("per_layer_config"):
-        wider = {"head_dim": 2 * HEAD_DIM, "num_key_value_heads": kv_heads}
-        changed["per_layer_config"] = {
-            number: {key: wider.get(key, value) for key, value in of_layer.items()}
-            for number, of_layer in of_layers.items()
-        }
+    changed |= _of_some_layers(values, small)
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if values.get(key):
             changed[key] = _num_experts(config, key, parallel)
@@ -127,6 +114,31 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
     ids = {key: place if isinstance(values.get(key), int) else None for place, key in enumerate(named)}
     kept = {key: value for key, value in values.items() if key not in ("model_type", "architectures", "dtype")}
     return AutoConfig.for_model(config.model_type, **{**kept, **changed, **ids})
+
+
+def _of_some_layers(values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+    """The small config's settings of single layers, and of parts that few models have.
+
+    Args:
+        values: the config's entries.
+        small: the sizes of all layers.
+    """
+    changed: dict[str, Any] = {}
+    if by_layer := values.get("num_attention_heads_per_layer"):
+        fewest, heads = min(by_layer), small["num_attention_heads"]
+        changed["num_attention_heads_per_layer"] = [heads * min(2, count // fewest) for count in by_layer]
+    if values.get("mamba_n_heads"):  # as many as their widths together are the inner width
+        changed["mamba_n_heads"] = int(values["mamba_expand"] * small["hidden_size"]) // HEAD_DIM
+        changed["mamba_n_groups"] = min(values["mamba_n_groups"], 2)
+    if values.get("hidden_size_per_layer_input"):
+        changed |= {"hidden_size_per_layer_input": HEAD_DIM, "vocab_size_per_layer_input": small["vocab_size"]}
+    if of_layers := values.get("per_layer_config"):
+        wider = {"head_dim": 2 * HEAD_DIM, "num_key_value_heads": small["num_key_value_heads"]}
+        changed["per_layer_config"] = {
+            number: {key: wider.get(key, value) for key, value in of_layer.items()}
+            for number, of_layer in of_layers.items()
+        }
+    return changed
 
 
 def _rotary(values: dict[str, Any]) -> dict[str, Any]:
