@@ -30,6 +30,7 @@ def module_of(first: int, count: int, group: Any) -> Any:
         _apply_gate=lambda x: nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
         num_experts=NUM_EXPERTS,
         is_transposed=False,
+        has_gate=True,
         has_bias=False,
         ep_group=group,
         named_children=list,  # no adapters

@@ -231,7 +231,7 @@ def test_the_command_starts_ranks_and_reports(tmp_path: Path) -> None:
 
 
 def test_a_family_that_is_not_in_the_table_is_tried_with_the_facts_of_one_that_is(tmp_path: Path) -> None:
-    AutoConfig.for_model("olmo", num_hidden_layers=2).save_pretrained(tmp_path)
+    AutoConfig.for_model("bitnet", num_hidden_layers=2).save_pretrained(tmp_path)
     done = run_verify("--config", tmp_path, "--family-like", "llama", "--parallel.cp", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("verdict: equal to one process\n")
@@ -240,7 +240,7 @@ def test_a_family_that_is_not_in_the_table_is_tried_with_the_facts_of_one_that_i
             ("--config", tmp_path, "--family-like", "lama"),
             "--family-like lama: is not in the table: did you mean llama?",
         ),
-        (("--config", tmp_path), "a 'olmo' model with implementation transformers is not supported"),
+        (("--config", tmp_path), "a 'bitnet' model with implementation transformers is not supported"),
     ):
         done = run_verify(*arguments)
         assert done.returncode == 2
