@@ -26,6 +26,7 @@ from automodel_rl.generators.vllm_checks import connect_servers
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.support.description import num_mixed_layers
 from automodel_rl.support.run_rules import VLLM_RANKS
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.ipc import Ipc
@@ -208,6 +209,8 @@ def _vllm_options(
         **(READS_BUFFERS if ranks.group is not None else {}),
         **({"enable_return_routed_experts": True} if spec.reports_routes else {}),
         **(ON_CPU if device.type == "cpu" and not choice.devices else {}),
+        # States of prompts are only kept where prompts come in chunks.
+        **({"enable_prefix_caching": False} if device.type == "cpu" and num_mixed_layers(handle.config) else {}),
         **choice.options,
     }
 

@@ -78,11 +78,23 @@ def test_a_tied_model_is_sampled_from_as_it_is_trained(whole: Path) -> None:
     assert len(set(completions)) > 1
 
 
-def test_a_mixture_with_a_head_of_its_own_is_sampled_from_as_it_is_trained(
-    ranks: RankPool, workspace: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("qwen3_moe", {}),
+        ("gemma4_text", {"global_head_dim": 64}),
+        ("granitemoehybrid", {"hidden_size": 128, "head_dim": None, "mamba_n_heads": 32, "mamba_n_groups": 1}),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention"]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_families_of_every_kind_are_sampled_from_as_they_are_trained(
+    ranks: RankPool, workspace: Path, tmp_path: Path, family: str, changed: dict[str, Any]
 ) -> None:
-    model = tmp_path / "mixture"
-    save_tiny_model(model, "qwen3_moe", num_layers=2, vocab_size=300, head_dim=32)  # vLLM has no smaller heads on a CPU
+    model = tmp_path / "model"
+    sizes = {"vocab_size": 300, "head_dim": 32, **changed}  # vLLM has no smaller heads on a CPU
+    sizes = {key: size for key, size in sizes.items() if size is not None}
+    save_tiny_model(model, family, num_layers=2, **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (workspace / "model" / name).is_file():
             (model / name).write_bytes((workspace / "model" / name).read_bytes())
