@@ -251,6 +251,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_n_groups": 2,
     },
+    "nemotron": DENSE,
     "nemotron_h": {
         **DENSE,
         **CHOSEN,

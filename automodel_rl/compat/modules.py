@@ -2,7 +2,8 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,6 +64,14 @@ def text_model(config: PretrainedConfig, **options: Any) -> Any:
 
         return Qwen2_5OmniThinkerTextModel._from_config(config, **options)
     return AutoModel.from_config(config, **options)
+
+
+def hand_on_arguments(layers: Iterable[Any]) -> None:
+    """Gives layers that have the modules of Llama's the forward of those, which hands on all arguments to attention."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # only for families that need it
+
+    for layer in layers:
+        layer.forward = MethodType(LlamaDecoderLayer.forward, layer)
 
 
 def with_cache(cache: Any) -> dict[str, Any]:

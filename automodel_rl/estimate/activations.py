@@ -28,7 +28,7 @@ from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
 from automodel_rl.model.token_mixers.known import TOKEN_MIXERS, last_projection, set_decays_apart
 from automodel_rl.parallel.tensor_parallel import TensorParallel
-from automodel_rl.support.description import KINDS_OF_LAYERS
+from automodel_rl.support.description import FULL, kinds_of_layers
 
 STAND_IN = "automodel_rl_plan"
 HEADS = (
@@ -89,10 +89,11 @@ def layer_activations(
         output = module(
             hidden,
             attention_mask=None,
-            position_ids=None,
+            position_ids=tokens[None],
             position_embeddings=rotary,
             microbatch=microbatch,
             cp_group=None,
+            **_further_arguments(config, num_tokens, dtype),
         )
         output = output[0] if isinstance(output, tuple) else output
         kept = live.now
@@ -106,6 +107,14 @@ def layer_activations(
     if compiled and mode == "selective":  # nothing needs the output of the last matrix product again
         attended -= num_tokens * config.hidden_size * dtype.itemsize
     return LayerActivations(kept - spared + attended, live.most - kept)
+
+
+def _further_arguments(config: PretrainedConfig, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What layers of few families get besides (model/part_forward.py)."""
+    found: dict[str, Any] = {"shared_kv_states": {}} if FAMILIES[config.model_type].leaves_keys else {}
+    if width := config.to_dict().get("hidden_size_per_layer_input"):
+        found["per_layer_input"] = torch.empty(1, num_tokens, width, dtype=dtype, device=META)
+    return found
 
 
 def keeps_attention(config: PretrainedConfig, how: LayerForward) -> bool:
@@ -144,6 +153,9 @@ def _one_layer(
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
     module = model.model.layers[layer]
+    if config.model_type == "helium":  # whose last projection is as wide as hidden states, however many heads there are
+        heads = module.self_attn.q_proj.out_features
+        module.self_attn.o_proj = nn.Linear(heads, config.hidden_size, bias=False, dtype=dtype, device=META)
     for experts in (part for name, part in module.named_modules() if name.endswith("experts")):
         for name, weight in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, nn.Parameter(weight[: len(weight) // ep]))
@@ -159,14 +171,20 @@ def _one_layer(
     if family.rotary_axes > 1:
         positions = positions.expand(family.rotary_axes, 1, -1)
     kind = [config.layer_types[layer]] if family.rotary_by_layer_type else []
-    turn = dict(model.model.named_children()).get("rotary_emb")  # none in a model without positions
+    turn = model.model.rotary_emb  # none in a model without positions
     return module, None if turn is None else turn(hidden, positions, *kind)
 
 
 def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The config with as few layers as are needed, for a large model takes a while to build."""
+    """The config with as few layers as are needed, for a large model takes a while to build.
+
+    The last of them has full attention if the model has any: some classes insist on it, or change the last layer.
+    """
     values = config.to_dict()
-    by_layer = {key: values[key][:count] for key in KINDS_OF_LAYERS if values.get(key)}
+    whole, kinds = config.num_hidden_layers, kinds_of_layers(config)
+    while FULL in kinds and count < whole and kinds[count - 1] != FULL:
+        count += 1
+    by_layer = {key: of[:count] for key, of in values.items() if isinstance(of, list) and len(of) == whole}
     fewer = {"num_hidden_layers": count, **by_layer}
     if configs := values.get("per_layer_config"):
         fewer["per_layer_config"] = {key: of_layer for key, of_layer in configs.items() if int(key) < count}

@@ -18,6 +18,7 @@ from automodel_rl.families.known import FAMILIES, language_config, language_fami
 from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.mixture.experts import transpose_experts
+from automodel_rl.model.build import rename_modules
 from automodel_rl.model.encoder import as_encoder, freeze, split_modules
 from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
 
@@ -65,6 +66,7 @@ def causal_model(config: PretrainedConfig, **options: Any) -> Any:
         model = AutoModelForCausalLM.from_config(config, **options)
         if is_classifier(config):
             model.lm_head = nn.Linear(config.hidden_size, config.num_labels, bias=False, dtype=options["dtype"])
+        rename_modules(model, FAMILIES[config.model_type])
         return model
     options.pop("experts_implementation", None)
     part: Any = nn.Module()

@@ -27,6 +27,8 @@ class Family:
         rotary_axes: number of axes of rotary positions, 3 for a language model that can read images (M-RoPE).
         token_mixer: name of how layers without attention mix tokens (model/token_mixers/known.py); empty if all have
             attention.
+        hands_on_arguments: whether layers hand on all arguments to attention. If not, they get the forward of Llama's
+            layers, whose modules they have.
         renamed_modules: names of modules of the body, and the usual names that they get.
         fp32_modules: names, below a layer, of modules whose weights stay in fp32.
         scales_embedding: whether the embedding module multiplies what it looks up.
@@ -51,6 +53,7 @@ class Family:
     rotary_by_layer_type: bool = False
     rotary_axes: int = 1
     token_mixer: str = ""
+    hands_on_arguments: bool = True
     renamed_modules: tuple[tuple[str, str], ...] = ()
     fp32_modules: tuple[str, ...] = ()
     scales_embedding: bool = False

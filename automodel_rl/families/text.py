@@ -233,6 +233,9 @@ TEXT_FAMILIES = {
     "lfm2_moe": replace(
         _LFM2, is_moe=True, block="feed_forward", router_bias="expert_bias", renamed_modules=_LFM2_MOE_NAMES
     ),
+    "nemotron": Family(
+        hands_on_arguments=False, tp_plan=(*ATTENTION, ("mlp.up_proj", COLUMNS), ("mlp.down_proj", ROWS))
+    ),
     "nemotron_h": _NEMOTRON_H,
     "mellum": replace(SOFTMAX_MIXTURE, rotary_by_layer_type=True),
     "mimo_v2_flash": replace(

@@ -97,7 +97,7 @@ def build_empty_model(
         weight = model.get_input_embeddings().weight
         model.lm_head.weight = nn.Parameter(torch.empty_like(weight)) if untie else weight
     transpose_experts(model, family)
-    _rename_modules(model, family)
+    rename_modules(model, family)
     layers = numbered_layers(language_model(model))
     set_decays_apart([*layers.values()], family)
     _set_sizes_of_routers(layers, language_config(config))
@@ -107,12 +107,17 @@ def build_empty_model(
     return EmptyModel(config, *split_modules(model, language_config(config)))
 
 
-def _rename_modules(model: Any, family: Family) -> None:
-    """Gives modules of a model's body the names that most models have."""
-    for own, usual in family.renamed_modules:
-        setattr(model.model, usual, model.model.get_submodule(own))
-        delattr(model.model, own)
+def rename_modules(model: Any, family: Family) -> None:
+    """Gives modules of a model's body the names that most models have. A body without rotary embeddings has None.
+
+    Args:
+        model: transformers' model.
+        family: its language model's family.
+    """
     body = language_model(model).model
+    for own, usual in family.renamed_modules:
+        setattr(body, usual, body.get_submodule(own))
+        delattr(body, own)
     if "rotary_emb" not in dict(body.named_children()):
         body.rotary_emb = None
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
+from automodel_rl.compat.modules import hand_on_arguments
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.families.classifier import is_classifier
@@ -118,6 +119,12 @@ def replace_token_mixers(work: PartInProgress) -> None:
     install_token_mixers([*work.layers.values()], work.family, work.tp, work.layout.device, work.compute)
 
 
+def replace_layer_forwards(work: PartInProgress) -> None:
+    """Sets the forwards of layers that would not hand on the microbatch to attention."""
+    if not work.family.hands_on_arguments:
+        hand_on_arguments(work.layers.values())
+
+
 def add_adapters_and_float8(work: PartInProgress) -> None:
     """Sets the forwards of linear layers with adapters, or makes them fp8 layers."""
     install_adapters(work.part, work.scope)
@@ -169,6 +176,7 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
     split_experts,
     split_weights,
     replace_token_mixers,
+    replace_layer_forwards,
     add_adapters_and_float8,
     replace_part_forward,
     fuse_norms,

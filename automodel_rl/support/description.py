@@ -15,6 +15,9 @@ from automodel_rl.families.multimodal import encoder_config
 KINDS_OF_LAYERS = ("layer_types", "layers_block_type")
 """Keys of configs with the kind of each layer."""
 
+FULL = "full_attention"
+"""The kind of layers whose attention has no window."""
+
 MIXED = ("linear_attention", "mamba", "conv")
 """The kinds of layers that mix tokens other than by attention: by a state, or by a convolution."""
 

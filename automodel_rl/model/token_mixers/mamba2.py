@@ -4,6 +4,7 @@ Shape letters: t tokens of this rank, T tokens of the microbatch, h heads of thi
 heads that share keys and queries, N dims of these. The paper's B are keys, its C queries.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,8 +163,7 @@ def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, lengths: tuple[
     """The rule written out in fp32 or wider, all chunks of all sequences at once (arXiv:2405.21060, section 6). Any
     device."""
     wide = torch.promote_types(v.dtype, torch.float32)
-    places, begins = _chunks(lengths)
-    rows = places.to(v.device)
+    rows, begins = _chunks(lengths, v.device)
     cq, ck, cv = (_in_chunks(part.to(wide), rows) for part in (q, k, v))  # [h, chunks, CHUNK, d]
     total = _in_chunks(decay.to(wide)[..., None], rows).cumsum(2)  # the log of the decay since the chunk's beginning
     seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
@@ -182,17 +182,20 @@ def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, lengths: tuple[
     return whole.index_copy(0, rows, outputs)[:-1]
 
 
-def _chunks(lengths: tuple[int, ...]) -> tuple[Tensor, list[bool]]:
+@functools.lru_cache(maxsize=4)  # all layers ask for the same
+def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple[bool, ...]]:
     """The tokens of each chunk, int64 [chunks * CHUNK], and which chunks begin a sequence. A place after a sequence's
     last token has the number of all tokens."""
-    places, begins, start, total = [], [], 0, sum(lengths)
+    places: list[Tensor] = []
+    begins: list[bool] = []
+    start, total = 0, sum(lengths)
     for length in lengths:
         count = -(-length // CHUNK)
         own = torch.arange(count * CHUNK)
         places.append(torch.where(own < length, own + start, total))
-        begins += [True] + [False] * (count - 1) if count else []
+        begins += [number == 0 for number in range(count)]
         start += length
-    return torch.cat(places), begins
+    return torch.cat(places).to(device), tuple(begins)
 
 
 def _in_chunks(tensor: Tensor, rows: Tensor) -> Tensor:

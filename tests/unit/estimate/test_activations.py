@@ -10,6 +10,9 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import LayerForward, layer_activations
 from automodel_rl.estimate.memory import MemoryModel
+from automodel_rl.estimate.parameter_sizes import empty_parts, parameter_sizes
+from tests.tiny import tiny_config
+from tests.tiny_families import SIZES
 from tests.unit.tools.test_speed import DENSE, MIXTURE, SPLIT
 
 Mode = Literal["none", "selective", "full"]
@@ -70,3 +73,14 @@ def test_only_layers_that_a_run_compiles_are_counted_as_such() -> None:
     full = MemoryConfig(activation_checkpointing="full")
     assert not model.recomputes_attention(ParallelConfig(), full)
     assert model.recomputes_attention(split, full)
+
+
+@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_of_every_family_are_measured(family: str, tp: int) -> None:
+    config, how = tiny_config(family, 4), LayerForward(torch.bfloat16, "none", compiled=False)
+    for layer in range(config.num_hidden_layers):
+        assert layer_activations(config, layer, 64, ParallelConfig(tp=tp), how).kept > 0
+    parts = empty_parts(config, torch.bfloat16, ModelConfig(path="a folder"))
+    names = [size.name for part in parts for size in parameter_sizes(part, ParallelConfig(tp=tp))]
+    assert {"model.embed_tokens.weight", "lm_head.weight"} & {*names}
