@@ -153,8 +153,8 @@ def _one_layer(
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
     module = model.model.layers[layer]
-    if config.model_type == "helium":  # whose last projection is as wide as hidden states, however many heads there are
-        heads = module.self_attn.q_proj.out_features
+    if FAMILIES[config.model_type].has_square_output:
+        heads = module.self_attn.q_proj.out_features  # of one rank
         module.self_attn.o_proj = nn.Linear(heads, config.hidden_size, bias=False, dtype=dtype, device=META)
     for experts in (part for name, part in module.named_modules() if name.endswith("experts")):
         for name, weight in list(experts.named_parameters(recurse=False)):

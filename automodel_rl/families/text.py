@@ -187,7 +187,7 @@ TEXT_FAMILIES = {
     "granite_swa": Family(
         embedding_factor="embedding_multiplier", logit_divisor="logits_scaling", has_sinks=True, tp_plan=_SINKS
     ),
-    "helium": Family(computes_in_fp32=True),
+    "helium": Family(computes_in_fp32=True, has_square_output=True),
     "hunyuan_v1_dense": Family(tp_plan=_HUNYUAN),
     "hyperclovax": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),
     "jais2": Family(),
