@@ -21,7 +21,7 @@ class Family:
             load (DeepSeek-V3, arXiv:2412.19437). Empty if there is none.
         router_gives_logits: whether the router's scores are those before the softmax.
         transposes_experts: whether the experts' stacked weights are [experts, inputs, outputs].
-        has_square_output: whether attention's last projection is as wide as hidden states, however many heads there are.
+        has_square_output: whether attention's last projection takes the width of hidden states, whatever the heads.
         has_sinks: whether attention has a learned sink for each head.
         leaves_keys: whether layers leave keys and values for later layers, in a dict that all get.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
