@@ -80,7 +80,9 @@ def tolerances_of(folder: Path) -> Tolerances:
     """Those of `compare_exactly`, which makes norms exact, but not every encoder, and not modules that stay in fp32."""
     config = read_config(folder)
     encoders = encoder_families(config).values()
-    in_fp32 = any(encoder.computes_in_fp32 for encoder in encoders) or bool(language_family(config).fp32_modules)
+    language = language_family(config)
+    in_fp32 = any(encoder.computes_in_fp32 for encoder in encoders) or bool(language.fp32_modules)
+    in_fp32 = in_fp32 or (language.is_moe and language.computes_in_fp32)  # the router
     return FLOAT32 if in_fp32 else FLOAT64
 
 

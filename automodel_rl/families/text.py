@@ -22,7 +22,7 @@ ATTENTION = (
     *((f"self_attn.{name}_proj", COLUMNS) for name in ("q", "k", "v")),
     ("self_attn.o_proj", ROWS),
 )
-_LATENT_ATTENTION = (
+LATENT_ATTENTION = (
     *((f"self_attn.{name}", COLUMNS) for name in ("q_proj", "q_b_proj", "kv_b_proj")),
     *((f"self_attn.{name}", REPLICATED) for name in ("q_a_proj", "q_a_layernorm")),
     *((f"self_attn.{name}", REPLICATED) for name in ("kv_a_proj_with_mqa", "kv_a_layernorm")),
@@ -39,14 +39,14 @@ _HUNYUAN = (
     ("self_attn.key_layernorm", REPLICATED),
     *MLP,
 )
-_SHARED_EXPERTS: TPPlan = tuple(
+SHARED_EXPERTS: TPPlan = tuple(
     (f"mlp.{shared}.{name}_proj", style)
     for shared in ("shared_expert", "shared_experts", "shared_mlp")
     for name, style in (("gate", COLUMNS), ("up", COLUMNS), ("down", ROWS))
 )
 """Experts that all tokens share are split; those that tokens choose are not, and neither are routers."""
 
-SOFTMAX_MIXTURE = Family(is_moe=True, tp_plan=_SHARED_EXPERTS)
+SOFTMAX_MIXTURE = Family(is_moe=True, tp_plan=SHARED_EXPERTS)
 _BIASED_MIXTURE = replace(SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
 _GRANITE_MIXTURE = Family(
     is_moe=True,
@@ -149,7 +149,7 @@ TEXT_FAMILIES = {
     "mixtral": SOFTMAX_MIXTURE,
     "qwen3_moe": replace(SOFTMAX_MIXTURE, nemo_class=(f"{_NEMO}.qwen3_moe.model", "Qwen3MoeForCausalLM")),
     "deepseek_v3": replace(
-        _BIASED_MIXTURE, tp_plan=_LATENT_ATTENTION, nemo_class=(f"{_NEMO}.deepseek_v3.model", "DeepseekV3ForCausalLM")
+        _BIASED_MIXTURE, tp_plan=LATENT_ATTENTION, nemo_class=(f"{_NEMO}.deepseek_v3.model", "DeepseekV3ForCausalLM")
     ),
     "gpt_oss": Family(
         is_moe=True,
@@ -164,11 +164,11 @@ TEXT_FAMILIES = {
         router="router",
         router_bias="expert_bias",
         root_factor="mup_enabled",
-        tp_plan=(*ATTENTION, ("self_attn.gate_proj", COLUMNS), *NORMS_OF_HEADS, *_SHARED_EXPERTS),
+        tp_plan=(*ATTENTION, ("self_attn.gate_proj", COLUMNS), *NORMS_OF_HEADS, *SHARED_EXPERTS),
     ),
     "apertus": Family(tp_plan=(("mlp.act_fn", REPLICATED),)),
     "arcee": Family(),
-    "axk1": replace(_BIASED_MIXTURE, tp_plan=(*_LATENT_ATTENTION, *_SHARED_EXPERTS)),
+    "axk1": replace(_BIASED_MIXTURE, tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
     "cohere": Family(
         logit_factor="logit_scale",
         computes_in_fp32=True,
@@ -204,9 +204,9 @@ TEXT_FAMILIES = {
     "seed_oss": Family(),
     "smollm3": Family(),
     "starcoder2": Family(),
-    "youtu": Family(tp_plan=_LATENT_ATTENTION),
+    "youtu": Family(tp_plan=LATENT_ATTENTION),
     "cohere2_moe": replace(SOFTMAX_MIXTURE, logit_factor="logit_scale", computes_in_fp32=True),
-    "deepseek_v2": replace(SOFTMAX_MIXTURE, computes_in_fp32=True, tp_plan=_LATENT_ATTENTION),
+    "deepseek_v2": replace(SOFTMAX_MIXTURE, computes_in_fp32=True, tp_plan=LATENT_ATTENTION),
     "dots1": _BIASED_MIXTURE,
     "exaone_moe": _BIASED_MIXTURE,
     "flex_olmo": replace(SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
@@ -216,19 +216,19 @@ TEXT_FAMILIES = {
         fp32_modules=("mlp.gate",),
     ),
     "glm4_moe": replace(_BIASED_MIXTURE, tp_plan=NORMS_OF_HEADS),
-    "glm4_moe_lite": replace(_BIASED_MIXTURE, tp_plan=(*_LATENT_ATTENTION, *_SHARED_EXPERTS)),
+    "glm4_moe_lite": replace(_BIASED_MIXTURE, tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
     "granitemoehybrid": _GRANITE_HYBRID,
     "granitemoe_swa": replace(_GRANITE_MIXTURE, has_sinks=True, tp_plan=(*ATTENTION, *_SINKS)),
     "hunyuan_v1_moe": replace(
-        SOFTMAX_MIXTURE, computes_in_fp32=True, fp32_modules=("mlp.gate",), tp_plan=(*_HUNYUAN, *_SHARED_EXPERTS)
+        SOFTMAX_MIXTURE, computes_in_fp32=True, fp32_modules=("mlp.gate",), tp_plan=(*_HUNYUAN, *SHARED_EXPERTS)
     ),
     "hy_v3": replace(_BIASED_MIXTURE, router_bias="e_score_correction_bias"),
     "laguna": replace(
         _BIASED_MIXTURE,
         rotary_by_layer_type=True,
-        tp_plan=(*ATTENTION, ("self_attn.g_proj", COLUMNS), *NORMS_OF_HEADS, *_SHARED_EXPERTS),
+        tp_plan=(*ATTENTION, ("self_attn.g_proj", COLUMNS), *NORMS_OF_HEADS, *SHARED_EXPERTS),
     ),
     "lfm2_moe": replace(
         _LFM2, is_moe=True, block="feed_forward", router_bias="expert_bias", renamed_modules=_LFM2_MOE_NAMES
@@ -248,10 +248,10 @@ TEXT_FAMILIES = {
     "olmoe": replace(SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
     "qwen2_moe": SOFTMAX_MIXTURE,
     "solar_open": _BIASED_MIXTURE,
-    "qwen3_next": replace(SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *_SHARED_EXPERTS)),
+    "qwen3_next": replace(SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *SHARED_EXPERTS)),
     "qwen3_5_text": Family(**_DELTA_NET, tp_plan=_DELTA_NET_PLAN, rotary_axes=3),
     "qwen3_5_moe_text": replace(
-        SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *_SHARED_EXPERTS), rotary_axes=3
+        SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *SHARED_EXPERTS), rotary_axes=3
     ),
 }
 """Facts by the `model_type` of a causal language model's config."""

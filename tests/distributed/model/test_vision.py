@@ -25,6 +25,7 @@ from automodel_rl.tools.verify.comparison import Case
 from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool
 from tests.tiny import MULTIMODAL_CONFIGS, save_tiny_multimodal_model
+from tests.tiny_families import GROUPED, LATENT, WIDE, YARN
 from tests.vision import assert_equal, components_of, microbatches_of
 
 LLAVA, QWEN, QWEN3, QWEN3_MOE, GLM = "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"
@@ -167,6 +168,30 @@ def test_rows_of_images_with_breaks_equal_one_process(
     two_to_cut = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-3", "cp": 2})
     components = ONE_TO_CUT if encoders == 1 else two_to_cut
     assert_equal(ranks, tmp_path, Case(microbatches=(3, 2), components=components))
+
+
+MISTRAL4 = {
+    **WIDE,
+    **LATENT,
+    **GROUPED,
+    "model_type": "mistral4",
+    "head_dim": 12,
+    "max_position_embeddings": 16,
+    "rope_parameters": {
+        **YARN,
+        "max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.3,
+        "partial_rotary_factor": 1 / 3,
+    },
+}
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_a_language_model_with_latent_attention_equals_one_process(
+    ranks: RankPool, tmp_path: Path, sizes: dict
+) -> None:
+    save_tiny_multimodal_model(tmp_path, "mistral3", text=MISTRAL4)
+    assert_equal(ranks, tmp_path, Case(ParallelConfig(**sizes), microbatches=(3, 1)))
 
 
 def test_encoder_ranks_with_unequal_images_of_any_size_wait_for_nobody(ranks: RankPool, tmp_path: Path) -> None:
