@@ -105,17 +105,17 @@ _PIXTRAL = {
     "image_size": 64,
     "patch_size": 4,
 }
-# Features enter after three layers, so that a pipeline of four layers has to carry them over its first boundaries.
-_QWEN3_VISION = {
+_QWEN3_5_VISION = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_heads": 2,
-    "depth": 4,
+    "depth": 2,
     "out_hidden_size": 32,
     "patch_size": 4,
     "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0, 1, 2],
 }
+# Features enter after three layers, so that a pipeline of four layers has to carry them over its first boundaries.
+_QWEN3_VISION = {**_QWEN3_5_VISION, "depth": 4, "deepstack_visual_indexes": [0, 1, 2]}
 _QWEN3_5_TEXT = {
     **SIZES["qwen3_5_text"],
     "rope_parameters": {
@@ -125,15 +125,6 @@ _QWEN3_5_TEXT = {
         "mrope_section": [1, 1, 1],
         "mrope_interleaved": True,
     },
-}
-_QWEN3_5_VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "depth": 2,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-    "num_position_embeddings": 16,
 }
 _CLIP = {
     "model_type": "clip_vision_model",

@@ -153,13 +153,13 @@ def _one_layer(
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
     module = model.model.layers[layer]
-    if FAMILIES[config.model_type].has_square_output:
+    family = FAMILIES[config.model_type]
+    if family.has_square_output:
         heads = module.self_attn.q_proj.out_features  # of one rank
         module.self_attn.o_proj = nn.Linear(heads, config.hidden_size, bias=False, dtype=dtype, device=META)
     for experts in (part for name, part in module.named_modules() if name.endswith("experts")):
         for name, weight in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, nn.Parameter(weight[: len(weight) // ep]))
-    family = FAMILIES[config.model_type]
     set_decays_apart([module], family)
     if (mixer := TOKEN_MIXERS.get(family.token_mixer)) is not None:
         rule = _rule if mixer.has_kernels else mixer.choose_rule(META, dtype)

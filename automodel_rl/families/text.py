@@ -48,14 +48,8 @@ SHARED_EXPERTS: TPPlan = tuple(
 
 SOFTMAX_MIXTURE = Family(is_moe=True, tp_plan=SHARED_EXPERTS)
 _BIASED_MIXTURE = replace(SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
-_GRANITE_MIXTURE = Family(
-    is_moe=True,
-    block="block_sparse_moe",
-    router="router",
-    embedding_factor="embedding_multiplier",
-    logit_divisor="logits_scaling",
-    tp_plan=ATTENTION,
-)
+_GRANITE = Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling")
+_GRANITE_MIXTURE = replace(_GRANITE, is_moe=True, block="block_sparse_moe", router="router", tp_plan=ATTENTION)
 _GEMMA4 = Family(
     is_moe=True,  # the 26B-A4B
     block="",
@@ -103,6 +97,24 @@ _LFM2 = Family(
         *((f"feed_forward.{name}", style) for name, style in (("w1", COLUMNS), ("w3", COLUMNS), ("w2", ROWS))),
     ),
 )
+
+
+def _state_space(module: str, norm: str) -> TPPlan:
+    """How a module with Mamba-2 splits.
+
+    Args:
+        module: its name below a layer.
+        norm: how its norm splits.
+    """
+    return (
+        (f"{module}.in_proj", FUSED_STATE_SPACE),
+        *((f"{module}.decay.{name}", BY_HEADS) for name in ("A_log", "dt_bias", "D")),
+        (f"{module}.conv1d", REPLICATED),
+        (f"{module}.norm", norm),
+        (f"{module}.out_proj", ROWS),
+    )
+
+
 _NEMOTRON_H = replace(
     _BIASED_MIXTURE,
     block="mixer",
@@ -113,11 +125,7 @@ _NEMOTRON_H = replace(
         *((f"mixer.{name}_proj", COLUMNS) for name in ("q", "k", "v", "up")),
         *((f"mixer.{name}_proj", ROWS) for name in ("o", "down")),
         *((f"mixer.shared_experts.{name}_proj", style) for name, style in (("up", COLUMNS), ("down", ROWS))),
-        ("mixer.in_proj", FUSED_STATE_SPACE),
-        *((f"mixer.decay.{name}", BY_HEADS) for name in ("A_log", "dt_bias", "D")),
-        ("mixer.conv1d", REPLICATED),
-        ("mixer.norm", BY_HEADS),
-        ("mixer.out_proj", ROWS),
+        *_state_space("mixer", BY_HEADS),
     ),
 )
 _GRANITE_HYBRID = replace(
@@ -127,11 +135,7 @@ _GRANITE_HYBRID = replace(
     fp32_modules=("mamba.decay",),
     tp_plan=(
         *ATTENTION,
-        ("mamba.in_proj", FUSED_STATE_SPACE),
-        *((f"mamba.decay.{name}", BY_HEADS) for name in ("A_log", "dt_bias", "D")),
-        ("mamba.conv1d", REPLICATED),
-        ("mamba.norm", WIDE_NORM),
-        ("mamba.out_proj", ROWS),
+        *_state_space("mamba", WIDE_NORM),
         ("shared_mlp.input_linear", FUSED),
         ("shared_mlp.output_linear", ROWS),
     ),
@@ -183,10 +187,8 @@ TEXT_FAMILIES = {
     "gemma4_unified_text": replace(_GEMMA4, is_moe=False),
     "glm": Family(tp_plan=FUSED_MLP),
     "glm4": Family(tp_plan=FUSED_MLP),
-    "granite": Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling"),
-    "granite_swa": Family(
-        embedding_factor="embedding_multiplier", logit_divisor="logits_scaling", has_sinks=True, tp_plan=_SINKS
-    ),
+    "granite": _GRANITE,
+    "granite_swa": replace(_GRANITE, has_sinks=True, tp_plan=_SINKS),
     "helium": Family(computes_in_fp32=True, has_square_output=True),
     "hunyuan_v1_dense": Family(tp_plan=_HUNYUAN),
     "hyperclovax": Family(embedding_factor="embedding_multiplier", logit_factor="logits_scaling"),

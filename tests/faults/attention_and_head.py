@@ -67,7 +67,7 @@ def _convolutions_that_leak() -> Any:
     def leaking(inputs: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
         return convolve(inputs, weight, bias, torch.arange(len(offsets)))
 
-    return patch("model.token_mixers.gated_delta_net.convolve", leaking)
+    return patch("model.token_mixers.whole_sequences.convolve", leaking)
 
 
 def _state_spaces_that_leak() -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.errors import InputError
 from automodel_rl.model.token_mixers.token_mixer import Rule, TokenMixer
-from automodel_rl.model.token_mixers.whole_sequences import convolve, fast_kernels_obstacle, over_whole_sequences
+from automodel_rl.model.token_mixers.whole_sequences import convolve_heads, fast_kernels_obstacle, over_whole_sequences
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import Sections, own_rows
 
@@ -129,13 +129,7 @@ def _mix(
         weight = own_rows(weight, Sections((module.key_dim, module.key_dim, module.value_dim)), cp_group)
 
     def compute(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor) -> Tensor:
-        heads = [part.shape[1] for part in (q, k, v)]
-        joined = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
-        joined = F.silu(convolve(joined, weight, None, microbatch.offsets))
-        q, k, v = (
-            piece.unflatten(1, (count, -1))
-            for piece, count in zip(joined.split([part[0].numel() for part in (q, k, v)], dim=-1), heads, strict=True)
-        )
+        q, k, v = convolve_heads((q, k, v), weight, None, microbatch.offsets)
         return module.rule(q, k, v, decay[..., 0], rates[..., 0], microbatch.lengths).to(v.dtype)
 
     return over_whole_sequences(compute, parts, microbatch, cp_group)

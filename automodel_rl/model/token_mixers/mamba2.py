@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.model.token_mixers.token_mixer import Rule, TokenMixer
-from automodel_rl.model.token_mixers.whole_sequences import convolve, fast_kernels_obstacle, over_whole_sequences
+from automodel_rl.model.token_mixers.whole_sequences import convolve_heads, fast_kernels_obstacle, over_whole_sequences
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import Sections, own_rows, sections_of_state_space
 
@@ -76,10 +76,10 @@ class Mamba2(TokenMixer):
         steps, decay = module.decay(steps)
         parts = (
             values.unflatten(1, (-1, module.head_dim)),
-            keys.unflatten(1, (module.n_groups, -1)),
-            queries.unflatten(1, (module.n_groups, -1)),
             steps[..., None],
             decay[..., None],
+            keys.unflatten(1, (module.n_groups, -1)),
+            queries.unflatten(1, (module.n_groups, -1)),
         )
         mixed = _mix(module, parts, microbatch, cp_group).flatten(1)
         return module.out_proj(module.norm(mixed[None], gates[None]).to(hidden.dtype))
@@ -93,11 +93,10 @@ def _mix(
 
     Args:
         module: transformers' module.
-        parts: values, keys, queries, steps and logs of decays of this rank's tokens, each [t, heads or groups, ...].
+        parts: values, steps, logs of decays, keys and queries of this rank's tokens, each [t, heads or groups, ...].
         microbatch: this rank's tokens.
         cp_group: the ranks that share a microbatch.
     """
-    values, keys, queries, steps, decay = parts
     cuts_groups = _cuts_groups(module, cp_group)
     taps, bias = _own_taps(module, cp_group, cuts_groups)
     skip = local_tensor(module.decay.D)
@@ -106,23 +105,14 @@ def _mix(
     of_heads = _groups_of_heads(module, cp_group, cuts_groups)
 
     def compute(values: Tensor, steps: Tensor, decay: Tensor, keys: Tensor, queries: Tensor) -> Tensor:
-        shapes = [part.shape[1:] for part in (values, keys, queries)]
-        joined = torch.cat([part.flatten(1) for part in (values, keys, queries)], dim=-1)
-        joined = F.silu(convolve(joined, taps, bias, microbatch.offsets))
-        pieces = joined.split([shape.numel() for shape in shapes], dim=-1)
-        values, keys, queries = (piece.unflatten(1, shape) for piece, shape in zip(pieces, shapes, strict=True))
+        values, keys, queries = convolve_heads((values, keys, queries), taps, bias, microbatch.offsets)
         keys, queries = (part.index_select(1, of_heads) for part in (keys, queries))
         wide = values.to(steps.dtype)
         mixed = module.rule(queries, keys, wide * steps, decay[..., 0], microbatch.lengths)
         return (mixed.to(wide.dtype) + skip[:, None] * wide).to(values.dtype)
 
-    if cuts_groups:
-
-        def of_groups(values: Tensor, keys: Tensor, queries: Tensor, steps: Tensor, decay: Tensor) -> Tensor:
-            return compute(values, steps, decay, keys, queries)
-
-        return over_whole_sequences(of_groups, parts, microbatch, cp_group)
-    return over_whole_sequences(compute, (values, steps, decay), microbatch, cp_group, (keys, queries))
+    by_heads, of_all_heads = (parts, ()) if cuts_groups else (parts[:3], parts[3:])
+    return over_whole_sequences(compute, by_heads, microbatch, cp_group, of_all_heads)
 
 
 def _cuts_groups(module: Any, cp_group: dist.ProcessGroup | None) -> bool:

@@ -67,14 +67,13 @@ def over_whole_sequences(
     Returns:
         The result for this rank's tokens and all heads, [t, heads, V].
     """
-    num_shared = len(by_heads)
     parts = (*by_heads, *of_all_heads)
     if cp_group is not None:
         whole = tuple(AllGatherCP.apply(part, cp_group, "sum") for part in of_all_heads)
         parts = (*to_heads(by_heads, cp_group), *whole)
     if microbatch.restore is not None:  # pads are left out, and so is the order of ranks
         parts = tuple(part.index_select(0, microbatch.restore) for part in parts)
-    mixed = compute(*parts[:num_shared], *parts[num_shared:])
+    mixed = compute(*parts)
     if microbatch.restore is not None:
         size = 1 if cp_group is None else cp_group.size()
         whole_row = mixed.new_zeros(microbatch.num_tokens * size, *mixed.shape[1:])
@@ -119,3 +118,17 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tenso
         earlier = F.pad(inputs, (0, 0, back, 0))[: len(inputs)] * (offsets >= back)[:, None]
         total = total + earlier * weight[:, -1 - back]
     return total if bias is None else total + bias
+
+
+def convolve_heads(
+    parts: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None, offsets: Tensor
+) -> tuple[Tensor, ...]:
+    """SiLU of the convolution of several tensors, whose channels stand one after the other.
+
+    Args:
+        parts: each [T, heads, d].
+        weight, bias, offsets: as of `convolve`, for the channels of all.
+    """
+    joined = F.silu(convolve(torch.cat([part.flatten(1) for part in parts], dim=-1), weight, bias, offsets))
+    pieces = joined.split([part[0].numel() for part in parts], dim=-1)
+    return tuple(piece.unflatten(1, part.shape[1:]) for piece, part in zip(pieces, parts, strict=True))
