@@ -1,7 +1,7 @@
 """Rules of text models: family, checkpoint, attention, adapters and routers."""
 
 from automodel_rl.families.classifier import classifier_families
-from automodel_rl.families.known import COMPOSITES, MULTIMODAL_FAMILIES, TEXT
+from automodel_rl.families.known import COMPOSITES, MULTIMODAL_FAMILIES, SAME_AS, TEXT
 from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.support import features as f
 from automodel_rl.support.attention import ATTENTION
@@ -38,7 +38,8 @@ _WITH_TEXT_MODELS = [
 
 FAMILY = Rule(
     "transformers models",
-    f"{', '.join(TEXT_FAMILIES)}; the language models in {', '.join(_TEXT_COMPOSITES)}, and with model.text_only those "
+    f"{', '.join(TEXT_FAMILIES)}; {', '.join(f'{name} as {family}' for name, family in SAME_AS.items())}; the language "
+    f"models in {', '.join(_TEXT_COMPOSITES)}, and with model.text_only those "
     f"in {', '.join(_WITH_TEXT_MODELS)}",
     _family,
 )
