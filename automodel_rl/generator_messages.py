@@ -91,6 +91,7 @@ class PromptMedia:
     size: tuple[int, ...]
     source: str | bytes | tuple[str, ...]
     interval: float = 1.0
+    framed: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from transformers import (
     AutoModelForMultimodalLM,
     Gemma3Config,
     Glm4vConfig,
+    Glm4vMoeConfig,
+    InternVLConfig,
     LlavaConfig,
     Mistral3Config,
     PretrainedConfig,
@@ -26,7 +28,7 @@ from transformers import (
 from automodel_rl.batch import TokenSequence
 from automodel_rl.tools.verify import comparison
 from automodel_rl.tools.verify.small_model import DRAWN_BUFFERS
-from tests.tiny_families import DENSE, SIZES, VOCAB, of_layers
+from tests.tiny_families import DENSE, GROUPED, SIZES, VOCAB, of_layers
 
 
 def tiny_config(family: str, num_layers: int = 2, **sizes: object) -> PretrainedConfig:
@@ -154,6 +156,32 @@ _QWEN_AUDIO = {
     "num_mel_bins": 8,
     "max_source_positions": 12,
 }
+_GLM_TEXT = {
+    **{key: value for key, value in DENSE.items() if key != "head_dim"},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [1, 1, 1],
+        "partial_rotary_factor": 0.75,
+    },
+}
+_GLM_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "depth": 3,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "image_size": 24,
+}
+_GLM_IDS = {
+    "image_token_id": VOCAB - 1,
+    "video_token_id": VOCAB - 2,
+    "image_start_token_id": VOCAB - 3,
+    "image_end_token_id": VOCAB - 4,
+    "video_start_token_id": VOCAB - 5,
+    "video_end_token_id": VOCAB - 6,
+}
 MULTIMODAL_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] = {
     "llava": (
         LlavaConfig,
@@ -196,36 +224,27 @@ MULTIMODAL_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] =
         {"vision": _QWEN3_5_VISION},
         _QWEN_IDS,
     ),
-    "glm4v": (
-        Glm4vConfig,
-        {
-            **{key: value for key, value in DENSE.items() if key != "head_dim"},
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [1, 1, 1],
-                "partial_rotary_factor": 0.75,
-            },
-        },
+    "glm4v": (Glm4vConfig, _GLM_TEXT, {"vision": _GLM_VISION}, _GLM_IDS),
+    "glm4v_moe": (
+        Glm4vMoeConfig,
+        {**_GLM_TEXT, **GROUPED, "n_group": 2, "head_dim": 8},
+        {"vision": _GLM_VISION},
+        _GLM_IDS,
+    ),
+    "internvl": (
+        InternVLConfig,
+        {**DENSE, "model_type": "qwen3"},
         {
             "vision": {
                 "hidden_size": 16,
                 "intermediate_size": 32,
-                "num_heads": 2,
-                "depth": 3,
-                "out_hidden_size": 32,
-                "patch_size": 4,
-                "image_size": 24,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 2,
+                "image_size": [16, 16],
+                "patch_size": [4, 4],
             }
         },
-        {
-            "image_token_id": VOCAB - 1,
-            "video_token_id": VOCAB - 2,
-            "image_start_token_id": VOCAB - 3,
-            "image_end_token_id": VOCAB - 4,
-            "video_start_token_id": VOCAB - 5,
-            "video_end_token_id": VOCAB - 6,
-        },
+        {"image_token_id": VOCAB - 1, "image_seq_length": 4},
     ),
     "qwen2_5_omni_thinker": (
         Qwen2_5OmniThinkerConfig,

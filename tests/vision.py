@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.mistral3.modeling_mistral3 import Mistral3RMSNorm
 from transformers.models.pixtral.modeling_pixtral import PixtralRMSNorm
@@ -45,6 +46,12 @@ TEMPLATE = (
 )
 
 MARKS = ["<image>", "[IMG_BREAK]", "[IMG_END]", "<video>"]
+MARKS_OF = {
+    "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+    "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+}
+"""Special tokens of chats, that of an image first, where they have other names."""
+
 IMAGE_TOKENS = {"gemma3": "image_token_index"}
 """The config's key for the id of an image's tokens, where it has another name."""
 
@@ -111,12 +118,12 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
     write_chats(folder, chats, ("images",))
     texts = ["What is this? And this? It is red. green. blue. There is nothing to see."] * 20
     tokenizer = train_tokenizer(texts, VOCAB * 2)
-    marks = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"] if family == "gemma3" else MARKS
+    marks = MARKS_OF.get(family, MARKS)
     if family == "qwen3_5":
         marks = [*marks, "<|endoftext|>"]  # its tokenizer's class adds it
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
     tokenizer.chat_template = TEMPLATE.replace(
-        "<image>", "{{ '<start_of_image>' }}" if family == "gemma3" else marks[0]
+        "<image>", "{{ '<start_of_image>' }}" if family == "gemma3" else f"{{{{ '{marks[0]}' }}}}"
     )
     ids = {IMAGE_TOKENS.get(family, "image_token_id"): tokenizer.convert_tokens_to_ids(marks[0])}
     if family.startswith("qwen"):
@@ -139,7 +146,10 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
         PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 24}).save_pretrained(
             folder / "model"
         )
-    elif family == "glm4v":
+    elif family == "internvl":
+        height, width = vision["image_size"]
+        GotOcr2ImageProcessorPil(size={"height": height, "width": width}).save_pretrained(folder / "model")
+    elif family.startswith("glm4v"):
         Glm4vImageProcessorPil(
             patch_size=vision["patch_size"], size={"shortest_edge": 128, "longest_edge": 1280}
         ).save_pretrained(folder / "model")

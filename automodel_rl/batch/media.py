@@ -47,6 +47,7 @@ class Image:
             there are no breaks and all tokens have embeddings.
         is_bidirectional: whether its tokens see each other both ways in attention, as Gemma 3's do. They still see
             nothing after the image.
+        framed: whether the model's image processor writes the tokens before and after it, too.
 
     Example:
         >>> import torch
@@ -65,6 +66,7 @@ class Image:
     source: Source | None = None
     row: int = 0
     is_bidirectional: bool = False
+    framed: bool = False
 
     @property
     def num_embeddings(self) -> int:
@@ -96,7 +98,7 @@ class Video(Image):
     """A video in a sequence: an image whose grid has several patches in time.
 
     Attributes:
-        start, num_tokens, grid, pixels, row, is_bidirectional: as of an `Image`.
+        start, num_tokens, grid, pixels, row, is_bidirectional, framed: as of an `Image`.
         source: the files of its frames.
         interval: rotary positions in time from one patch to the next, rounded down after they are summed (M-RoPE with
             absolute time, arXiv:2502.13923, section 2.1.3).

@@ -1,10 +1,14 @@
-"""GLM-4.1V (arXiv:2507.01006): images of any size as patches, and rotary positions that follow their grids."""
+"""GLM-4.1V and, with a mixture of experts, GLM-4.5V (arXiv:2507.01006): images of any size as patches, and rotary
+positions that follow their grids."""
+
+from dataclasses import replace
 
 from automodel_rl.families.family import Family
-from automodel_rl.families.file_names import FileNames
+from automodel_rl.families.file_names import SINGLE_EXPERTS, FileNames
 from automodel_rl.families.multimodal import Multimodal
 from automodel_rl.families.patch_images import FUSED_ATTENTION, PatchImages, PatchReader
-from automodel_rl.families.text import FUSED_MLP, MLP
+from automodel_rl.families.qwen3_vl import VISION_IN_FILES
+from automodel_rl.families.text import BIASED_MIXTURE, FUSED_MLP, MLP
 
 
 class GlmReader(PatchReader):
@@ -21,21 +25,26 @@ class GlmReader(PatchReader):
         return smart_resize(time, height, width, time, factor, limits["shortest_edge"], limits["longest_edge"])
 
 
+_ENCODER = PatchImages(
+    model_types=("glm4v_vision",),
+    title="GLM-4.1V's encoder",
+    modules=("visual",),
+    projectors=("visual.downsample", "visual.merger"),
+    tp_plan=(*FUSED_ATTENTION, *MLP),
+    computes_in_fp32=True,  # the interpolation of its table of places
+    reader=GlmReader,
+)
+
 GLM4V = Multimodal(
-    encoders={
-        "vision": (
-            PatchImages(
-                model_types=("glm4v_vision",),
-                title="GLM-4.1V's encoder",
-                modules=("visual",),
-                projectors=("visual.downsample", "visual.merger"),
-                tp_plan=(*FUSED_ATTENTION, *MLP),
-                computes_in_fp32=True,  # the interpolation of its table of places
-                reader=GlmReader,
-            ),
-        )
-    },
-    file_names=(FileNames(starts=(("model.visual.", "model.visual."), ("model.", "model.language_model."))),),
+    encoders={"vision": (_ENCODER,)},
+    file_names=(FileNames(starts=VISION_IN_FILES),),
     own_languages={"glm4v_text": Family(rotary_axes=3, tp_plan=FUSED_MLP)},
     has_rotary_grid=True,
+)
+
+GLM4V_MOE = replace(
+    GLM4V,
+    encoders={"vision": (replace(_ENCODER, model_types=("glm4v_moe_vision",), title="GLM-4.5V's encoder"),)},
+    file_names=(replace(SINGLE_EXPERTS, starts=VISION_IN_FILES),),
+    own_languages={"glm4v_moe_text": replace(BIASED_MIXTURE, rotary_axes=3)},
 )

@@ -19,7 +19,8 @@ from automodel_rl.families.file_names import (
     in_multimodal,
 )
 from automodel_rl.families.gemma3 import GEMMA3
-from automodel_rl.families.glm4v import GLM4V
+from automodel_rl.families.glm4v import GLM4V, GLM4V_MOE
+from automodel_rl.families.internvl import INTERNVL
 from automodel_rl.families.llava import LLAVA
 from automodel_rl.families.mistral3 import MISTRAL3
 from automodel_rl.families.multimodal import Multimodal
@@ -40,6 +41,8 @@ MULTIMODAL_FAMILIES = {
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": QWEN3_5_MOE,
     "glm4v": GLM4V,
+    "glm4v_moe": GLM4V_MOE,
+    "internvl": INTERNVL,
     "qwen2_audio": QWEN2_AUDIO,
     "qwen2_5_omni_thinker": QWEN2_5_OMNI,
 }

@@ -47,7 +47,7 @@ SHARED_EXPERTS: TPPlan = tuple(
 """Experts that all tokens share are split; those that tokens choose are not, and neither are routers."""
 
 SOFTMAX_MIXTURE = Family(is_moe=True, tp_plan=SHARED_EXPERTS)
-_BIASED_MIXTURE = replace(SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
+BIASED_MIXTURE = replace(SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
 _GRANITE = Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling")
 _GRANITE_MIXTURE = replace(_GRANITE, is_moe=True, block="block_sparse_moe", router="router", tp_plan=ATTENTION)
 _GEMMA4 = Family(
@@ -116,7 +116,7 @@ def _state_space(module: str, norm: str) -> TPPlan:
 
 
 _NEMOTRON_H = replace(
-    _BIASED_MIXTURE,
+    BIASED_MIXTURE,
     block="mixer",
     token_mixer="nemotron_mamba2",
     renamed_modules=(("embeddings", "embed_tokens"), ("norm_f", "norm")),
@@ -153,7 +153,7 @@ TEXT_FAMILIES = {
     "mixtral": SOFTMAX_MIXTURE,
     "qwen3_moe": replace(SOFTMAX_MIXTURE, nemo_class=(f"{_NEMO}.qwen3_moe.model", "Qwen3MoeForCausalLM")),
     "deepseek_v3": replace(
-        _BIASED_MIXTURE, tp_plan=LATENT_ATTENTION, nemo_class=(f"{_NEMO}.deepseek_v3.model", "DeepseekV3ForCausalLM")
+        BIASED_MIXTURE, tp_plan=LATENT_ATTENTION, nemo_class=(f"{_NEMO}.deepseek_v3.model", "DeepseekV3ForCausalLM")
     ),
     "gpt_oss": Family(
         is_moe=True,
@@ -164,7 +164,7 @@ TEXT_FAMILIES = {
         nemo_class=(f"{_NEMO}.gpt_oss.model", "GptOssForCausalLM"),
     ),
     "afmoe": replace(
-        _BIASED_MIXTURE,
+        BIASED_MIXTURE,
         router="router",
         router_bias="expert_bias",
         root_factor="mup_enabled",
@@ -172,7 +172,7 @@ TEXT_FAMILIES = {
     ),
     "apertus": Family(tp_plan=(("mlp.act_fn", REPLICATED),)),
     "arcee": Family(),
-    "axk1": replace(_BIASED_MIXTURE, tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
+    "axk1": replace(BIASED_MIXTURE, tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
     "cohere": Family(
         logit_factor="logit_scale",
         computes_in_fp32=True,
@@ -209,16 +209,16 @@ TEXT_FAMILIES = {
     "youtu": Family(tp_plan=LATENT_ATTENTION),
     "cohere2_moe": replace(SOFTMAX_MIXTURE, logit_factor="logit_scale", computes_in_fp32=True),
     "deepseek_v2": replace(SOFTMAX_MIXTURE, computes_in_fp32=True, tp_plan=LATENT_ATTENTION),
-    "dots1": _BIASED_MIXTURE,
-    "exaone_moe": _BIASED_MIXTURE,
+    "dots1": BIASED_MIXTURE,
+    "exaone_moe": BIASED_MIXTURE,
     "flex_olmo": replace(SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
     "ernie4_5_moe": replace(
-        _BIASED_MIXTURE,
+        BIASED_MIXTURE,
         router_bias="gate.moe_statics.e_score_correction_bias",
         fp32_modules=("mlp.gate",),
     ),
-    "glm4_moe": replace(_BIASED_MIXTURE, tp_plan=NORMS_OF_HEADS),
-    "glm4_moe_lite": replace(_BIASED_MIXTURE, tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
+    "glm4_moe": replace(BIASED_MIXTURE, tp_plan=NORMS_OF_HEADS),
+    "glm4_moe_lite": replace(BIASED_MIXTURE, tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
     "granitemoehybrid": _GRANITE_HYBRID,
@@ -226,9 +226,9 @@ TEXT_FAMILIES = {
     "hunyuan_v1_moe": replace(
         SOFTMAX_MIXTURE, computes_in_fp32=True, fp32_modules=("mlp.gate",), tp_plan=(*_HUNYUAN, *SHARED_EXPERTS)
     ),
-    "hy_v3": replace(_BIASED_MIXTURE, router_bias="e_score_correction_bias"),
+    "hy_v3": replace(BIASED_MIXTURE, router_bias="e_score_correction_bias"),
     "laguna": replace(
-        _BIASED_MIXTURE,
+        BIASED_MIXTURE,
         rotary_by_layer_type=True,
         tp_plan=(*ATTENTION, ("self_attn.g_proj", COLUMNS), *NORMS_OF_HEADS, *SHARED_EXPERTS),
     ),
@@ -241,15 +241,15 @@ TEXT_FAMILIES = {
     "nemotron_h": _NEMOTRON_H,
     "mellum": replace(SOFTMAX_MIXTURE, rotary_by_layer_type=True),
     "mimo_v2_flash": replace(
-        _BIASED_MIXTURE,
+        BIASED_MIXTURE,
         has_sinks=True,
         rotary_by_layer_type=True,
         tp_plan=_SINKS,
     ),
-    "minimax_m2": replace(_BIASED_MIXTURE, router_bias="e_score_correction_bias", tp_plan=_WIDE_NORMS),
+    "minimax_m2": replace(BIASED_MIXTURE, router_bias="e_score_correction_bias", tp_plan=_WIDE_NORMS),
     "olmoe": replace(SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
     "qwen2_moe": SOFTMAX_MIXTURE,
-    "solar_open": _BIASED_MIXTURE,
+    "solar_open": BIASED_MIXTURE,
     "qwen3_next": replace(SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *SHARED_EXPERTS)),
     "qwen3_5_text": Family(**_DELTA_NET, tp_plan=_DELTA_NET_PLAN, rotary_axes=3),
     "qwen3_5_moe_text": replace(

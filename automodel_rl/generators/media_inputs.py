@@ -84,5 +84,7 @@ def prompt_media(media: Sequence[Media]) -> tuple[PromptMedia, ...]:
     for item in media:
         assert item.source is not None  # a `MediaReader` has made it
         interval = item.interval if isinstance(item, Video) else 1.0
-        found.append(PromptMedia(part_type(item), item.start, item.num_tokens, item.size, item.source, interval))
+        framed = isinstance(item, Image) and item.framed
+        kind = part_type(item)
+        found.append(PromptMedia(kind, item.start, item.num_tokens, item.size, item.source, interval, framed))
     return tuple(found)

@@ -275,6 +275,8 @@ def prompt_of(request: Any, pictures: dict[Any, Any]) -> dict[str, Any]:
     for source in {image.source for image in request.media} - pictures.keys():
         pictures[source] = load_image(Image.open(source if isinstance(source, str) else io.BytesIO(source)))
     rest = {place for image in request.media for place in range(image.start + 1, image.start + image.num_tokens)}
+    for image in request.media:
+        rest |= {image.start - 1, image.start + image.num_tokens} if image.framed else set()
     ids = [token for place, token in enumerate(request.prompt) if place not in rest]
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": [pictures[i.source] for i in request.media]}}
 

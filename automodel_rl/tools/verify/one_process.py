@@ -298,6 +298,8 @@ class OneProcess:
 
     def _images(self, sequence: TokenSequence, images: list[Image], dtype: torch.dtype) -> dict[str, Tensor]:
         pixels = [image.load().to(self.device, dtype) for image in images]
+        if pixels[0].ndim == 4:  # tiles of each image
+            return {"pixel_values": torch.cat(pixels)}
         if self.takes_kinds:
             kinds = (sequence.input_ids == self.model.config.image_token_id).int()[None].to(self.device)
             return {"pixel_values": torch.stack(pixels), "token_type_ids": kinds}

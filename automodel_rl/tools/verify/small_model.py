@@ -200,6 +200,9 @@ def shrink_multimodal(config: PretrainedConfig, parallel: ParallelConfig, tp: in
     for name in encoder_families(config):
         encoder = encoder_config(config, name).to_dict()
         smaller = {key: size for key, size in small.items() if encoder.get(key) is not None}
+        if "downsample_ratio" in values and name == "vision":  # sides of an even number of patches
+            smaller["image_size"] = 4 * PATCH
+            kept["image_seq_length"] = int(4 * values["downsample_ratio"]) ** 2
         changed[f"{name}_config"] = {**encoder, **smaller}
     return type(config).from_dict({**kept, **ids, **changed})
 

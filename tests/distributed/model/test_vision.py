@@ -110,6 +110,8 @@ def test_any_layout_of_either_module_equals_one_process(
         (LLAVA, False, Case(microbatches=(3, 2), memory=MemoryConfig(activation_checkpointing="selective"))),
         ("qwen3_5", False, Case(microbatches=(3, 2), components=CUT_PIPELINE)),
         ("qwen3_5_moe", False, Case(microbatches=(3, 1), components=ONE_TO_EXPERTS, replay=True)),
+        ("glm4v_moe", False, Case(microbatches=(3, 1), components=ONE_TO_EXPERTS, replay=True)),
+        ("internvl", True, Case(microbatches=(3, 2), components=SPLIT_ENCODER)),
     ],
     ids=[
         "tied, pp",
@@ -118,6 +120,8 @@ def test_any_layout_of_either_module_equals_one_process(
         "selective",
         "Gated DeltaNet over pp and cp",
         "Gated DeltaNet with ep and routes",
+        "M-RoPE with ep and routes",
+        "tiles, encoder over tp",
     ],
 )
 def test_both_modules_on_all_ranks_equal_one_process(

@@ -4,11 +4,12 @@ import io
 import json
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from PIL import Image as Picture
-from transformers import AutoImageProcessor, AutoTokenizer, Gemma3Processor
+from transformers import AutoImageProcessor, AutoTokenizer, BaseVideoProcessor, Gemma3Processor, InternVLProcessor
 
 from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.config import SourceConfig
@@ -149,6 +150,34 @@ def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None
     assert torch.equal(sequence.media[1].load(), expected["pixel_values"][1])
     assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]).startswith("It is red.")
     assert all(image.is_bidirectional and image.num_tokens == 9 for image in sequence.media)
+
+
+@pytest.mark.parametrize("size", [(40, 20), (13, 131), (16, 16), (90, 80)])
+def test_tiles_of_internvl_are_those_of_its_processor(tmp_path: Path, size: tuple[int, int]) -> None:
+    """One or several, each with its tokens, between the tokens of an image."""
+    folder = make_vision_workspace(tmp_path, "internvl", num_chats=1) / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    names = (
+        ("start_image", "<img>"),
+        ("end_image", "</img>"),
+        ("context_image", "<IMG_CONTEXT>"),
+        ("video", "<video>"),
+    )
+    for name, token in names:
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor = InternVLProcessor(image_processor, tokenizer, mock.Mock(BaseVideoProcessor), 4, tokenizer.chat_template)
+    picture = jpeg(*size)
+    parts = [{"type": "image", "path": picture}, {"type": "text", "text": "What is this?"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "It is red."}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    expected = processor(images=[Picture.open(io.BytesIO(picture))], text=text)
+    sequence = ChatTokenizer(tokenizer, "all", media_of(folder))(Chat(chat), "here")
+    assert sequence.input_ids.tolist() == expected["input_ids"][0]
+    pixels = sequence.media[0].load()
+    assert torch.equal(pixels, torch.stack([torch.as_tensor(tile) for tile in expected["pixel_values"]]))
+    assert sequence.media[0].num_tokens == 4 * len(pixels)
 
 
 def test_a_template_that_writes_no_images_is_for_texts_only(tmp_path: Path) -> None:
