@@ -1,7 +1,9 @@
 """Small vision-language checkpoints with tokenizer, chat template and image processor, and chats about pictures."""
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,12 +47,28 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-MARKS = ["<image>", "[IMG_BREAK]", "[IMG_END]", "<video>"]
-MARKS_OF = {
-    "gemma3": ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
-    "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+
+@dataclass(frozen=True)
+class Marks:
+    """Special tokens of chats: the token of an image, what the template writes for it, and all others."""
+
+    image: str = "<image>"
+    text: str = "<image>"
+    video: str = "<video>"
+    others: tuple[str, ...] = ("[IMG_BREAK]", "[IMG_END]")
+
+
+MARKS = {
+    "gemma3": Marks("<image_soft_token>", "<start_of_image>", others=("<start_of_image>", "<end_of_image>")),
+    "internvl": Marks("<IMG_CONTEXT>", "<IMG_CONTEXT>", others=("<img>", "</img>")),
+    "qwen3_5": Marks(
+        "<|image_pad|>",
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        "<|video_pad|>",
+        ("<|vision_start|>", "<|vision_end|>", "<|endoftext|>"),
+    ),
 }
-"""Special tokens of chats, that of an image first, where they have other names."""
+"""By family, where marks have a meaning for its processor."""
 
 IMAGE_TOKENS = {"gemma3": "image_token_index"}
 """The config's key for the id of an image's tokens, where it has another name."""
@@ -110,28 +128,33 @@ def microbatches_of(engine: Engine, images_of: tuple[int, ...], step: int = 0) -
     return [pack_microbatch([with_media(sequence, engine.handle.whole_config, images_of[layout.data_rank])])]
 
 
-def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Path:
+def make_vision_workspace(folder: Path, family: str, num_chats: int = 24, text: dict | None = None) -> Path:
     """A checkpoint in `model/`, and `train.jsonl` and `held_out.jsonl` with pictures of one colour and many sizes
-    beside them, for sft, as pairs and as prompts; every third chat has none and every fourth two."""
+    beside them, for sft, as pairs and as prompts; every third chat has none and every fourth two.
+
+    Args:
+        folder: where all go.
+        family: the family of the checkpoint.
+        num_chats: how many chats there are to train on.
+        text: other sizes of the language model.
+    """
     rng = np.random.default_rng(0)
     chats = [_chat(folder, number, rng) for number in range(num_chats + 4)]
     write_chats(folder, chats, ("images",))
     texts = ["What is this? And this? It is red. green. blue. There is nothing to see."] * 20
     tokenizer = train_tokenizer(texts, VOCAB * 2)
-    marks = MARKS_OF.get(family, MARKS)
-    if family == "qwen3_5":
-        marks = [*marks, "<|endoftext|>"]  # its tokenizer's class adds it
-    tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.chat_template = TEMPLATE.replace(
-        "<image>", "{{ '<start_of_image>' }}" if family == "gemma3" else f"{{{{ '{marks[0]}' }}}}"
-    )
-    ids = {IMAGE_TOKENS.get(family, "image_token_id"): tokenizer.convert_tokens_to_ids(marks[0])}
+    marks = MARKS.get(family, Marks())
+    tokenizer.add_special_tokens({"additional_special_tokens": [marks.image, *marks.others, marks.video]})
+    tokenizer.chat_template = TEMPLATE.replace("<image>", f"{{{{ '{marks.text}' }}}}").replace("<video>", marks.video)
+    ids = {IMAGE_TOKENS.get(family, "image_token_id"): tokenizer.convert_tokens_to_ids(marks.image)}
     if family.startswith("qwen"):
-        ids["video_token_id"] = tokenizer.convert_tokens_to_ids("<video>")
+        ids["video_token_id"] = tokenizer.convert_tokens_to_ids(marks.video)
+    for edge in ("start", "end") if family == "qwen3_5" else ():
+        ids[f"vision_{edge}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|vision_{edge}|>")
     vision = MULTIMODAL_CONFIGS[family][2]["vision"]
     save_tiny_multimodal_model(
         folder / "model", family, num_layers=2, dtype=torch.float32,
-        text={"vocab_size": len(tokenizer)}, ids=ids,
+        text={"vocab_size": len(tokenizer), **(text or {})}, ids=ids,
     )  # fmt: skip
     tokenizer.save_pretrained(folder / "model")
     if family == "llava":
@@ -148,7 +171,14 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24) -> Pat
         )
     elif family == "internvl":
         height, width = vision["image_size"]
-        GotOcr2ImageProcessorPil(size={"height": height, "width": width}).save_pretrained(folder / "model")
+        pictures = GotOcr2ImageProcessorPil(size={"height": height, "width": width})
+        pictures.save_pretrained(folder / "model")
+        whole = {"processor_class": "InternVLProcessor", "image_seq_length": 4, "image_processor": pictures.to_dict()}
+        (folder / "model" / "processor_config.json").write_text(json.dumps(whole))
+        settings = folder / "model" / "tokenizer_config.json"
+        named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+        named["video_token"] = marks.video
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"extra_special_tokens": named}))
     elif family.startswith("glm4v"):
         Glm4vImageProcessorPil(
             patch_size=vision["patch_size"], size={"shortest_edge": 128, "longest_edge": 1280}

@@ -138,7 +138,7 @@ class TransformersGenerator:
                 "position_ids": next_positions(inputs["position_ids"][..., keep, :]),
             }
             if len(keep) < len(rows):
-                cache.batch_select_indices(torch.tensor(keep, device=self.copy.device))
+                cache.reorder_cache(torch.tensor(keep, device=self.copy.device))
                 rows = [rows[place] for place in keep]
         return [
             Completion(

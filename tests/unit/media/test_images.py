@@ -157,15 +157,6 @@ def test_tiles_of_internvl_are_those_of_its_processor(tmp_path: Path, size: tupl
     """One or several, each with its tokens, between the tokens of an image."""
     folder = make_vision_workspace(tmp_path, "internvl", num_chats=1) / "model"
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    names = (
-        ("start_image", "<img>"),
-        ("end_image", "</img>"),
-        ("context_image", "<IMG_CONTEXT>"),
-        ("video", "<video>"),
-    )
-    for name, token in names:
-        setattr(tokenizer, f"{name}_token", token)
-        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     image_processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     processor = InternVLProcessor(image_processor, tokenizer, mock.Mock(BaseVideoProcessor), 4, tokenizer.chat_template)
     picture = jpeg(*size)
