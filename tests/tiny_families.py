@@ -32,6 +32,9 @@ LATENT = {
 }
 """Multi-head latent attention."""
 
+INDEXED = {"index_topk": 5, "index_n_heads": 32, "index_head_dim": 8}
+"""Sparse attention with fewer keys than most sequences have, and so many heads that no two scores are equal."""
+
 GROUPED = {
     **CHOSEN,
     "n_routed_experts": 8,
@@ -165,6 +168,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "starcoder2": {**WIDE, "sliding_window": None, "use_bias": True},
     "youtu": {**WIDE, **LATENT},
     "deepseek_v2": {**WIDE, **LATENT, **GROUPED, "n_group": 2, "topk_method": "group_limited_greedy"},
+    "deepseek_v32": {**WIDE, **LATENT, **GROUPED, **INDEXED, "n_group": 2},
+    "glm_moe_dsa": {**WIDE, **LATENT, **GROUPED, **INDEXED, "indexer_types": ["full", "shared"]},
     "dots1": {**DENSE, **GROUPED, "sliding_window": WINDOW},
     "flex_olmo": {**WIDE, **CHOSEN, "num_experts": 4},
     "glm4_moe": {**DENSE, **GROUPED, "use_qk_norm": True},
@@ -282,6 +287,7 @@ BY_LAYER = (
     "moe_topk",
     "mlp_layer_types",
     "no_rope_layers",
+    "indexer_types",
 )
 
 

@@ -26,6 +26,7 @@ from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
+from automodel_rl.model.sparse_attention import install_indexers
 from automodel_rl.model.token_mixers.known import TOKEN_MIXERS, last_projection, set_decays_apart
 from automodel_rl.parallel.tensor_parallel import TensorParallel
 from automodel_rl.support.description import FULL, kinds_of_layers
@@ -88,7 +89,6 @@ def layer_activations(
     with LiveBytes() as live:
         output = module(
             hidden,
-            attention_mask=None,
             position_ids=tokens[None],
             position_embeddings=rotary,
             microbatch=microbatch,
@@ -111,7 +111,11 @@ def layer_activations(
 
 def _further_arguments(config: PretrainedConfig, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     """What layers of few families get besides (model/part_forward.py)."""
-    found: dict[str, Any] = {"shared_kv_states": {}} if FAMILIES[config.model_type].leaves_keys else {}
+    family = FAMILIES[config.model_type]
+    found: dict[str, Any] = {"shared_kv_states": {}} if family.leaves_keys else {}
+    found["attention_mask"] = torch.empty(1, 1, 0, 0, device=META) if family.index_rotary else None
+    if family.hands_on:
+        found[family.hands_on] = torch.empty(0, device=META)
     if width := config.to_dict().get("hidden_size_per_layer_input"):
         found["per_layer_input"] = torch.empty(1, num_tokens, width, dtype=dtype, device=META)
     return found
@@ -161,6 +165,7 @@ def _one_layer(
         for name, weight in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, nn.Parameter(weight[: len(weight) // ep]))
     set_decays_apart([module], family)
+    install_indexers([module], family)
     if (mixer := TOKEN_MIXERS.get(family.token_mixer)) is not None:
         rule = _rule if mixer.has_kernels else mixer.choose_rule(META, dtype)
         mixer.install(module, TensorParallel(None, sequence_parallel=False), rule)

@@ -24,6 +24,10 @@ class Family:
         has_square_output: whether attention's last projection takes the width of hidden states, whatever the heads.
         has_sinks: whether attention has a learned sink for each head.
         leaves_keys: whether layers leave keys and values for later layers, in a dict that all get.
+        index_rotary: which dims of an indexer (model/sparse_attention.py) turn together in rotary embeddings: "halves"
+            or "pairs"; empty if attention has none.
+        hands_on: the argument with which a layer gets what the layer before it returns besides hidden states; empty if
+            layers return nothing else.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         rotary_axes: number of axes of rotary positions, 3 for a language model that can read images (M-RoPE).
         token_mixer: name of how layers without attention mix tokens (model/token_mixers/known.py); empty if all have
@@ -52,6 +56,8 @@ class Family:
     has_square_output: bool = False
     has_sinks: bool = False
     leaves_keys: bool = False
+    index_rotary: str = ""
+    hands_on: str = ""
     rotary_by_layer_type: bool = False
     rotary_axes: int = 1
     token_mixer: str = ""

@@ -48,6 +48,15 @@ SHARED_EXPERTS: TPPlan = tuple(
 
 SOFTMAX_MIXTURE = Family(is_moe=True, tp_plan=SHARED_EXPERTS)
 BIASED_MIXTURE = replace(SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
+_SPARSE = replace(
+    BIASED_MIXTURE,
+    index_rotary="halves",
+    tp_plan=(
+        *LATENT_ATTENTION,
+        *((f"self_attn.indexer.{name}", REPLICATED) for name in ("wq_b", "wk", "k_norm", "weights_proj")),
+        *SHARED_EXPERTS,
+    ),
+)
 _GRANITE = Family(embedding_factor="embedding_multiplier", logit_divisor="logits_scaling")
 _GRANITE_MIXTURE = replace(_GRANITE, is_moe=True, block="block_sparse_moe", router="router", tp_plan=ATTENTION)
 _GEMMA4 = Family(
@@ -209,6 +218,7 @@ TEXT_FAMILIES = {
     "youtu": Family(tp_plan=LATENT_ATTENTION),
     "cohere2_moe": replace(SOFTMAX_MIXTURE, logit_factor="logit_scale", computes_in_fp32=True),
     "deepseek_v2": replace(SOFTMAX_MIXTURE, computes_in_fp32=True, tp_plan=LATENT_ATTENTION),
+    "deepseek_v32": _SPARSE,
     "dots1": BIASED_MIXTURE,
     "exaone_moe": BIASED_MIXTURE,
     "flex_olmo": replace(SOFTMAX_MIXTURE, tp_plan=_WIDE_NORMS),
@@ -219,6 +229,7 @@ TEXT_FAMILIES = {
     ),
     "glm4_moe": replace(BIASED_MIXTURE, tp_plan=NORMS_OF_HEADS),
     "glm4_moe_lite": replace(BIASED_MIXTURE, tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
+    "glm_moe_dsa": replace(_SPARSE, index_rotary="pairs", hands_on="prev_topk_indices"),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
     "granitemoehybrid": _GRANITE_HYBRID,

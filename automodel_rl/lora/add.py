@@ -82,7 +82,9 @@ def add_adapters(model: nn.Module, config: LoraConfig, encoders: Sequence[Encode
 
 
 def _linears(part: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in part.named_modules() if isinstance(module, nn.Linear)}
+    """The linear layers of a part by their names, but those of indexers, to which no gradient flows."""
+    linears = {name: module for name, module in part.named_modules() if isinstance(module, nn.Linear)}
+    return {name: linear for name, linear in linears.items() if ".indexer." not in name}
 
 
 def _add_adapter(layer: Any, config: LoraConfig) -> None:

@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from automodel_rl.compat.versions import TORCH
 from automodel_rl.config.model import Attention
 from automodel_rl.errors import InputError
 from automodel_rl.model import flash_attention_3, flash_sinks
+from automodel_rl.model.sparse_attention import QUERIES_AT_ONCE, KeyIndex
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.support.attention import ATTENTION, FASTEST_FIRST
@@ -47,12 +48,14 @@ class AttentionParameters:
         window: number of keys that a query sees, itself included; None for all.
         softcap: turns scores into softcap * tanh(scores / softcap), if not None.
         sinks: a score for each query head, which takes part in the softmax but has no value; None for no sinks.
+        index: chooses the keys that each query sees, with the queries and keys of the call; None if it sees all.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    index: KeyIndex | None = None
 
 
 Backend = Callable[[Tensor, Tensor, Tensor, AttentionCall, AttentionParameters], Tensor]
@@ -156,6 +159,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: KeyIndex | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of this rank's tokens, in transformers' signature.
@@ -164,15 +168,18 @@ def packed_attention(
         backend: computes each call.
         query: [1, query heads, t, D].
         key, value: [1, KV heads, t, D]; under context parallelism those of all ranks are gathered.
+        indices: what an indexer makes of this rank's tokens, if the layer has one.
 
     Returns:
         [1, t, query heads, D], and no attention weights.
     """
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    parameters = AttentionParameters(scaling, sliding_window, softcap, None if s_aux is None else local_tensor(s_aux))
+    sinks = None if s_aux is None else local_tensor(s_aux)
+    index = indices if indices is None or cp_group is None else indices.gathered(cp_group)
+    parameters = AttentionParameters(scaling, sliding_window, softcap, sinks, index)
     if cp_group is None:
         (call,) = microbatch.calls
-        output = backend(q, k, v, call, parameters).contiguous()  # some layers view it
+        output = _attended(backend, q, k, v, call, parameters).contiguous()  # some layers view it
         if microbatch.image_call is None:
             return output.unsqueeze(0), None
         gathered = torch.cat([k, v], dim=-1)
@@ -205,10 +212,39 @@ def _outputs_of(
     assert call.keys is not None
     head_dim = q.shape[-1]
     keys, values = gathered.index_select(0, call.keys).split([head_dim, gathered.shape[-1] - head_dim], dim=-1)
-    output = backend(q.index_select(0, places), keys, values, call, parameters)
+    if parameters.index is not None:
+        parameters = replace(parameters, index=parameters.index.of(places, call.keys))
+    output = _attended(backend, q.index_select(0, places), keys, values, call, parameters)
     if call.counted is None:
         return places, output
     return places.index_select(0, call.counted), output.index_select(0, call.counted)
+
+
+def _attended(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters
+) -> Tensor:
+    """A call of a backend or, where a query may see more keys than an indexer chooses, of chosen keys."""
+    if parameters.index is None or call.longest_key <= parameters.index.most:
+        return backend(q, k, v, call, parameters)
+    return _over_chosen_keys(q, k, v, call, parameters)
+
+
+@torch.compiler.disable
+def _over_chosen_keys(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
+    """Causal attention over the keys that an indexer chooses, by masks, for some queries of a sequence at a time. Its
+    time is that of all keys. The arguments are those of a `Backend`."""
+    index, outputs = parameters.index, []
+    assert index is not None
+    for queries, keys in _segments(call):
+        sk, sv = (t[keys].transpose(0, 1)[None] for t in (k, v))
+        causal = _mask(queries.stop - queries.start, sk.shape[2], True, parameters.window, q.device)
+        for start in range(queries.start, queries.stop, QUERIES_AT_ONCE):
+            some = slice(start, min(start + QUERIES_AT_ONCE, queries.stop))
+            own = causal[some.start - queries.start : some.stop - queries.start]
+            seen = index.seen(some, keys, own)
+            sq = q[some].transpose(0, 1)[None]
+            outputs.append(F.scaled_dot_product_attention(sq, sk, sv, seen, scale=parameters.scale, enable_gqa=True))
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:

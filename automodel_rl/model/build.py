@@ -25,6 +25,7 @@ from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.attention import register_attention
 from automodel_rl.model.encoder import EncoderPart, language_model, split_modules
 from automodel_rl.model.part_forward import numbered_layers
+from automodel_rl.model.sparse_attention import freeze_indexers
 from automodel_rl.model.token_mixers.known import set_decays_apart
 from automodel_rl.support.description import describe_model, experts_per_token
 
@@ -100,6 +101,7 @@ def build_empty_model(
     rename_modules(model, family)
     layers = numbered_layers(language_model(model))
     set_decays_apart([*layers.values()], family)
+    freeze_indexers(layers.values(), family)
     _set_sizes_of_routers(layers, language_config(config))
     if multimodal_family(config) is None:
         _make_uniform(model, dtype, family.router_bias)

@@ -49,6 +49,8 @@ class AttentionFlops:
         head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
         qk_dim = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0) or head_dim
         self.per_pair = 6 * config.num_attention_heads * (qk_dim + (values.get("v_head_dim") or head_dim))
+        # An indexer scores all keys, in the forward alone; attention then masks those that are not chosen.
+        self.per_pair += 2 * values.get("index_n_heads", 0) * values.get("index_head_dim", 0)
         self.windows = layer_windows(config)
 
     def __call__(self, length: int) -> float:

@@ -24,6 +24,7 @@ from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.float8 import install_float8
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
+from automodel_rl.model.sparse_attention import install_indexers
 from automodel_rl.model.token_mixers.known import install_token_mixers
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Unit, shard_parameter, wrap_fsdp
@@ -119,6 +120,11 @@ def replace_token_mixers(work: PartInProgress) -> None:
     install_token_mixers([*work.layers.values()], work.family, work.tp, work.layout.device, work.compute)
 
 
+def replace_indexers(work: PartInProgress) -> None:
+    """Sets the forwards of indexers, which choose the keys that queries see."""
+    install_indexers(work.layers.values(), work.family)
+
+
 def replace_layer_forwards(work: PartInProgress) -> None:
     """Sets the forwards of layers that would not hand on the microbatch to attention."""
     if not work.family.hands_on_arguments:
@@ -176,6 +182,7 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
     split_experts,
     split_weights,
     replace_token_mixers,
+    replace_indexers,
     replace_layer_forwards,
     add_adapters_and_float8,
     replace_part_forward,
@@ -208,6 +215,8 @@ def _context(work: PartInProgress) -> ForwardContext:
         logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
         num_deepstack=work.num_deepstack,
         leaves_keys=family.leaves_keys,
+        has_indexer=bool(family.index_rotary),
+        hands_on=family.hands_on,
         has_layer_embeddings=bool(values.get("hidden_size_per_layer_input")),
     )
 

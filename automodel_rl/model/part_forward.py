@@ -39,6 +39,8 @@ class ForwardContext:
         embedding_factor, logit_factor: what the model multiplies embeddings and logits with.
         num_deepstack: number of first layers after which features of images are added (batch/media.py).
         leaves_keys: whether layers leave keys and values for later layers.
+        has_indexer: whether attention has an indexer, which takes a part of the mask.
+        hands_on: the argument with which a layer gets what the one before returns besides hidden states.
         has_layer_embeddings: whether every layer has embeddings of its own (Gemma 4's per-layer embeddings).
     """
 
@@ -52,6 +54,8 @@ class ForwardContext:
     logit_factor: float = 1.0
     num_deepstack: int = 0
     leaves_keys: bool = False
+    has_indexer: bool = False
+    hands_on: str = ""
     has_layer_embeddings: bool = False
 
 
@@ -124,12 +128,13 @@ def part_forward(
         hidden, *rows = hidden.split([hidden.shape[1] - carried * num_tokens, *[num_tokens] * carried], dim=1)
         features = [added.squeeze(0) for added in rows]
     positions = microbatch.position_ids[None]
+    mask = hidden.new_empty(1, 1, 0, 0) if context.has_indexer else None
     turn = functools.cache(functools.partial(_rotary, body, hidden, microbatch, context.rotary_axes))
     for number, layer in numbered_layers(part).items():
         kind = part.config.layer_types[number] if context.rotary_by_layer_type else None
-        hidden = layer(
+        output = layer(
             hidden,
-            attention_mask=None,
+            attention_mask=mask,
             position_ids=positions,
             position_embeddings=turn(kind),
             use_cache=False,
@@ -138,6 +143,9 @@ def part_forward(
             **of_all,
             **of_layer.get(number, {}),
         )
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        if context.hands_on:
+            (of_all[context.hands_on],) = others
         if number < context.num_deepstack:
             hidden = microbatch.media.add_to(hidden, features.pop(0))
     if part.lm_head is None:

@@ -62,6 +62,7 @@ class ModelDescription:
         num_mixer_heads: number of the heads or channels that ranks share in layers without attention scores; 0 if there
             are none. If there are several, their greatest common divisor.
         shares_keys: whether layers take keys and values of earlier layers, or embeddings of their own.
+        taking_layers: numbers of the layers that take the choice of keys of the layer before them.
         has_softcap: whether attention scores go through a soft cap.
         has_windows: whether some layers have sliding windows.
         is_bidirectional: whether attention is not causal.
@@ -88,6 +89,7 @@ class ModelDescription:
     shared_expert_size: int = 0
     num_mixer_heads: int = 0
     shares_keys: bool = False
+    taking_layers: tuple[int, ...] = ()
     has_softcap: bool = False
     has_windows: bool = False
     is_bidirectional: bool = False
@@ -142,6 +144,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         head_dim=_head_dim(values),
         other_head_dims=_other_head_dims(values),
         shares_keys=bool(values.get("num_kv_shared_layers") or values.get("hidden_size_per_layer_input")),
+        taking_layers=tuple(i for i, kind in enumerate(values.get("indexer_types") or ()) if kind == "shared"),
         value_dim=values.get("v_head_dim") or _head_dim(values),
         num_experts=_num_experts(values),
         shared_expert_size=_shared_expert_size(values),

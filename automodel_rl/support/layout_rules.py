@@ -1,7 +1,9 @@
 """Rules of layouts and of settings that save memory."""
 
+import itertools
+
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, refuse_schedule
-from automodel_rl.parallel.pipeline.split import refuse_split
+from automodel_rl.parallel.pipeline.split import layers_per_stage, refuse_split
 from automodel_rl.support import features as f
 from automodel_rl.support.combination import Combination
 from automodel_rl.support.model_rules import MOE_FAMILIES
@@ -48,6 +50,28 @@ SHARED_KEYS = Rule(
     "keys and values of earlier layers, per-layer embeddings (Gemma 4 E2B, E4B)",
     "every axis but pp",
     _shared_keys,
+)
+
+
+def _chosen_keys(asked: Combination) -> str | None:
+    parallel, taking = asked.parallel, asked.description.taking_layers
+    if parallel.pp == 1 or not taking:
+        return None
+    starts = [0, *itertools.accumulate(layers_per_stage(asked.description.num_layers, parallel))][:-1]
+    cut = [start for start in starts if start in taking]
+    if not cut:
+        return None
+    number = next(start for start in range(cut[0], -1, -1) if start not in taking)
+    return (
+        f"parallel.pp={parallel.pp}: a stage begins with layer {cut[0]}, which takes the keys that layer {number} "
+        f"chose (indexer_types): begin it with layer {number}, by parallel.layers_per_stage"
+    )
+
+
+CHOSEN_KEYS = Rule(
+    "sparse attention with an indexer (DeepSeek-V3.2, GLM-5)",
+    "every layout; a pipeline's stages begin with layers that choose keys themselves; indexers are frozen",
+    _chosen_keys,
 )
 OPTIMIZERS = Rule("optimizers", "adamw, muon: with every axis, with LoRA and with encoders")
 

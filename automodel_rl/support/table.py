@@ -23,6 +23,7 @@ RULES = (
     layout_rules.SCHEDULE,
     layout_rules.STAGES,
     layout_rules.SHARED_KEYS,
+    layout_rules.CHOSEN_KEYS,
     layout_rules.OPTIMIZERS,
     layout_rules.FSDP,
     layout_rules.RESHARDING,

@@ -1,6 +1,7 @@
 """Bugs of attention and of the head, on one rank and where ranks share their work."""
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -77,6 +78,21 @@ def _state_spaces_that_leak() -> Any:
         return chunked_rule(*tensors[:-1], (len(tensors[0]),))
 
     return patch("model.token_mixers.mamba2.chunked_rule", leaking)
+
+
+def _all_keys_seen() -> Any:
+    """Queries see all keys, and not those that an indexer chooses."""
+    return patch("model.sparse_attention.KeyIndex.seen", lambda index, queries, keys, causal: causal)
+
+
+def _index_of_own_keys() -> Any:
+    """A cp rank chooses keys of other ranks by the index of its own."""
+    from automodel_rl.model.sparse_attention import KeyIndex
+
+    def repeated(index: KeyIndex, group: Any) -> KeyIndex:
+        return replace(index, keys=index.keys.repeat(group.size(), 1))
+
+    return patch("model.sparse_attention.KeyIndex.gathered", repeated)
 
 
 def _keys_of_the_first_group() -> Any:
@@ -184,6 +200,8 @@ FAULTS: dict[str, Fault] = {
     "heads of Mamba-2 take keys of another group": Fault(_keys_of_the_first_group, Verified("granitemoehybrid")),
     "short convolutions leak into the next sequence": Fault(_short_convolutions_that_leak, Verified("lfm2")),
     "convolutions leak into the next sequence": Fault(_convolutions_that_leak, Verified("qwen3_next")),
+    "keys that no indexer chose": Fault(_all_keys_seen, Verified("deepseek_v32")),
+    "keys of other cp ranks by the index of this one": Fault(_index_of_own_keys, Verified("deepseek_v32", {"cp": 2})),
     "cp tokens restored in another order": Fault(_tokens_restored_wrongly, Verified("qwen3", {"cp": 2})),
     "gradients of keys of this cp rank alone": Fault(_keys_of_own_rank, Verified("qwen3", {"cp": 2})),
     "chunks of the head after the first are the first": Fault(_first_chunk_again, Verified("qwen3")),

@@ -72,6 +72,8 @@ def test_every_other_family_equals_one_process(ranks: RankPool, tmp_path: Path, 
         ("gpt_oss", {"tp": 2}),
         ("deepseek_v3", {"tp": 2}),
         ("deepseek_v2", {"tp": 2, **SP, "ep": 2}),
+        ("deepseek_v32", {"cp": 2, "tp": 2}),
+        ("glm_moe_dsa", {"pp": 2, "cp": 2}),
     ],
     ids=str,
 )

@@ -23,6 +23,7 @@ def test_weights_are_cut_before_forwards_are_set_and_forwards_wrapped_before_fsd
         "split_experts",
         "split_weights",
         "replace_token_mixers",
+        "replace_indexers",
         "replace_layer_forwards",
         "add_adapters_and_float8",
         "replace_part_forward",

@@ -106,6 +106,12 @@ EXAMPLES = (
         {"description.shares_keys": True},
         {"parallel.pp": 2},
     ),
+    # layout_rules CHOSEN_KEYS
+    Breach(
+        "parallel.pp=2: a stage begins with layer 2, which takes the keys that layer 1 chose",
+        {"description.taking_layers": (2, 3)},
+        {"parallel.pp": 2},
+    ),
     # model_rules NOISE
     Breach("model.path: config.json has resid_pdrop=0.1", {"description.noise": {"resid_pdrop": 0.1}}),
     # model_rules BIDIRECTIONAL
