@@ -20,6 +20,10 @@ float64 [t, K], if it is known before the forward."""
 READ_IDS = "read_ids"
 """Token ids whose log-probabilities are read besides that of the target, int64 [t, K]; -1 for none."""
 
+MTP_TARGETS = "mtp_targets"
+"""The token after the next of the same sequence, int64 [t]; negative for none. Microbatches that have it run the layer
+for multi-token prediction (model/mtp.py)."""
+
 ADAPTER_GATE = "adapter_gate"
 """Factors of the rows of low-rank adapters, [t, rank], where several trainings share a pass. Each training has some of
 the rows of every `lora_A` and the same columns of every `lora_B`, and no two have one in common. A token's factors are

@@ -32,7 +32,7 @@ from automodel_rl.config.losses import (
     RewardLossConfig,
     SFTLossConfig,
 )
-from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig, OffloadConfig
+from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig, MTPConfig, OffloadConfig
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, ParameterGroupConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig, WeightSyncConfig
@@ -58,6 +58,7 @@ __all__ = [
     "LaunchConfig",
     "LengthConfig",
     "LoraConfig",
+    "MTPConfig",
     "MemoryConfig",
     "MoEConfig",
     "ModelConfig",

@@ -74,6 +74,23 @@ class MoEConfig(Section):
     for experts with too little load, down for the others (arXiv:2412.19437, section 2.1.2)."""
 
 
+class MTPConfig(Section):
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): training of the further layer with which
+    generators draft tokens (speculative decoding).
+
+    Example:
+        >>> MTPConfig(weight=0.3).detached
+        True
+    """
+
+    weight: Annotated[float, Field(gt=0)] = 0.1
+    """Weight of the loss of the token after the next, summed over trained tokens and divided by the number of them."""
+
+    detached: bool = True
+    """Train the layer alone: embedding, model and head get no gradient of its loss, so that it follows a model that is
+    trained otherwise. false: they get it, as in DeepSeek's pretraining."""
+
+
 class ModelConfig(Section):
     """The checkpoint that is trained, the classes that run it, and its precision.
 
@@ -135,6 +152,10 @@ class ModelConfig(Section):
     """Low-rank adapters to train in place of all weights; null trains the weights themselves."""
 
     moe: MoEConfig = MoEConfig()
+
+    mtp: MTPConfig | None = None
+    """Training of the first layer for multi-token prediction, beside any loss; null: such layers are kept in exports as
+    they are."""
 
 
 class OffloadConfig(Section):

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.head import Head, OutputFn
 from automodel_rl.model.logprobs import top_logits, top_logprobs
+from automodel_rl.model.mtp import with_mtp
 from automodel_rl.model.offload import Offload
 from automodel_rl.model.readouts import read
 from automodel_rl.optimizers import OPTIMIZERS, AdamWSettings, ModelOptimizer, learning_rate, warmup_steps
@@ -128,6 +129,7 @@ class Engine:
             TrainingDivergedError: the loss or gradient was not finite in too many steps in a row.
         """
         self.handle.check_head(is_linear=readout.scores)
+        loss_fn, readout = self._with_mtp(loss_fn, readout)
         agreed = self.runner.global_batch(microbatches, agreed)
         lr = learning_rate(self.config, self.step, self.total_steps)
         if agreed.num_microbatches == 0:
@@ -174,6 +176,7 @@ class Engine:
             MicrobatchError: as `train_step`; all gradients are gone, also those of earlier calls.
         """
         self.handle.check_head(is_linear=readout.scores)
+        loss_fn, readout = self._with_mtp(loss_fn, readout)
         agreed = self.runner.global_batch(microbatches, agreed)
         counts = agreed.counts if counts is None else counts
         if agreed.num_microbatches == 0:
@@ -453,6 +456,11 @@ class Engine:
         finally:
             if self.handle.memory.offloads_optimizer:
                 self._moments.to_host()
+
+    def _with_mtp(self, loss_fn: LossFn, readout: Readout) -> tuple[LossFn, Readout]:
+        """The loss and the readout with those of the layer for multi-token prediction, if it is trained."""
+        mtp = self.handle.model.mtp
+        return (loss_fn, readout) if mtp is None else (with_mtp(loss_fn, mtp.weight), replace(readout, mtp=True))
 
     def _read(self, readout: Readout) -> OutputFn:
         """What reads this from the model's head. Raises InputError if the head is of the other kind."""

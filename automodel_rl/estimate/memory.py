@@ -175,6 +175,8 @@ class MemoryModel:
             received = self._message(parallel) if held else 0
             held.append(float(received + sum(a.kept for a in of_layer[start : start + count])))
             start += count
+        if self._model_config.mtp is not None:  # a layer like the last one
+            held[-1] += of_layer[-1].kept
         whole = stage_parameters(self._whole, layers)
         work = [float(sum(_active(size, self.config) for size in stage)) for stage in whole]
         timeline = simulate(parallel, num_microbatches, work, held)
@@ -242,9 +244,10 @@ class MemoryModel:
         return self.compute * (4 * max(map(_largest_layer, units)) + tied)
 
     def _message(self, parallel: ParallelConfig) -> int:
-        """Bytes of a message between stages."""
+        """Bytes of a message between stages, with the embeddings of next tokens if the MTP layer is trained."""
         tokens = self._tokens(parallel) // (parallel.tp if parallel.sequence_parallel else 1)
-        return tokens * self.config.hidden_size * self.compute
+        copies = 1 if self._model_config.mtp is None else 2
+        return copies * tokens * self.config.hidden_size * self.compute
 
     def _buffers(self, indices: Sequence[int], parallel: ParallelConfig) -> int:
         """Bytes of receive buffers: of the gradient that is used and the next one, and of the next activation. Those in

@@ -20,6 +20,8 @@ from automodel_rl.lora.add import add_adapters
 from automodel_rl.mixture.experts import transpose_experts
 from automodel_rl.model.build import rename_modules
 from automodel_rl.model.encoder import as_encoder, freeze, split_modules
+from automodel_rl.model.mtp import add_mtp_layer
+from automodel_rl.model.sparse_attention import freeze_indexers
 from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -90,6 +92,9 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
     if multimodal_family(config) is None:
         with torch.device("meta"):
             model = causal_model(config, dtype=dtype)
+            if model_config.mtp is not None:
+                add_mtp_layer(model)
+        freeze_indexers(model.model.layers, language_family(config))
         if lora is not None:
             add_adapters(model, lora)
         return [model]
@@ -139,8 +144,10 @@ def split_dim(style: str | None, kind: str) -> int | None:
 
 
 def stage_parameters(sizes: list[ParameterSize], layers: tuple[int, ...]) -> list[list[ParameterSize]]:
-    """The parameters of every stage. The first stage has the embedding, the last one the final norm and head."""
+    """The parameters of every stage. The first stage has the embedding, the last one the final norm, head and
+    MTP layer."""
     stage_of_layer = [stage for stage, count in enumerate(layers) for _ in range(count)]
+    stage_of_layer.append(len(layers) - 1)  # the MTP layer
     stages: list[list[ParameterSize]] = [[] for _ in layers]
     for size in sizes:
         if size.layer is not None:

@@ -28,6 +28,8 @@ class Family:
             or "pairs"; empty if attention has none.
         hands_on: the argument with which a layer gets what the layer before it returns besides hidden states; empty if
             layers return nothing else.
+        mtp_files: how files name the layer for multi-token prediction (model/mtp.py): "layer" for that after the last,
+            "mtp" for a module of its own; empty if it is not trained here.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         rotary_axes: number of axes of rotary positions, 3 for a language model that can read images (M-RoPE).
         token_mixer: name of how layers without attention mix tokens (model/token_mixers/known.py); empty if all have
@@ -58,6 +60,7 @@ class Family:
     leaves_keys: bool = False
     index_rotary: str = ""
     hands_on: str = ""
+    mtp_files: str = ""
     rotary_by_layer_type: bool = False
     rotary_axes: int = 1
     token_mixer: str = ""

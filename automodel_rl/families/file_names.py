@@ -131,6 +131,20 @@ def _of_olmo_hybrid(config: PretrainedConfig) -> tuple[FileNames, ...]:
     )
 
 
+def with_mtp(names: FileNames, num_layers: int) -> FileNames:
+    """Names of files that have the layer for multi-token prediction as a module of its own, `mtp`.
+
+    Args:
+        names: names without it.
+        num_layers: number of the model's layers; it is the one after these.
+    """
+    layer = rf"^model\.layers\.{num_layers}\."
+    own = (("eh_proj", "fc"), ("enorm", "pre_fc_norm_embedding"), ("hnorm", "pre_fc_norm_hidden"))
+    moved = (*((rf"{layer}{name}\.", f"mtp.{in_files}.") for name, in_files in own),)
+    moved += ((rf"{layer}shared_head\.norm\.", "mtp.norm."), (layer, "mtp.layers.0."))
+    return replace(names, renamed=(*moved, *names.renamed))
+
+
 NAMES_BY_CONFIG: dict[str, Callable[[PretrainedConfig], tuple[FileNames, ...]]] = {"olmo_hybrid": _of_olmo_hybrid}
 """Names that depend on a config, by its `model_type`."""
 

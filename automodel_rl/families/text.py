@@ -75,6 +75,7 @@ _DELTA_NET: dict[str, Any] = {
     "computes_in_fp32": True,
     "token_mixer": "gated_delta_net",
     "fp32_modules": ("linear_attn.decay",),
+    "mtp_files": "mtp",
 }
 _DELTA_NET_PLAN = (
     *((f"linear_attn.in_proj_{name}", COLUMNS) for name in ("qkvz", "ba", "z", "b", "a")),
@@ -162,7 +163,10 @@ TEXT_FAMILIES = {
     "mixtral": SOFTMAX_MIXTURE,
     "qwen3_moe": replace(SOFTMAX_MIXTURE, nemo_class=(f"{_NEMO}.qwen3_moe.model", "Qwen3MoeForCausalLM")),
     "deepseek_v3": replace(
-        BIASED_MIXTURE, tp_plan=LATENT_ATTENTION, nemo_class=(f"{_NEMO}.deepseek_v3.model", "DeepseekV3ForCausalLM")
+        BIASED_MIXTURE,
+        mtp_files="layer",
+        tp_plan=LATENT_ATTENTION,
+        nemo_class=(f"{_NEMO}.deepseek_v3.model", "DeepseekV3ForCausalLM"),
     ),
     "gpt_oss": Family(
         is_moe=True,
@@ -208,7 +212,8 @@ TEXT_FAMILIES = {
     "olmo": Family(),
     "olmo2": Family(tp_plan=_WIDE_NORMS),
     "olmo_hybrid": Family(
-        **{**_DELTA_NET, "token_mixer": "olmo_delta_net"}, tp_plan=(*_WIDE_NORMS, *_OLMO_DELTA_NET_PLAN)
+        **{**_DELTA_NET, "token_mixer": "olmo_delta_net", "mtp_files": ""},
+        tp_plan=(*_WIDE_NORMS, *_OLMO_DELTA_NET_PLAN),
     ),
     "olmo3": Family(rotary_by_layer_type=True, tp_plan=_WIDE_NORMS),
     "phi3": Family(tp_plan=(("self_attn.qkv_proj", FUSED_HEADS), ("self_attn.o_proj", ROWS), *FUSED_MLP)),
@@ -227,8 +232,8 @@ TEXT_FAMILIES = {
         router_bias="gate.moe_statics.e_score_correction_bias",
         fp32_modules=("mlp.gate",),
     ),
-    "glm4_moe": replace(BIASED_MIXTURE, tp_plan=NORMS_OF_HEADS),
-    "glm4_moe_lite": replace(BIASED_MIXTURE, tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
+    "glm4_moe": replace(BIASED_MIXTURE, mtp_files="layer", tp_plan=NORMS_OF_HEADS),
+    "glm4_moe_lite": replace(BIASED_MIXTURE, mtp_files="layer", tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
     "glm_moe_dsa": replace(_SPARSE, index_rotary="pairs", hands_on="prev_topk_indices"),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,

@@ -29,19 +29,21 @@ class Readout:
         ids: the name of the values [T, K] that have token ids, int64, to read the log-probabilities of, besides the
             target's; -1 for none. None reads the target's alone.
         scores: whether to read the outputs of a linear head, which the model then has in place of the vocabulary's.
+        mtp: whether to read the log-probability of the token after the next, by the model's MTP layer.
 
     Raises:
         ValueError: the temperature is not above 0.
 
     Example:
         >>> Readout(temperature=0.7, entropy=True)
-        Readout(temperature=0.7, entropy=True, ids=None, scores=False)
+        Readout(temperature=0.7, entropy=True, ids=None, scores=False, mtp=False)
     """
 
     temperature: float = 1.0
     entropy: bool = False
     ids: str | None = None
     scores: bool = False
+    mtp: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
@@ -64,6 +66,8 @@ class TokenOutputs:
             no target; None if they were not asked for.
         scores: outputs of a linear head, read at every token and not at its predictor, [T, L]; None if they were not
             asked for.
+        mtp: log-probability of the token after the next under the model's MTP layer, [T]; 0 where there is none; None
+            if it was not asked for.
 
     Example:
         >>> import torch
@@ -75,20 +79,23 @@ class TokenOutputs:
     entropy: Tensor | None = None
     at: Tensor | None = None
     scores: Tensor | None = None
+    mtp: Tensor | None = None
 
     @classmethod
     def from_columns(cls, columns: Tensor, readout: Readout) -> "TokenOutputs":
         """The outputs in the columns that a readout gives.
 
         Args:
-            columns: [T, 1], then K columns if ids are read, then one of entropies if these are; or [T, L] scores.
+            columns: [T, 1], then K columns if ids are read, one of entropies if these are, and one of the tokens after
+                the next if these are; or [T, L] scores.
             readout: what was read.
         """
         if readout.scores:
             return cls(columns.new_zeros(0), scores=columns)
-        end = columns.shape[1] - readout.entropy
+        end = columns.shape[1] - readout.entropy - readout.mtp
         entropy = columns[:, end] if readout.entropy else None
-        return cls(columns[:, 0], entropy, None if readout.ids is None else columns[:, 1:end])
+        at = None if readout.ids is None else columns[:, 1:end]
+        return cls(columns[:, 0], entropy, at, mtp=columns[:, -1] if readout.mtp else None)
 
 
 @dataclass(frozen=True)

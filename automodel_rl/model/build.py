@@ -24,6 +24,7 @@ from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_ex
 from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.attention import register_attention
 from automodel_rl.model.encoder import EncoderPart, language_model, split_modules
+from automodel_rl.model.mtp import add_mtp_layer
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.model.sparse_attention import freeze_indexers
 from automodel_rl.model.token_mixers.known import set_decays_apart
@@ -50,7 +51,12 @@ class EmptyModel:
 
 
 def build_empty_model(
-    config: PretrainedConfig, implementation: Implementation, dtype: torch.dtype, attention: str, untie: bool
+    config: PretrainedConfig,
+    implementation: Implementation,
+    dtype: torch.dtype,
+    attention: str,
+    untie: bool,
+    has_mtp: bool = False,
 ) -> EmptyModel:
     """Builds the whole model without storage for its parameters.
 
@@ -64,6 +70,7 @@ def build_empty_model(
         attention: name of a registered attention function.
         untie: whether to give a tied head a parameter of its own, which a pipeline needs. It is loaded with the same
             values.
+        has_mtp: whether it has the layer for multi-token prediction.
 
     Raises:
         InputError: the package is not installed.
@@ -92,6 +99,14 @@ def build_empty_model(
         if implementation == "nemo_automodel" and family.is_moe:
             assert family.nemo_class is not None
             model = nemo_mixture(family.nemo_class, config, model, family.router, family.router_bias)
+        if has_mtp:
+            add_mtp_layer(model)
+    return _completed(model, config, dtype, untie)
+
+
+def _completed(model: Any, config: PretrainedConfig, dtype: torch.dtype, untie: bool) -> EmptyModel:
+    """A model that is built, with what families need besides. The arguments are those of `build_empty_model`."""
+    family = language_family(config)
     if is_classifier(config):
         model.lm_head = nn.Linear(config.hidden_size, config.num_labels, bias=False, dtype=dtype)
     if config.tie_word_embeddings:  # building without storage has cut the tie

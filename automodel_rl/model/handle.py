@@ -111,7 +111,9 @@ class ModelHandle:
         self.whole_config, self.config = empty.config, empty.language.config
         self.model, self.memory, self.meshes, self.layout = model, memory, meshes, meshes.language
         self.flops = StepFlops(empty.language)
-        routers = routers_of(numbered_layers(empty.language), self.family.language)
+        layers = numbered_layers(empty.language)
+        layers.pop(self.config.num_hidden_layers, None)  # the router of an MTP layer follows no routes
+        routers = routers_of(layers, self.family.language)
         self.router_shape = router_shape(self.config.num_hidden_layers, routers)
         self.stages = split_model(empty.language, self.layout, model.implementation)
         language = [stage.part for stage in self.stages]
@@ -193,7 +195,8 @@ class ModelHandle:
         if model.fp8 is not None:
             check_float8(model.fp8, device)
         memory = memory.model_copy(update={"compile": compiled})
-        empty = build_empty_model(config, model.implementation, master, attention, untie=parallel.pp > 1)
+        has_mtp = model.mtp is not None and is_trained
+        empty = build_empty_model(config, model.implementation, master, attention, parallel.pp > 1, has_mtp)
         for head_dim in description.other_head_dims:
             of_kind = replace(asked, description=replace(description, head_dim=head_dim, value_dim=head_dim))
             set_attention_of_heads(empty.language, head_dim, choose_attention(of_kind, device, compute, compiled))

@@ -89,7 +89,8 @@ class PartInProgress:
         self.partial: list[tuple[nn.Module, str]] = []
         self.scope = MicrobatchScope(tells_first=bool(routers_of(self.layers, self.family)))
         sharing = [group for group in (layout.cp_group, layout.tp_group) if group is not None]
-        self.watch = RouterWatch(self.layers, self.family, self.scope, model.moe, sharing)
+        routed = {number: layer for number, layer in self.layers.items() if number < part.config.num_hidden_layers}
+        self.watch = RouterWatch(routed, self.family, self.scope, model.moe, sharing)
         routers = self.watch.routers
         num_experts = max((router.num_experts for router in routers.values()), default=0)
         self.replay = RouterReplay(routers, num_experts, self.scope)
@@ -217,6 +218,7 @@ def _context(work: PartInProgress) -> ForwardContext:
         leaves_keys=family.leaves_keys,
         has_indexer=bool(family.index_rotary),
         hands_on=family.hands_on,
+        detaches_mtp=work.model.mtp is None or work.model.mtp.detached,
         has_layer_embeddings=bool(values.get("hidden_size_per_layer_input")),
     )
 

@@ -7,7 +7,7 @@ every model whose layers have transformers' signature. AutoPipeline has set the 
 import functools
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from automodel_rl.batch import LocalMicrobatch
-from automodel_rl.batch.tensors import ROTARY_POSITIONS
+from automodel_rl.batch.tensors import MTP_TARGETS, ROTARY_POSITIONS
 from automodel_rl.compat.fsdp import gradient_sum
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.model.head import Head, OutputFn
@@ -41,6 +41,7 @@ class ForwardContext:
         leaves_keys: whether layers leave keys and values for later layers.
         has_indexer: whether attention has an indexer, which takes a part of the mask.
         hands_on: the argument with which a layer gets what the one before returns besides hidden states.
+        detaches_mtp: whether the MTP layer's loss gives no gradient to the model.
         has_layer_embeddings: whether every layer has embeddings of its own (Gemma 4's per-layer embeddings).
     """
 
@@ -56,6 +57,7 @@ class ForwardContext:
     leaves_keys: bool = False
     has_indexer: bool = False
     hands_on: str = ""
+    detaches_mtp: bool = True
     has_layer_embeddings: bool = False
 
 
@@ -96,7 +98,8 @@ def part_forward(
 ) -> Tensor:
     """Runs this rank's tokens of a microbatch through the layers of a part.
 
-    Features that later stages add to image tokens go from stage to stage as further rows of the hidden states.
+    Features that later stages add to image tokens go from stage to stage as further rows of the hidden states, and so
+    do the embeddings of next tokens for the MTP layer.
 
     Args:
         part: a causal language model or a part of one.
@@ -107,50 +110,81 @@ def part_forward(
         context: facts of the layout and the model.
 
     Returns:
-        Hidden states like the input's, or the result of `output_fn` on the last stage.
+        Hidden states like the input's, or the result of `output_fn` on the last stage, which gets the hidden states of
+        the MTP layer after those of the model.
     """
-    body = part.model
-    features: list[Tensor] = []
-    # FSDP hands layers copies of plain dicts.
-    of_all: dict[str, Any] = {"shared_kv_states": UserDict()} if context.leaves_keys else {}
-    of_layer: dict[int, dict[str, Tensor]] = {}
-    if body.embed_tokens is not None:
-        ids, hidden = hidden, body.embed_tokens(hidden)
-        if context.embedding_factor != 1.0:
-            hidden = hidden * context.embedding_factor
-        if microbatch.media.embeddings is not None:
-            hidden, features = microbatch.media.put_into(hidden)
-        if context.has_layer_embeddings:
-            of_layer = _layer_embeddings(body, ids, hidden, context.tp)
-    else:
-        carried = num_carried(part, context.num_deepstack, before=True)
-        num_tokens = len(microbatch.media.places)
-        hidden, *rows = hidden.split([hidden.shape[1] - carried * num_tokens, *[num_tokens] * carried], dim=1)
-        features = [added.squeeze(0) for added in rows]
-    positions = microbatch.position_ids[None]
-    mask = hidden.new_empty(1, 1, 0, 0) if context.has_indexer else None
+    body, entered = part.model, _enter(part, hidden, microbatch, context)
+    hidden, features = entered.hidden, entered.features
+    of_all: dict[str, Any] = {
+        "attention_mask": hidden.new_empty(1, 1, 0, 0) if context.has_indexer else None,
+        "position_ids": microbatch.position_ids[None],
+        "use_cache": False,
+        "microbatch": microbatch,
+        "cp_group": context.cp_group,
+    }
+    if context.leaves_keys:
+        of_all["shared_kv_states"] = UserDict()  # FSDP hands layers copies of plain dicts
     turn = functools.cache(functools.partial(_rotary, body, hidden, microbatch, context.rotary_axes))
-    for number, layer in numbered_layers(part).items():
+    layers = numbered_layers(part)
+    mtp_layer = layers.pop(part.config.num_hidden_layers, None)
+    for number, layer in layers.items():
         kind = part.config.layer_types[number] if context.rotary_by_layer_type else None
-        output = layer(
-            hidden,
-            attention_mask=mask,
-            position_ids=positions,
-            position_embeddings=turn(kind),
-            use_cache=False,
-            microbatch=microbatch,
-            cp_group=context.cp_group,
-            **of_all,
-            **of_layer.get(number, {}),
-        )
+        output = layer(hidden, position_embeddings=turn(kind), **of_all, **entered.of_layer.get(number, {}))
         hidden, *others = output if isinstance(output, tuple) else (output,)
         if context.hands_on:
             (of_all[context.hands_on],) = others
         if number < context.num_deepstack:
             hidden = microbatch.media.add_to(hidden, features.pop(0))
+    following = entered.following
     if part.lm_head is None:
-        return torch.cat([hidden, *(rows[None] for rows in features)], dim=1) if features else hidden
-    return part.lm_head(context.tp.enter(body.norm(hidden)).squeeze(0), microbatch, output_fn)
+        further = [rows[None] for rows in features] if following is None else [following]
+        return torch.cat([hidden, *further], dim=1) if further else hidden
+    hidden = body.norm(hidden)
+    final = context.tp.enter(hidden).squeeze(0)
+    if following is not None:
+        assert mtp_layer is not None
+        before = (hidden.detach(), following.detach()) if context.detaches_mtp else (hidden, following)
+        predicted = mtp_layer(*before, position_embeddings=turn(None), **of_all)
+        final = torch.cat([final, context.tp.enter(predicted).squeeze(0)])
+    return part.lm_head(final, microbatch, output_fn)
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """What enters the layers of a part.
+
+    Attributes:
+        hidden: hidden states, [1, t, H] ([1, t / tp, H] under sequence parallelism).
+        features: what is added to image tokens after each of the next layers, [i, H].
+        following: embeddings of next tokens, like `hidden`, if the MTP layer is trained.
+        of_layer: arguments of single layers, by their numbers.
+    """
+
+    hidden: Tensor
+    features: list[Tensor]
+    following: Tensor | None = None
+    of_layer: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+def _enter(part: Any, hidden: Tensor, microbatch: LocalMicrobatch, context: ForwardContext) -> _Entered:
+    """Embeds token ids, or takes apart what an earlier stage has sent. The arguments are those of `part_forward`."""
+    body, has_mtp = part.model, MTP_TARGETS in microbatch.tokens
+    following: Tensor | None = None
+    if body.embed_tokens is None:
+        if has_mtp:
+            hidden, following = hidden.chunk(2, dim=1)
+        carried = num_carried(part, context.num_deepstack, before=True)
+        num_tokens = len(microbatch.media.places)
+        hidden, *rows = hidden.split([hidden.shape[1] - carried * num_tokens, *[num_tokens] * carried], dim=1)
+        return _Entered(hidden, [added.squeeze(0) for added in rows], following)
+    ids, features = hidden, list[Tensor]()
+    hidden, following = _embedded(body, ids, microbatch, context) if has_mtp else (body.embed_tokens(ids), None)
+    if context.embedding_factor != 1.0:
+        hidden = hidden * context.embedding_factor
+    if microbatch.media.embeddings is not None:
+        hidden, features = microbatch.media.put_into(hidden)
+    of_layer = _layer_embeddings(body, ids, hidden, context.tp) if context.has_layer_embeddings else {}
+    return _Entered(hidden, features, following, of_layer)
 
 
 def _rotary(body: Any, hidden: Tensor, microbatch: LocalMicrobatch, axes: int, kind: str | None) -> Any:
@@ -170,6 +204,23 @@ def _rotary(body: Any, hidden: Tensor, microbatch: LocalMicrobatch, axes: int, k
         found = microbatch.tokens.get(ROTARY_POSITIONS)  # text has one position on all axes
         positions = positions.expand(axes, 1, -1) if found is None else found.T[:, None]
     return body.rotary_emb(hidden, positions, *([] if kind is None else [kind]))
+
+
+def _embedded(body: Any, ids: Tensor, microbatch: LocalMicrobatch, context: ForwardContext) -> tuple[Tensor, Tensor]:
+    """Embeddings of this rank's tokens and of the tokens after them, each [1, t, H] ([1, t / tp, H] under sequence
+    parallelism), from one call of the embedding.
+
+    Args:
+        body: the model's body.
+        ids: token ids, [1, t].
+        microbatch: this rank's tokens.
+        context: facts of the layout and the model.
+    """
+    parts = context.tp.group.size() if context.tp.group is not None and context.tp.sequence_parallel else 1
+    following = microbatch.targets.clamp_min(0)
+    both = torch.stack([ids[0].view(parts, -1), following.view(parts, -1)], dim=1).view(1, -1)
+    hidden, following = body.embed_tokens(both).chunk(2, dim=1)
+    return hidden, following
 
 
 def _layer_embeddings(body: Any, ids: Tensor, hidden: Tensor, tp: TensorParallel) -> dict[int, dict[str, Tensor]]:

@@ -36,6 +36,7 @@ def split_model(model: Any, layout: Layout, implementation: Implementation) -> l
         return [Stage(0, model)]
     layers = layers_per_stage(model.config.num_hidden_layers, parallel)
     names = modules_of_stages(layers)
+    names[-1].append(f"model.layers.{model.config.num_hidden_layers}")  # the MTP layer, if there is one
     if implementation == "transformers":
         return [Stage(index, keep_modules(model, names[index])) for index in stages_of_ranks(parallel)[layout.pp_rank]]
     # nemo_automodel knows only one schedule with V placement; stages lie at the same places in all of them.

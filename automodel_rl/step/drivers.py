@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from automodel_rl.batch import LocalMicrobatch
+from automodel_rl.batch.tensors import MTP_TARGETS
 from automodel_rl.compat.pipelining import PackedStage, Schedule, StageGroups, run_schedule
 from automodel_rl.config import ParallelConfig
 from automodel_rl.launch.flight import in_microbatch
@@ -142,8 +143,10 @@ class PipelineDriver:
         )
 
     def _shape(self, microbatch: LocalMicrobatch, carried: int) -> tuple[int, ...]:
-        """The shape of a microbatch's activations with so many features of each image token."""
-        rows = microbatch.num_tokens // self.boundary_ranks + carried * len(microbatch.media.places)
+        """The shape of a microbatch's activations with so many features of each image token, or with embeddings of next
+        tokens."""
+        rows = microbatch.num_tokens // self.boundary_ranks
+        rows += rows if MTP_TARGETS in microbatch.tokens else carried * len(microbatch.media.places)
         return (1, rows, self.hidden_size)
 
     def _schedule(self, num_microbatches: int) -> Schedule:

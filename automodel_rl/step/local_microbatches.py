@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import LEAST_TOKENS, LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
-from automodel_rl.batch.tensors import LOGPROB_GRADIENT, READ_IDS, ROTARY_POSITIONS
+from automodel_rl.batch.tensors import LOGPROB_GRADIENT, MTP_TARGETS, READ_IDS, ROTARY_POSITIONS
 from automodel_rl.families.known import multimodal_family
+from automodel_rl.losses import Readout
 from automodel_rl.model.float8 import MULTIPLE
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.mtp import mtp_targets
 
 
 def local_microbatches(
@@ -20,7 +22,7 @@ def local_microbatches(
     embeddings: Sequence[Callable[[], Tensor]],
     handle: ModelHandle,
     logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
-    ids: str | None = None,
+    readout: Readout | None = None,
 ) -> list[LocalMicrobatch]:
     """This rank's part of every microbatch.
 
@@ -30,7 +32,7 @@ def local_microbatches(
         handle: the model. This rank's layers decide which routes are needed.
         logprob_gradient: gives the derivative of the loss by the log-probabilities of a microbatch and its place in
             the step, float64 [T] or [T, K]; None if it is not known before the forward.
-        ids: the name of the values with token ids whose log-probabilities are read; None if those of targets are.
+        readout: what is read for every token; None for the log-probabilities of targets, or what needs no more.
 
     Raises:
         ValueError: there are no such values, or they are no token ids.
@@ -52,8 +54,10 @@ def local_microbatches(
         gradient = None if logprob_gradient is None else logprob_gradient(microbatch, number)
         if gradient is not None:
             tokens[LOGPROB_GRADIENT] = gradient
-        if ids is not None:
-            tokens[READ_IDS] = _ids(microbatch, ids, handle.config.vocab_size)
+        if readout is not None and readout.ids is not None:
+            tokens[READ_IDS] = _ids(microbatch, readout.ids, handle.config.vocab_size)
+        if readout is not None and readout.mtp:
+            tokens[MTP_TARGETS] = mtp_targets(microbatch)
         part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, tokens)
         if embeddings:
             part = dataclasses.replace(part, media=dataclasses.replace(part.media, embeddings=embeddings[number]))

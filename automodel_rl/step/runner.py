@@ -103,8 +103,8 @@ class StepRunner:
             if self._driver is not None:
                 with self._microbatches_let_go():
                     known = adapter.gradient_known_before if self.layout.has_last_stage else None
-                    local = self._local(microbatches, embeddings, known, readout.ids)
-                    self._driver.forward_backward(local, adapter, self._whole_microbatches(read(readout)))
+                    local = self._local(microbatches, embeddings, known, readout)
+                    self._driver.forward_backward(local, adapter, self._whole_microbatches(self._read(readout)))
             self._complete_gradients()
             if self._encoder is not None:
                 self._encoder.backward()
@@ -135,10 +135,10 @@ class StepRunner:
             InputError: on every rank, if the microbatches do not fit the model or each other.
         """
         num_microbatches = self.global_batch(microbatches, agreed).num_microbatches
-        return self._forward(microbatches, num_microbatches, output_fn, ids)
+        return self._forward(microbatches, num_microbatches, output_fn, Readout(ids=ids))
 
     def _forward(
-        self, microbatches: Sequence[Microbatch], num_microbatches: int, output_fn: OutputFn, ids: str | None
+        self, microbatches: Sequence[Microbatch], num_microbatches: int, output_fn: OutputFn, readout: Readout
     ) -> list[Tensor]:
         """`forward` of microbatches whose number the ranks have agreed on."""
         for part in self.handle.parts:
@@ -148,7 +148,7 @@ class StepRunner:
             # In blocks: a pipeline has receive buffers for all microbatches that it runs at once.
             for start in range(0, num_microbatches, block_sizes.forward_microbatches):
                 block = microbatches[start : start + block_sizes.forward_microbatches]
-                results += self._forward_block(block, output_fn, ids)
+                results += self._forward_block(block, output_fn, readout)
         except BaseException:  # FSDP may be midway through a layer; gradients of an earlier step stay
             for part in self.handle.parts:
                 reset_fsdp(part)
@@ -175,7 +175,7 @@ class StepRunner:
         Raises:
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        columns = self._forward(microbatches, agreed.num_microbatches, read(readout), readout.ids)
+        columns = self._forward(microbatches, agreed.num_microbatches, self._read(readout), readout)
         whole = [microbatch.to(self.layout.device) for microbatch in microbatches]
         adapter = PPLossAdapter(loss_fn, whole, agreed.counts, readout, stage=self.layout.parallel.num_stages - 1)
         with torch.no_grad():
@@ -246,13 +246,13 @@ class StepRunner:
         if self.handle.tied is not None:
             self.handle.tied.sum_gradients()
 
-    def _forward_block(self, microbatches: Sequence[Microbatch], output_fn: OutputFn, ids: str | None) -> list[Tensor]:
+    def _forward_block(self, microbatches: Sequence[Microbatch], output_fn: OutputFn, readout: Readout) -> list[Tensor]:
         capturer = LogitsCapturer(self._whole_microbatches(output_fn))
         filled = self._filled_up(microbatches)
         embeddings = [] if self._encoder is None else self._encoder.forward(filled, train=False)
         if self._driver is not None:
             with self._microbatches_let_go():
-                self._driver.forward(self._local(filled, embeddings, ids=ids), capturer)
+                self._driver.forward(self._local(filled, embeddings, readout=readout), capturer)
         if self._encoder is not None:
             self._raise_for_media()
         if self._driver is None:
@@ -280,6 +280,10 @@ class StepRunner:
         missing = self._driver.fill_up_to(len(microbatches)) - len(microbatches)
         return [*microbatches, *(empty_microbatch(microbatches[0]) for _ in range(missing))]
 
+    def _read(self, readout: Readout) -> OutputFn:
+        mtp = self.handle.model.mtp
+        return read(readout, detaches_mtp=mtp is None or mtp.detached)
+
     def _whole_microbatches(self, output_fn: OutputFn) -> OutputFn:
         return whole_microbatches(output_fn, self.layout.cp_group)
 
@@ -288,12 +292,12 @@ class StepRunner:
         microbatches: Sequence[Microbatch],
         embeddings: Sequence[Callable[[], Tensor]],
         logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
-        ids: str | None = None,
+        readout: Readout | None = None,
     ) -> list[LocalMicrobatch]:
         """This rank's tokens of every microbatch. The arguments are those of `local_microbatches`."""
         if not self.handle.is_mixture and any(microbatch.routes is not None for microbatch in microbatches):
             raise ValueError("a microbatch has routes, and no layer of this model has a router: leave routes out")
-        return local_microbatches(microbatches, embeddings, self.handle, logprob_gradient, ids)
+        return local_microbatches(microbatches, embeddings, self.handle, logprob_gradient, readout)
 
     @contextlib.contextmanager
     def _microbatches_let_go(self) -> Iterator[None]:

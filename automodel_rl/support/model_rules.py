@@ -172,6 +172,29 @@ def _routers(asked: Combination) -> str | None:
     return None
 
 
+def _mtp(asked: Combination) -> str | None:
+    if asked.model.mtp is None:
+        return None
+    remedy = "leave model.mtp out, and exports keep its layers as they are"
+    if not asked.family.mtp_files:
+        return f"model.mtp: layers for multi-token prediction of {asked.description.family!r} are not trained: {remedy}"
+    if asked.model.lora is not None:
+        return f"model.mtp: its layer is trained whole, and model.lora freezes it: {remedy}"
+    if asked.model.implementation != "transformers":
+        return f"model.mtp: only transformers' classes have its layer: {remedy}"
+    if asked.model.num_labels is not None:
+        return f"model.mtp: it needs the vocabulary's head, and model.num_labels takes its place: {remedy}"
+    if asked.description.multimodal is not None:
+        return f"model.mtp: it does not go with encoders: {remedy}, or train the text model with model.text_only=true"
+    return None
+
+
+MTP = Rule(
+    "multi-token prediction (model.mtp)",
+    f"{', '.join(name for name, family in TEXT_FAMILIES.items() if family.mtp_files)}: the first further layer, "
+    "beside any loss, on every layout; not sent to generators",
+    _mtp,
+)
 ROUTERS = Rule(
     "router auxiliary loss, bias update",
     f"softmax routers; {', '.join(name for name in MOE_FAMILIES if TEXT_FAMILIES[name].router_bias)}",

@@ -40,6 +40,7 @@ RULES = (
     model_rules.LORA_DROPOUT,
     model_rules.FLOAT8,
     model_rules.ROUTERS,
+    model_rules.MTP,
     run_rules.ROUTER_REPLAY,
     layout_rules.EXPERT_PARALLEL,
     run_rules.VLLM,

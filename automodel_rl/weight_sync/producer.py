@@ -101,4 +101,5 @@ class Producer:
     def _sources(self, component: Component) -> list[Source]:
         if self.adapters_alone:
             return self.handle.adapter_sources(self.dtype)
-        return self.handle.hf_sources(component, self.dtype)
+        mtp = f"model.layers.{self.handle.config.num_hidden_layers}."
+        return [s for s in self.handle.hf_sources(component, self.dtype) if not s.name.startswith(mtp)]

@@ -155,6 +155,33 @@ EXAMPLES = (
         _FP8,
         LLAVA,
     ),
+    # model_rules MTP
+    Breach("model.mtp: layers for multi-token prediction of 'qwen3' are not trained", {"model.mtp": {}}),
+    Breach(
+        "model.mtp: its layer is trained whole, and model.lora freezes it",
+        {"model.mtp": {}, "model.lora": {}},
+        {"description.family": "deepseek_v3", "description.num_experts": 8},
+    ),
+    Breach(
+        "model.mtp: only transformers' classes have its layer",
+        {"model.mtp": {}, "model.implementation": "nemo_automodel"},
+        {"description.family": "deepseek_v3", "description.num_experts": 8},
+    ),
+    Breach(
+        "model.mtp: it needs the vocabulary's head",
+        {"model.mtp": {}},
+        {
+            "algorithm": "reward",
+            "model.num_labels": 1,
+            "description.family": "deepseek_v3",
+            "description.num_experts": 8,
+        },
+    ),
+    Breach(
+        "model.mtp: it does not go with encoders",
+        {"model.mtp": {}},
+        {"description.family": "qwen3_5_text", "description.multimodal": "qwen3_5"},
+    ),
     # model_rules ROUTERS
     Breach("model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router", {"model.moe": {"aux_loss": 0.1}}),
     Breach(

@@ -1,0 +1,109 @@
+"""Multi-token prediction (MTP, DeepSeek-V3, arXiv:2412.19437, section 2.2): a further layer says the token after the
+next, from the model's final hidden states and the embedding of the next token. Generators draft with it
+(speculative decoding).
+
+The layer has the number after the model's last, as in DeepSeek's files, and the parts of a decoder layer besides its
+own. A step runs it on the last stage, where microbatches have `MTP_TARGETS`.
+
+Shape letters: T tokens of a microbatch, t tokens of a rank, H hidden size.
+"""
+
+import copy
+import dataclasses
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automodel_rl.batch import LocalMicrobatch, Microbatch
+from automodel_rl.batch.microbatch import IGNORED_TARGET
+from automodel_rl.batch.tensors import MTP_TARGETS
+from automodel_rl.losses import LossFn, LossOutput, Readout, TokenOutputs
+from automodel_rl.model.head import Head
+from automodel_rl.model.logprobs import target_readout
+
+
+def add_mtp_layer(model: Any) -> None:
+    """Gives a causal language model without storage the layer that says the token after the next.
+
+    Args:
+        model: transformers' model.
+    """
+    layers, number = model.model.layers, model.config.num_hidden_layers
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = number + 1
+    for key, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+        if kinds := config.to_dict().get(key):
+            setattr(config, key, [*kinds, kind])
+    layer = type(layers[-1])(config, number)
+    width, dtype = config.hidden_size, model.model.norm.weight.dtype
+    layer.enorm, layer.hnorm = copy.deepcopy(model.model.norm), copy.deepcopy(model.model.norm)
+    layer.eh_proj = nn.Linear(2 * width, width, bias=False)
+    layer.shared_head = nn.Module()
+    layer.shared_head.norm = copy.deepcopy(model.model.norm)
+    layer.forward = MethodType(_forward, layer)
+    layers.append(layer.to(dtype))
+
+
+def _forward(layer: Any, hidden: Tensor, embedded: Tensor, **arguments: Any) -> Tensor:
+    """Hidden states for the token after the next, [1, t, H].
+
+    Args:
+        hidden: the model's final hidden states, [1, t, H].
+        embedded: embeddings of the next tokens, [1, t, H].
+        arguments: those of the decoder layer.
+    """
+    mixed = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
+    output = type(layer).forward(layer, mixed, **arguments)
+    return layer.shared_head.norm(output[0] if isinstance(output, tuple) else output)
+
+
+def mtp_targets(microbatch: Microbatch) -> Tensor:
+    """The token after the next of every token, int64 [T]; `IGNORED_TARGET` at the last two of a sequence."""
+    return _moved_up(microbatch.targets, microbatch, IGNORED_TARGET)
+
+
+def with_mtp(loss_fn: LossFn, weight: float) -> LossFn:
+    """A loss and, times a weight, the mean negative log-probability that the MTP layer gives trained tokens.
+
+    Args:
+        loss_fn: the loss.
+        weight: the weight.
+    """
+
+    def loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
+        output = loss_fn(outputs, microbatch)
+        assert outputs.mtp is not None
+        trained = _moved_up(microbatch.loss_mask, microbatch, False)
+        total = -torch.where(trained, outputs.mtp, 0.0).sum()
+        sums = {**output.sums, "tokens": output.sums.get("tokens", 0) + weight * total}
+        of_mtp = (total.detach(), trained.sum().to(total.dtype))
+        return dataclasses.replace(output, sums=sums, metrics={**output.metrics, "train/mtp_loss": of_mtp})
+
+    return loss
+
+
+def mtp_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, readout: Readout, detached: bool) -> Tensor:
+    """Log-probabilities of the tokens after the next, [t, 1].
+
+    Args:
+        hidden: hidden states of the MTP layer, [t, H].
+        head: the model's head.
+        microbatch: this rank's tokens.
+        readout: what is read of the next tokens.
+        detached: whether the head gets no gradient.
+    """
+    targets = microbatch.tokens[MTP_TARGETS]
+    head = dataclasses.replace(head, weight=head.weight.detach(), gradient=None) if detached else head
+    tokens = {MTP_TARGETS: targets}  # and not the gradient of the loss by log-probabilities of next tokens
+    return target_readout(
+        hidden, head, dataclasses.replace(microbatch, targets=targets, tokens=tokens), Readout(readout.temperature)
+    )
+
+
+def _moved_up(values: Tensor, microbatch: Microbatch, last: int) -> Tensor:
+    """Each token's value of the token after it, [T], and `last` at the end of a sequence."""
+    moved = values.roll(-1)
+    moved[microbatch.cu_seqlens[1:].long() - 1] = last
+    return moved
