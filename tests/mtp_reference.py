@@ -20,9 +20,9 @@ IN_LAYER = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm
 IN_MTP = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 
 
-def save_model_with_mtp(folder: Path, family: str) -> None:
+def save_model_with_mtp(folder: Path, family: str, **sizes: object) -> None:
     """A checkpoint whose files have the layer for multi-token prediction, with lively weights."""
-    save_tiny_model(folder, family, num_layers=NUM_LAYERS)
+    save_tiny_model(folder, family, num_layers=NUM_LAYERS, **sizes)
     layer = mtp_layer(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
     generator = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
@@ -78,17 +78,7 @@ def gradients_of_one_process(
 ) -> tuple[float, dict[str, Tensor]]:
     """The mean negative log-probability of tokens after the next, and the gradients of sft and, times a weight, of it,
     by the names of files."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
-    layer, files = mtp_layer(model), load_file(folder / "model.safetensors")
-    for name, module in model.named_modules():
-        if name.endswith(".linear_attn"):
-            compute_rule_in_float64(module)
-    for own, tensor in layer.state_dict().items():
-        named = [files[name] for name, _ in in_files(own, tensor, family)]
-        if own.endswith("gate_up_proj"):
-            tensor.copy_(torch.stack([torch.cat(pair) for pair in zip(named[::2], named[1::2], strict=True)]))
-        else:
-            tensor.copy_(torch.stack(named).view_as(tensor))
+    model, layer = open_model(folder, family)
     num_tokens = sum(int(sequence.loss_mask[1:].sum()) for sequence in sequences)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for sequence in sequences:
@@ -107,6 +97,38 @@ def gradients_of_one_process(
     for own, parameter in layer.named_parameters():
         found |= dict(in_files(own, gradient_of(parameter), family))
     return (total / count).item(), found
+
+
+def open_model(folder: Path, family: str) -> tuple[nn.Module, MtpLayer]:
+    """The model of a checkpoint and its layer, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    layer, files = mtp_layer(model), load_file(folder / "model.safetensors")
+    for name, module in model.named_modules():
+        if name.endswith(".linear_attn"):
+            compute_rule_in_float64(module)
+    for own, tensor in layer.state_dict().items():
+        named = [files[name] for name, _ in in_files(own, tensor, family)]
+        if own.endswith("gate_up_proj"):
+            tensor.copy_(torch.stack([torch.cat(pair) for pair in zip(named[::2], named[1::2], strict=True)]))
+        else:
+            tensor.copy_(torch.stack(named).view_as(tensor))
+    return model, layer
+
+
+@torch.no_grad()
+def accepted_drafts(folder: Path, family: str, prompts: list[list[int]], written: list[list[int]]) -> tuple[int, int]:
+    """Drafts of a token each along greedy completions, and how many of them are what the model says."""
+    model, layer = open_model(folder, family)
+    drafts = accepted = 0
+    for prompt, completion in zip(prompts, written, strict=True):
+        ids = torch.tensor([prompt + completion])
+        further = predicted(model, layer, ids, model.model(ids).last_hidden_state, True)[0].argmax(-1)
+        last = len(prompt)  # the first token that is sampled
+        while last < ids.shape[1] - 1:
+            is_right = bool(further[last - 1] == ids[0, last + 1])
+            drafts, accepted = drafts + 1, accepted + is_right
+            last += 1 + is_right
+    return drafts, accepted
 
 
 def predicted(model: nn.Module, layer: MtpLayer, ids: Tensor, hidden: Tensor, detached: bool) -> Tensor:

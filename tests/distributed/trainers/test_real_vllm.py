@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ from tests.distributed.trainers.runs import (
     settings_of,
     train,
 )
+from tests.mtp_reference import accepted_drafts, save_model_with_mtp
 from tests.processes import Job
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
@@ -136,6 +139,32 @@ def test_pictures_are_seen_as_in_training(
     ranks(1).run(train, settings)
     assert_agreement(tmp_path / "run", allowed)
     assert any(record.get("images") for record in rollouts_of(tmp_path / "run", 1))
+
+
+def test_the_exported_layer_drafts_as_it_was_trained(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    """Draft by draft as by transformers' module, and more of them are right after the training."""
+    save_model_with_mtp(tmp_path / "model", "glm4_moe", vocab_size=300, head_dim=32)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (workspace / "model" / name).is_file():
+            (tmp_path / "model" / name).write_bytes((workspace / "model" / name).read_bytes())
+    settings = settings_of("sft", workspace, tmp_path / "run", length={"steps": 60}, optimizer={"lr": 3e-3})
+    settings["model"] |= {"path": str(tmp_path / "model"), "dtype": "float32", "mtp": {"weight": 0.1}}
+    ranks(1).run(train, settings)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    lines = (workspace / "train_prompts.jsonl").read_text().splitlines()[:16]
+    prompts = [
+        tokenizer.apply_chat_template(json.loads(line)["prompt"], add_generation_prompt=True, return_dict=False)
+        for line in lines
+    ]
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    trained = tmp_path / "run" / "final"
+    command = [str(PYTHON), str(ROOT / "tests/vllm_drafts.py"), str(trained)]
+    subprocess.run([*command, str(tmp_path / "prompts.json"), str(tmp_path / "written.json")], check=True)
+    found = json.loads((tmp_path / "written.json").read_text())
+    expected = accepted_drafts(trained, "glm4_moe", prompts, found["completions"])
+    assert (found["drafts"], found["accepted"]) == expected
+    assert found["accepted"] > found["drafts"] // 4
+    assert accepted_drafts(tmp_path / "model", "glm4_moe", prompts, found["completions"])[1] < found["accepted"] // 4
 
 
 def test_adapters_alone_are_applied_as_they_are_trained(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
