@@ -86,6 +86,7 @@ LONGER: dict[str, Sequence[str]] = {
         "granitemoehybrid",
     ),
     "distributed/trainers/test_real_vllm.py::test_pictures_are_seen_as_in_training": ("internvl",),
+    "distributed/trainers/test_real_vllm.py::test_drafted_tokens_have_the_probabilities_of_the_model": ("[3]",),
     "distributed/trainers/test_real_vllm.py::test_the_exported_layer_drafts_as_it_was_trained": ALL,
     "distributed/trainers/test_real_vllm.py::test_servers_get_the_weights_too": ALL,
     "distributed/trainers/test_real_vllm.py::test_adapters_alone_are_applied_as_they_are_trained": ALL,

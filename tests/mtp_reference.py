@@ -23,37 +23,46 @@ IN_MTP = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_p
 def save_model_with_mtp(folder: Path, family: str, **sizes: object) -> None:
     """A checkpoint whose files have the layer for multi-token prediction, with lively weights."""
     save_tiny_model(folder, family, num_layers=NUM_LAYERS, **sizes)
+    add_mtp(folder, family)
+
+
+def add_mtp(folder: Path, family: str, std: float = 0.1) -> None:
+    """Gives a checkpoint the layer for multi-token prediction."""
     layer = mtp_layer(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
     generator = torch.Generator().manual_seed(1)
     for parameter in layer.parameters():
         if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=0.1, generator=generator)
+            nn.init.normal_(parameter, std=std, generator=generator)
         else:
             nn.init.uniform_(parameter, 0.8, 1.2, generator=generator)
-    found = {name: t for own, tensor in layer.state_dict().items() for name, t in in_files(own, tensor, family)}
+    number = layer.config.num_hidden_layers - 1
+    found = {name: t for own, tensor in layer.state_dict().items() for name, t in in_files(own, tensor, family, number)}
     path = folder / "model.safetensors"
-    save_file({**load_file(path), **found}, path, metadata={"format": "pt"})
+    (first, *_) = files = load_file(path)
+    found = {name: tensor.to(files[first].dtype) for name, tensor in found.items()}
+    save_file({**files, **found}, path, metadata={"format": "pt"})
 
 
 def mtp_layer(model: nn.Module) -> MtpLayer:
     """transformers' module for a model."""
     config: PretrainedConfig = copy.deepcopy(model.config)
-    config.num_hidden_layers = NUM_LAYERS + 1
+    number = config.num_hidden_layers
+    config.num_hidden_layers = number + 1
     for key, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
         if kinds := config.to_dict().get(key):
             setattr(config, key, [*kinds, kind])
     body = model.model
-    return MtpLayer(config, type(body.layers[-1]), type(body.norm), NUM_LAYERS).double()
+    return MtpLayer(config, type(body.layers[-1]), type(body.norm), number).double()
 
 
-def in_files(own: str, tensor: Tensor, family: str) -> Iterator[tuple[str, Tensor]]:
+def in_files(own: str, tensor: Tensor, family: str, number: int = NUM_LAYERS) -> Iterator[tuple[str, Tensor]]:
     """The names in files, and the tensors, of a tensor of transformers' module."""
     within = FAMILIES[family].mtp_files == "mtp"
     first, _, rest = own.partition(".")
     if first == "mtp_block":
-        name = f"mtp.layers.0.{rest}" if within else f"model.layers.{NUM_LAYERS}.{rest}"
+        name = f"mtp.layers.0.{rest}" if within else f"model.layers.{number}.{rest}"
     else:
-        parts, start = (IN_MTP, "mtp") if within else (IN_LAYER, f"model.layers.{NUM_LAYERS}")
+        parts, start = (IN_MTP, "mtp") if within else (IN_LAYER, f"model.layers.{number}")
         name = f"{start}.{parts[first]}.{rest}"
     yield from single_experts(name, tensor)
 

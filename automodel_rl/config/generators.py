@@ -120,6 +120,11 @@ class VllmGeneratorConfig(VllmSamplerConfig):
     the host. 2: its weights are dropped, and each rollout begins with a whole weight sync. auto: 2, or 1 with
     weight_sync.adapters=alone. With memory.offload each side has the device to itself."""
 
+    drafts: Annotated[int, Field(ge=0)] = 0
+    """Number of tokens that the checkpoint's own layer for multi-token prediction drafts at a time, which the model
+    then takes or not (speculative decoding). Weight syncs leave this layer as it is in the checkpoint, and completions
+    are sampled at rollout.temperature=1. 0: no drafts."""
+
     @property
     def devices(self) -> tuple[int, ...]:
         """Devices of its own; none if it shares its rank's."""

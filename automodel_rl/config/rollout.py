@@ -111,6 +111,11 @@ class RolloutConfig(EpisodeConfig):
                 f"max_tokens={self.max_tokens} holds no turn of max_new_tokens={self.max_new_tokens}: raise it, or "
                 "lower max_new_tokens"
             )
+        if self.generator.kind == "vllm" and self.generator.drafts and self.temperature != 1:
+            raise ValueError(
+                f"temperature={self.temperature} with generator.drafts={self.generator.drafts}: vLLM tells "
+                "log-probabilities of drafted tokens at temperature 1 only: use temperature=1, or no drafts"
+            )
         if self.validation_samples > 1 and not self.validation_temperature:
             raise ValueError(
                 f"validation_samples={self.validation_samples} with validation_temperature=0: all completions of a "

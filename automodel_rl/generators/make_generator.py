@@ -11,7 +11,12 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.generator_spec import GeneratorSpec
-from automodel_rl.config.generators import TransformersSamplerConfig, VllmSamplerConfig, VllmServersConfig
+from automodel_rl.config.generators import (
+    TransformersSamplerConfig,
+    VllmGeneratorConfig,
+    VllmSamplerConfig,
+    VllmServersConfig,
+)
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.media import open_readers
 from automodel_rl.errors import InputError
@@ -193,6 +198,7 @@ def _vllm_options(
     ranks: EngineRanks,
 ) -> dict[str, Any]:
     """Arguments of vllm.LLM."""
+    drafts = choice.drafts if isinstance(choice, VllmGeneratorConfig) else 0
     device, needs_tokenizer = handle.layout.device, spec.has_stop_texts or handle.has_encoder
     origin = handle.adapter_origin if spec.weight_sync.adapters == "alone" else None
     transfer = {"weight_transfer_config": {"backend": "nccl" if choice.devices else "same_device"}}
@@ -208,6 +214,7 @@ def _vllm_options(
         **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
         **(READS_BUFFERS if ranks.group is not None else {}),
         **({"enable_return_routed_experts": True} if spec.reports_routes else {}),
+        **({"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}),
         **(ON_CPU if device.type == "cpu" and not choice.devices else {}),
         # States of prompts are only kept where prompts come in chunks.
         **({"enable_prefix_caching": False} if device.type == "cpu" and num_mixed_layers(handle.config) else {}),

@@ -50,7 +50,10 @@ def start_vllm(python: str | None, settings: VllmSettings, device: str | None) -
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = device
-    options = {**settings.options, "logprobs_mode": "processed_logprobs"}
+    # vLLM 0.32 overwrites the logits of drafted tokens before it makes processed log-probabilities. Of temperature 1,
+    # without limits, raw ones are the same.
+    drafts = "speculative_config" in settings.options
+    options = {**settings.options, "logprobs_mode": "raw_logprobs" if drafts else "processed_logprobs"}
     num_workers = int(options.get("tensor_parallel_size", 1))
     try:
         return GeneratorProcess(

@@ -55,6 +55,12 @@ def values(workspace: Path, output: Path, generator: dict[str, Any] | None = Non
     return settings
 
 
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (source / name).is_file():
+            (target / name).write_bytes((source / name).read_bytes())
+
+
 def losses_of(output: Path) -> list[float]:
     return [record["train/loss"] for record in metrics_of(output)]
 
@@ -100,9 +106,7 @@ def test_families_of_every_kind_are_sampled_from_as_they_are_trained(
     sizes = {"vocab_size": 300, "head_dim": 32, **changed}  # vLLM has no smaller heads on a CPU
     sizes = {key: size for key, size in sizes.items() if size is not None}
     save_tiny_model(model, family, num_layers=2, **sizes)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (workspace / "model" / name).is_file():
-            (model / name).write_bytes((workspace / "model" / name).read_bytes())
+    copy_tokenizer(workspace / "model", model)
     settings = values(workspace, tmp_path / "run")
     settings["model"]["path"] = str(model)
     ranks(1).run(train, settings)
@@ -144,9 +148,7 @@ def test_pictures_are_seen_as_in_training(
 def test_the_exported_layer_drafts_as_it_was_trained(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     """Draft by draft as by transformers' module, and more of them are right after the training."""
     save_model_with_mtp(tmp_path / "model", "glm4_moe", vocab_size=300, head_dim=32)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (workspace / "model" / name).is_file():
-            (tmp_path / "model" / name).write_bytes((workspace / "model" / name).read_bytes())
+    copy_tokenizer(workspace / "model", tmp_path / "model")
     settings = settings_of("sft", workspace, tmp_path / "run", length={"steps": 60}, optimizer={"lr": 3e-3})
     settings["model"] |= {"path": str(tmp_path / "model"), "dtype": "float32", "mtp": {"weight": 0.1}}
     ranks(1).run(train, settings)
@@ -165,6 +167,20 @@ def test_the_exported_layer_drafts_as_it_was_trained(ranks: RankPool, workspace:
     assert (found["drafts"], found["accepted"]) == expected
     assert found["accepted"] > found["drafts"] // 4
     assert accepted_drafts(tmp_path / "model", "glm4_moe", prompts, found["completions"])[1] < found["accepted"] // 4
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_drafted_tokens_have_the_probabilities_of_the_model(
+    ranks: RankPool, workspace: Path, tmp_path: Path, drafts: int
+) -> None:
+    """Also after weight syncs, which leave the layer that drafts as it is."""
+    save_model_with_mtp(tmp_path / "model", "glm4_moe", vocab_size=300, head_dim=32)
+    copy_tokenizer(workspace / "model", tmp_path / "model")
+    generator = {"kind": "vllm", "python": str(PYTHON), "drafts": drafts}
+    settings = values(workspace, tmp_path / "run", generator)
+    settings["model"]["path"] = str(tmp_path / "model")
+    ranks(1).run(train, settings)
+    assert_agreement(tmp_path / "run")
 
 
 def test_adapters_alone_are_applied_as_they_are_trained(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
