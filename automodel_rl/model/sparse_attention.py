@@ -17,10 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_rl.families.family import Family
+from automodel_rl.model.head import accurate_matmul
 from automodel_rl.parallel.collectives import AllGatherCP
 
-QUERIES_AT_ONCE = 256
-"""Queries whose scores of all keys are there at the same time."""
+QUERIES_AT_ONCE = 1024
+"""Queries of one call of masked attention, whose mask and scores of all keys are there at the same time."""
+
+PRODUCTS_AT_ONCE = 2**28
+"""Most products of an indexer's queries and keys, in fp32, that are there at the same time."""
 
 
 @dataclass(eq=False)  # not frozen, as `AttentionCall`
@@ -62,10 +66,25 @@ class KeyIndex:
         """
         if causal.shape[1] <= self.most:
             return causal
-        products = self.queries[queries].float() @ self.keys[keys].float().T  # [q, I, k]
-        scores = (self.weights[queries][:, None] @ products.relu()).squeeze(1)
-        chosen = scores.masked_fill(~causal, -torch.inf).topk(self.most, dim=-1).indices
-        return torch.zeros_like(causal).scatter(1, chosen, True) & causal
+        rows = max(1, PRODUCTS_AT_ONCE // (self.queries.shape[1] * causal.shape[1]))
+        own = (self.queries[queries].split(rows), self.weights[queries].split(rows), causal.split(rows))
+        return torch.cat([_chosen(q, w, c, self.keys[keys], self.most) for q, w, c in zip(*own, strict=True)])
+
+
+def _chosen(queries: Tensor, weights: Tensor, causal: Tensor, keys: Tensor, most: int) -> Tensor:
+    """True for the keys with the largest scores, bool [q, k].
+
+    Args:
+        queries: [q, I, D].
+        weights: [q, I].
+        causal: [q, k].
+        keys: [k, D].
+        most: number of keys that a query sees at most.
+    """
+    products = accurate_matmul(queries.flatten(0, 1), keys.T).view(*queries.shape[:2], -1)  # [q, I, k]
+    scores = (weights[:, None] @ products.float().relu_()).squeeze(1)
+    chosen = scores.masked_fill_(~causal, -torch.inf).topk(most, dim=-1).indices
+    return torch.zeros_like(causal).scatter_(1, chosen, True) & causal
 
 
 def install_indexers(layers: Iterable[nn.Module], family: Family) -> None:
