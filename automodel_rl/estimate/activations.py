@@ -36,6 +36,7 @@ HEADS = (
     "num_attention_heads",
     "num_key_value_heads",
     "swa_num_key_value_heads",
+    "linear_num_heads",
     "linear_num_key_heads",
     "linear_num_value_heads",
 )

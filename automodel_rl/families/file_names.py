@@ -145,7 +145,21 @@ def with_mtp(names: FileNames, num_layers: int) -> FileNames:
     return replace(names, renamed=(*moved, *names.renamed))
 
 
-NAMES_BY_CONFIG: dict[str, Callable[[PretrainedConfig], tuple[FileNames, ...]]] = {"olmo_hybrid": _of_olmo_hybrid}
+def _of_kimi_linear(config: PretrainedConfig) -> tuple[FileNames, ...]:
+    """Names of Mixtral's kind for its mixture, and convolutions of queries, keys and values apart."""
+    rows = config.linear_num_heads * config.linear_head_dim
+    renamed = (
+        (r"\.self_attn\.(forget_gate|decay)\.", ".self_attn."),
+        (r"\.mlp\.(gate|shared_experts)\.", r".block_sparse_moe.\1."),
+    )
+    cut = ((r"\.conv1d\.", tuple((name, rows) for name in _CONVOLUTIONS)),)
+    return (replace(_MIXTRAL, renamed=renamed, cut=cut),)
+
+
+NAMES_BY_CONFIG: dict[str, Callable[[PretrainedConfig], tuple[FileNames, ...]]] = {
+    "olmo_hybrid": _of_olmo_hybrid,
+    "kimi_linear": _of_kimi_linear,
+}
 """Names that depend on a config, by its `model_type`."""
 
 TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {

@@ -243,6 +243,19 @@ TEXT_FAMILIES = {
         SOFTMAX_MIXTURE, computes_in_fp32=True, fp32_modules=("mlp.gate",), tp_plan=(*_HUNYUAN, *SHARED_EXPERTS)
     ),
     "hy_v3": replace(BIASED_MIXTURE, router_bias="e_score_correction_bias"),
+    "kimi_linear": replace(
+        BIASED_MIXTURE,
+        token_mixer="kimi_delta",
+        fp32_modules=("self_attn.decay",),
+        tp_plan=(
+            *LATENT_ATTENTION,
+            *((f"self_attn.{name}_proj", COLUMNS) for name in ("k", "v", "b", "g_b", "forget_gate.f_b")),
+            *((f"self_attn.{name}_proj", REPLICATED) for name in ("g_a", "forget_gate.f_a")),
+            *((f"self_attn.{name}", REPLICATED) for name in ("conv1d", "o_norm", "decay")),
+            *MLP,
+            *SHARED_EXPERTS,
+        ),
+    ),
     "laguna": replace(
         BIASED_MIXTURE,
         rotary_by_layer_type=True,

@@ -214,6 +214,8 @@ def size_of_state(config: PretrainedConfig) -> int:
     values = config.to_dict()
     if "linear_num_value_heads" in values:
         return values["linear_num_value_heads"] * values["linear_key_head_dim"] * values["linear_value_head_dim"]
+    if "linear_num_heads" in values:
+        return values["linear_num_heads"] * values["linear_head_dim"] ** 2
     if "mamba_n_heads" in values:
         return values["mamba_n_heads"] * values["mamba_d_head"] * values["mamba_d_state"]
     if "mamba_num_heads" in values:
@@ -222,7 +224,7 @@ def size_of_state(config: PretrainedConfig) -> int:
 
 
 def _mixer_heads(values: dict[str, Any]) -> int:
-    heads = ("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads")
+    heads = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads")
     return math.gcd(*(values.get(key) or 0 for key in heads)) or values["hidden_size"]
 
 

@@ -1,6 +1,7 @@
 """Bugs of attention and of the head, on one rank and where ranks share their work."""
 
 import dataclasses
+import importlib
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -52,14 +53,15 @@ def _plain_rotary_embeddings() -> Any:
     return patch("hf.opened_model.read_config", plain)
 
 
-def _states_that_leak() -> Any:
-    """Linear attention takes the sequences of a microbatch for one."""
-    from automodel_rl.model.token_mixers.gated_delta_net import chunked_rule
+def _states_that_leak(mixer: str) -> Any:
+    """A token mixer takes the sequences of a microbatch for one."""
+    module = importlib.import_module(f"automodel_rl.model.token_mixers.{mixer}")
+    rule = module.chunked_rule
 
     def leaking(*tensors: Any) -> Tensor:
-        return chunked_rule(*tensors[:-1], (len(tensors[0]),))
+        return rule(*tensors[:-1], (len(tensors[0]),))
 
-    return patch("model.token_mixers.gated_delta_net.chunked_rule", leaking)
+    return patch(f"model.token_mixers.{mixer}.chunked_rule", leaking)
 
 
 def _convolutions_that_leak() -> Any:
@@ -69,15 +71,6 @@ def _convolutions_that_leak() -> Any:
         return convolve(inputs, weight, bias, torch.arange(len(offsets)))
 
     return patch("model.token_mixers.whole_sequences.convolve", leaking)
-
-
-def _state_spaces_that_leak() -> Any:
-    from automodel_rl.model.token_mixers.mamba2 import chunked_rule
-
-    def leaking(*tensors: Any) -> Tensor:
-        return chunked_rule(*tensors[:-1], (len(tensors[0]),))
-
-    return patch("model.token_mixers.mamba2.chunked_rule", leaking)
 
 
 def _all_keys_seen() -> Any:
@@ -195,8 +188,15 @@ FAULTS: dict[str, Fault] = {
     "sinks without a gradient": Fault(_sinks_without_gradient, Verified("gpt_oss")),
     "the kind of rotary embeddings ignored": Fault(_plain_rotary_embeddings, Verified("ministral3")),
     "a norm over the columns of this tp rank": Fault(_norm_of_own_columns, Verified("olmo2", {"tp": 2})),
-    "states of linear attention leak into the next sequence": Fault(_states_that_leak, Verified("qwen3_5_text")),
-    "states of Mamba-2 leak into the next sequence": Fault(_state_spaces_that_leak, Verified("granitemoehybrid")),
+    "states of linear attention leak into the next sequence": Fault(
+        lambda: _states_that_leak("gated_delta_net"), Verified("qwen3_5_text")
+    ),
+    "states of Kimi Delta Attention leak into the next sequence": Fault(
+        lambda: _states_that_leak("kimi_delta"), Verified("kimi_linear")
+    ),
+    "states of Mamba-2 leak into the next sequence": Fault(
+        lambda: _states_that_leak("mamba2"), Verified("granitemoehybrid")
+    ),
     "heads of Mamba-2 take keys of another group": Fault(_keys_of_the_first_group, Verified("granitemoehybrid")),
     "short convolutions leak into the next sequence": Fault(_short_convolutions_that_leak, Verified("lfm2")),
     "convolutions leak into the next sequence": Fault(_convolutions_that_leak, Verified("qwen3_next")),

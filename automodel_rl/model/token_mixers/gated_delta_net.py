@@ -139,7 +139,7 @@ def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, 
     """The rule written out in fp32 or wider, sequence by sequence and chunk by chunk. Any device."""
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = v.shape[1] // q.shape[1]
-    q, k = (_normalised(part.to(wide)).repeat_interleave(groups, dim=1) for part in (q, k))
+    q, k = (normalised(part.to(wide)).repeat_interleave(groups, dim=1) for part in (q, k))
     parts = [
         part.to(wide).transpose(0, 1) for part in (q * q.shape[-1] ** -0.5, k, v, decay[..., None], rates[..., None])
     ]
@@ -147,7 +147,8 @@ def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, 
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
-def _normalised(tensor: Tensor) -> Tensor:
+def normalised(tensor: Tensor) -> Tensor:
+    """Queries or keys of length 1, [..., K]."""
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + EPSILON)
 
 

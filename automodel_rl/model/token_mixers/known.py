@@ -7,6 +7,7 @@ from torch import nn
 
 from automodel_rl.families.family import Family
 from automodel_rl.model.token_mixers.gated_delta_net import GatedDeltaNet
+from automodel_rl.model.token_mixers.kimi_delta import KimiDelta
 from automodel_rl.model.token_mixers.mamba2 import Mamba2
 from automodel_rl.model.token_mixers.short_convolution import ShortConvolution
 from automodel_rl.model.token_mixers.token_mixer import TokenMixer
@@ -15,6 +16,7 @@ from automodel_rl.parallel.tensor_parallel import TensorParallel
 TOKEN_MIXERS: dict[str, TokenMixer] = {
     "gated_delta_net": GatedDeltaNet(),
     "olmo_delta_net": GatedDeltaNet(norm="o_norm", output="o_proj"),
+    "kimi_delta": KimiDelta(),
     "short_convolution": ShortConvolution(),
     "mamba2": Mamba2("mamba"),
     "nemotron_mamba2": Mamba2("mixer"),

@@ -71,15 +71,16 @@ def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule (arXiv:2412.06464, eq. 10) token by token in float64, in the signature of transformers'
-    function, which computes in fp32: queries and keys [1, n, heads, K], values [1, n, heads, V], logs of decays and
-    rates [1, n, heads] to outputs and the last state."""
+    function, which computes in fp32: queries and keys [1, n, heads, K], values [1, n, heads, V], logs of decays
+    [1, n, heads], or [1, n, heads, K] (Kimi Delta Attention, arXiv:2510.26692), and rates [1, n, heads] to outputs and
+    the last state."""
     q, k, v, decay, rate = (tensor.double().squeeze(0) for tensor in (query, key, value, g, beta))
     # Before 5.23 transformers repeats queries and keys for the heads of values outside of the function.
     q, k = (tensor.repeat_interleave(v.shape[1] // tensor.shape[1], dim=1) for tensor in (q, k))
     q, k = (tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6) for tensor in (q, k))
     state, outputs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), []
     for n in range(len(q)):
-        state = state * decay[n].exp()[:, None, None]
+        state = state * decay[n].exp().reshape(len(state), -1, 1)
         missing = v[n] - torch.einsum("hkv,hk->hv", state, k[n])
         state = state + torch.einsum("hk,hv->hkv", k[n], missing * rate[n][:, None])
         outputs.append(torch.einsum("hkv,hk->hv", state, q[n]) / q.shape[-1] ** 0.5)
@@ -117,7 +118,11 @@ def state_space(
 def compute_rule_in_float64(layer: Any) -> None:
     """Gives a layer of transformers with a state its own forward, with `delta_rule` or `state_space` in it."""
     plain = inspect.unwrap(type(layer).forward)
-    rules = {"torch_chunk_gated_delta_rule": delta_rule, "mamba2_chunk_scan": state_space}
+    rules = {
+        "torch_chunk_gated_delta_rule": delta_rule,
+        "chunk_kimi_delta_attention": delta_rule,
+        "mamba2_chunk_scan": state_space,
+    }
     names = {**plain.__globals__, **rules}
     layer.forward = MethodType(FunctionType(plain.__code__, names, argdefs=plain.__defaults__), layer)
 
@@ -195,7 +200,9 @@ class OneProcess:
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
         for name, module in model.named_modules():
-            if name.endswith((".linear_attn", ".mamba", ".mixer")) and "conv1d" in dict(module.named_children()):
+            if name.endswith((".linear_attn", ".self_attn", ".mamba", ".mixer")) and "conv1d" in dict(
+                module.named_children()
+            ):
                 compute_rule_in_float64(module)
         self.takes_grids = "image_grid_thw" in signature(model.forward).parameters
         self.takes_types = "mm_token_type_ids" in signature(model.forward).parameters
@@ -397,4 +404,6 @@ def name_in_layout(name: str) -> str:
     name = re.sub(r"^(visual|audio_tower)\.", r"model.\1.", name.replace("model.language_model.", "model.", 1))
     name = re.sub(r"^model\.(embedding_norm|norm_f)\.", "model.norm.", name)
     name = name.replace("model.embeddings.", "model.embed_tokens.")
-    return re.sub(r"(\.linear_attn|\.mamba|\.mixer)\.(A_log|dt_bias|D)$", r"\1.decay.\2", name)
+    return re.sub(
+        r"(\.linear_attn|\.self_attn|\.mamba|\.mixer)(\.forget_gate)?\.(A_log|dt_bias|D)$", r"\1.decay.\3", name
+    )

@@ -74,6 +74,7 @@ def test_every_other_family_equals_one_process(ranks: RankPool, tmp_path: Path, 
         ("deepseek_v2", {"tp": 2, **SP, "ep": 2}),
         ("deepseek_v32", {"cp": 2, "tp": 2}),
         ("glm_moe_dsa", {"pp": 2, "cp": 2}),
+        ("kimi_linear", {"cp": 2, "tp": 2}),
     ],
     ids=str,
 )
