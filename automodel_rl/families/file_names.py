@@ -195,6 +195,9 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     "lfm2": (FileNames(renamed=(_LFM2_NORM,)),),
     "lfm2_moe": (FileNames(ExpertNames("feed_forward", "w1", "w3", "w2"), renamed=(_LFM2_NORM,)),),
     "granitemoehybrid": (replace(_GRANITE, renamed=(*_GRANITE.renamed, (r"\.mamba\.decay\.", ".mamba."))),),
+    "falcon_h1": (
+        FileNames(renamed=((r"\.mamba\.decay\.", ".mamba."), (r"^model\.norm\.", "model.final_layernorm."))),
+    ),
     "nemotron_h": (
         FileNames(
             ExpertNames("mixer"),

@@ -205,7 +205,9 @@ def kinds_of_layers(config: PretrainedConfig) -> list[str]:
 
 
 def num_mixed_layers(config: PretrainedConfig) -> int:
-    """Number of layers that mix tokens other than by attention."""
+    """Number of layers that mix tokens other than by attention, or besides."""
+    if "mamba_d_ssm" in config.to_dict():  # Falcon-H1: all of them
+        return config.num_hidden_layers
     return sum(kind in MIXED for kind in kinds_of_layers(config))
 
 

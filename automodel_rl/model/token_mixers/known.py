@@ -8,7 +8,7 @@ from torch import nn
 from automodel_rl.families.family import Family
 from automodel_rl.model.token_mixers.gated_delta_net import GatedDeltaNet
 from automodel_rl.model.token_mixers.kimi_delta import KimiDelta
-from automodel_rl.model.token_mixers.mamba2 import Mamba2
+from automodel_rl.model.token_mixers.mamba2 import Mamba2, ScaledMamba2
 from automodel_rl.model.token_mixers.short_convolution import ShortConvolution
 from automodel_rl.model.token_mixers.token_mixer import TokenMixer
 from automodel_rl.parallel.tensor_parallel import TensorParallel
@@ -20,6 +20,7 @@ TOKEN_MIXERS: dict[str, TokenMixer] = {
     "short_convolution": ShortConvolution(),
     "mamba2": Mamba2("mamba"),
     "nemotron_mamba2": Mamba2("mixer"),
+    "scaled_mamba2": ScaledMamba2("mamba"),
 }
 """Token mixers by the names that families give (families/family.py: Family.token_mixer)."""
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automodel_rl.batch import LocalMicrobatch
+from automodel_rl.errors import InputError
 from automodel_rl.model.token_mixers.token_mixer import Rule, TokenMixer
 from automodel_rl.model.token_mixers.whole_sequences import convolve_heads, fast_kernels_obstacle, over_whole_sequences
 from automodel_rl.parallel.sharding import local_tensor
@@ -72,7 +73,7 @@ class Mamba2(TokenMixer):
     ) -> Tensor:
         states = module.n_groups * module.ssm_state_size
         sizes = [module.intermediate_size, module.intermediate_size, states, states, module.num_heads]
-        gates, values, keys, queries, steps = module.in_proj(hidden).squeeze(0).split(sizes, dim=-1)
+        gates, values, keys, queries, steps = self.projected(module, hidden).squeeze(0).split(sizes, dim=-1)
         steps, decay = module.decay(steps)
         parts = (
             values.unflatten(1, (-1, module.head_dim)),
@@ -82,7 +83,43 @@ class Mamba2(TokenMixer):
             queries.unflatten(1, (module.n_groups, -1)),
         )
         mixed = _mix(module, parts, microbatch, cp_group).flatten(1)
-        return module.out_proj(module.norm(mixed[None], gates[None]).to(hidden.dtype))
+        return module.out_proj(self.gated(module, mixed[None], gates[None]).to(hidden.dtype))
+
+    def projected(self, module: Any, hidden: Tensor) -> Tensor:
+        """Gates, values, keys, queries and steps of hidden states, [1, t, C]."""
+        return module.in_proj(hidden)
+
+    def gated(self, module: Any, mixed: Tensor, gates: Tensor) -> Tensor:
+        """What goes into the last projection, [1, t, h * P].
+
+        Args:
+            module: transformers' module.
+            mixed: outputs of the rule, [1, t, h * P].
+            gates: like `mixed`.
+        """
+        return module.norm(mixed, gates)
+
+
+@dataclass(frozen=True)
+class ScaledMamba2(Mamba2):
+    """Mamba-2 of Falcon-H1 (arXiv:2507.22448), with factors of what goes in and of its projections, and no norm in most
+    models. Its layers have attention beside it."""
+
+    def split(self, module: Any, tp: int) -> None:
+        if tp > 1 and module.mamba_rms_norm:
+            raise InputError(
+                f"parallel.tp={tp}: the norms in this model's Mamba-2 (mamba_rms_norm) do not split: use tp=1"
+            )
+        super().split(module, tp)
+
+    def projected(self, module: Any, hidden: Tensor) -> Tensor:
+        factors = module.mup_vector[0, 0]
+        if module.tp_group is not None:
+            factors = own_rows(factors, module.whole_sections, module.tp_group)
+        return module.in_proj(hidden * module.ssm_in_multiplier) * factors
+
+    def gated(self, module: Any, mixed: Tensor, gates: Tensor) -> Tensor:
+        return module.norm(mixed, gates) if module.mamba_rms_norm else mixed * F.silu(gates)
 
 
 @torch.compiler.disable  # loops over sequences, or kernels that are compiled already

@@ -402,7 +402,7 @@ class OneProcess:
 
 def name_in_layout(name: str) -> str:
     name = re.sub(r"^(visual|audio_tower)\.", r"model.\1.", name.replace("model.language_model.", "model.", 1))
-    name = re.sub(r"^model\.(embedding_norm|norm_f)\.", "model.norm.", name)
+    name = re.sub(r"^model\.(embedding_norm|norm_f|final_layernorm)\.", "model.norm.", name)
     name = name.replace("model.embeddings.", "model.embed_tokens.")
     return re.sub(
         r"(\.linear_attn|\.self_attn|\.mamba|\.mixer)(\.forget_gate)?\.(A_log|dt_bias|D)$", r"\1.decay.\3", name

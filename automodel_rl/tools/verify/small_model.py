@@ -130,6 +130,7 @@ def _of_some_layers(values: dict[str, Any], small: dict[str, Any]) -> dict[str, 
     if values.get("mamba_n_heads"):  # as many as their widths together are the inner width
         changed["mamba_n_heads"] = int(values["mamba_expand"] * small["hidden_size"]) // HEAD_DIM
         changed["mamba_n_groups"] = min(values["mamba_n_groups"], 2)
+        changed |= {"mamba_d_ssm": changed["mamba_n_heads"] * HEAD_DIM} if values.get("mamba_d_ssm") else {}
     if values.get("linear_num_heads"):
         changed |= {"linear_num_heads": small["linear_num_key_heads"], "linear_head_dim": HEAD_DIM}
         changed["linear_attn_config"] = {}  # where published configs have these sizes
