@@ -71,5 +71,5 @@ class CriticConfig(Section):
         Args:
             policy: the section of the trained model.
         """
-        own = {"path": self.path or policy.path, "num_labels": 1, "lora": None, "adapters": None}
+        own = {"path": self.path or policy.path, "num_labels": 1, "lora": None, "adapters": None, "mtp": None}
         return FurtherModel(policy.model_copy(update=own), "critic", is_trained=True, between=self.between)

@@ -123,7 +123,8 @@ class VllmGeneratorConfig(VllmSamplerConfig):
     drafts: Annotated[int, Field(ge=0)] = 0
     """Number of tokens that the checkpoint's own layer for multi-token prediction drafts at a time, which the model
     then takes or not (speculative decoding). Weight syncs leave this layer as it is in the checkpoint, and completions
-    are sampled at rollout.temperature=1. 0: no drafts."""
+    are sampled at rollout.temperature=1; log-probabilities are those of this temperature for any request. With sleep, 1
+    is needed, since 2 drops the layer. 0: no drafts."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -137,6 +138,15 @@ class VllmGeneratorConfig(VllmSamplerConfig):
     @property
     def runs_vllm(self) -> bool:
         return True
+
+    @model_validator(mode="after")
+    def _keeps_drafts(self) -> "VllmGeneratorConfig":
+        if self.drafts and self.sleep in (2, "auto"):
+            raise ValueError(
+                f"drafts={self.drafts} with sleep={self.sleep}: the layer that drafts would be dropped, and no weight "
+                "sync brings it back: use sleep=1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _devices_fit(self) -> "VllmGeneratorConfig":

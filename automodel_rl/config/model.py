@@ -87,8 +87,9 @@ class MTPConfig(Section):
     """Weight of the loss of the token after the next, summed over trained tokens and divided by the number of them."""
 
     detached: bool = True
-    """Train the layer alone: embedding, model and head get no gradient of its loss, so that it follows a model that is
-    trained otherwise. false: they get it, as in DeepSeek's pretraining."""
+    """Train the layer alone: embedding, model and head get no gradient of its loss, and its gradients are clipped by
+    their own norm, so that it follows a model that is trained as without it. false: they get it, as in DeepSeek's
+    pretraining."""
 
 
 class ModelConfig(Section):

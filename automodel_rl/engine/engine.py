@@ -129,6 +129,7 @@ class Engine:
             TrainingDivergedError: the loss or gradient was not finite in too many steps in a row.
         """
         self.handle.check_head(is_linear=readout.scores)
+        self.handle.check_mtp(is_read=readout.mtp)
         loss_fn, readout = self._with_mtp(loss_fn, readout)
         agreed = self.runner.global_batch(microbatches, agreed)
         lr = learning_rate(self.config, self.step, self.total_steps)
@@ -176,6 +177,7 @@ class Engine:
             MicrobatchError: as `train_step`; all gradients are gone, also those of earlier calls.
         """
         self.handle.check_head(is_linear=readout.scores)
+        self.handle.check_mtp(is_read=readout.mtp)
         loss_fn, readout = self._with_mtp(loss_fn, readout)
         agreed = self.runner.global_batch(microbatches, agreed)
         counts = agreed.counts if counts is None else counts
@@ -262,6 +264,7 @@ class Engine:
             MicrobatchError: on every rank, if the loss raises on any.
         """
         self.handle.check_head(is_linear=readout.scores)
+        self.handle.check_mtp(is_read=readout.mtp)
         agreed = self.runner.global_batch(microbatches, agreed)
         totals = self.runner.evaluate(microbatches, loss_fn, readout, agreed)
         return self._shared(totals, agreed.counts if counts is None else counts)
@@ -465,6 +468,7 @@ class Engine:
     def _read(self, readout: Readout) -> OutputFn:
         """What reads this from the model's head. Raises InputError if the head is of the other kind."""
         self.handle.check_head(is_linear=readout.scores)
+        self.handle.check_mtp(is_read=readout.mtp)
         return read(readout)
 
     def _shared(self, totals: LossTotals, counts: dict[Denominator, int]) -> tuple[float, dict[str, float]]:
@@ -474,15 +478,27 @@ class Engine:
         return shared.mean_loss(counts), shared.all_metrics
 
     def _optimizer_step(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
+        every_copy = [named for part in self.handle.parts for named in part.named_parameters()]
+        apart = [parameter for name, parameter in every_copy if self.handle.is_apart(name)]
+        norm_apart = self._norm_apart() if self.handle.model.mtp is not None else 0.0
+        if not math.isfinite(norm_apart):  # the model is trained all the same
+            for parameter in apart:
+                parameter.grad = None
         if max_grad_norm is not None:
-            every_copy = [parameter for part in self.handle.parts for parameter in part.parameters()]
-            norm = torch.tensor(grad_norm, dtype=torch.float64, device=self.handle.layout.device)
-            for parameters in by_mesh(every_copy):
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+            model = [parameter for name, parameter in every_copy if not self.handle.is_apart(name)]
+            for parameters, norm in ((model, grad_norm), (apart, norm_apart)):
+                whole = torch.tensor(norm, dtype=torch.float64, device=self.handle.layout.device)
+                for of_mesh in by_mesh(parameters):
+                    torch.nn.utils.clip_grads_with_norm_(of_mesh, max_grad_norm, whole)
         self.handle.before_change()
         self.handle.has_changed = True
         with self.moments_on_device():
             self.optimizer.step(lr)
+
+    def _norm_apart(self) -> float:
+        """The global norm of the gradients of the layer that is trained apart. A collective."""
+        shared = share_totals(LossTotals(), self.runner.square_norm(of_apart=True), self.handle.layout)
+        return math.sqrt(shared.square_norm)
 
     def _count_not_finite(
         self, skipped: bool, loss: float, grad_norm: float, microbatches: Sequence[Microbatch]

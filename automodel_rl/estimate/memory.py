@@ -175,8 +175,9 @@ class MemoryModel:
             received = self._message(parallel) if held else 0
             held.append(float(received + sum(a.kept for a in of_layer[start : start + count])))
             start += count
-        if self._model_config.mtp is not None:  # a layer like the last one
-            held[-1] += of_layer[-1].kept
+        if self._model_config.mtp is not None:  # a layer like the last one, and what is beside it, each [t, H]:
+            # embeddings, two that are joined, and final states of model and layer with gradients of both
+            held[-1] += of_layer[-1].kept + 7 * self._message(parallel) // 2
         whole = stage_parameters(self._whole, layers)
         work = [float(sum(_active(size, self.config) for size in stage)) for stage in whole]
         timeline = simulate(parallel, num_microbatches, work, held)

@@ -110,6 +110,7 @@ class LossOutput:
             ranks before they are divided.
         largest, smallest: name -> scalar tensor without gradient, a metric that is the largest, or the smallest, over
             microbatches and ranks.
+        beside: like `sums`, of what is trained beside the loss and does not count in it.
 
     Example:
         >>> import torch
@@ -122,6 +123,7 @@ class LossOutput:
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     largest: dict[str, Tensor] = field(default_factory=dict)
     smallest: dict[str, Tensor] = field(default_factory=dict)
+    beside: dict[Denominator, Tensor] = field(default_factory=dict)
 
 
 LossFn = Callable[[TokenOutputs, Microbatch], LossOutput]

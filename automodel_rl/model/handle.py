@@ -265,6 +265,17 @@ class ModelHandle:
         """Numbers of this rank's layers that have a router."""
         return tuple(sorted(number for extras in self.extras for number in extras.router_watch.routers))
 
+    def is_apart(self, name: str) -> bool:
+        """Whether a parameter, by its name, belongs to a layer whose training leaves the model as it is: the MTP layer,
+        if it is detached. Its gradients have a norm of their own."""
+        mtp = self.model.mtp
+        return mtp is not None and mtp.detached and name.startswith(f"model.layers.{self.config.num_hidden_layers}.")
+
+    def check_mtp(self, *, is_read: bool) -> None:
+        """Raises InputError, alike on every rank, if an MTP layer is read that the model has not."""
+        if is_read and self.model.mtp is None:
+            raise InputError("the model has no layer for multi-token prediction: give model.mtp, or read without it")
+
     def named_parameters(self, component: Component | None = None) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and (sharded) parameters of this rank's parts; a tied weight only once in the model.
 

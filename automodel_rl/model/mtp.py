@@ -65,7 +65,8 @@ def mtp_targets(microbatch: Microbatch) -> Tensor:
 
 
 def with_mtp(loss_fn: LossFn, weight: float) -> LossFn:
-    """A loss and, times a weight, the mean negative log-probability that the MTP layer gives trained tokens.
+    """A loss and, times a weight and beside it, the mean negative log-probability that the MTP layer gives trained
+    tokens.
 
     Args:
         loss_fn: the loss.
@@ -77,9 +78,9 @@ def with_mtp(loss_fn: LossFn, weight: float) -> LossFn:
         assert outputs.mtp is not None
         trained = _moved_up(microbatch.loss_mask, microbatch, False)
         total = -torch.where(trained, outputs.mtp, 0.0).sum()
-        sums = {**output.sums, "tokens": output.sums.get("tokens", 0) + weight * total}
         of_mtp = (total.detach(), trained.sum().to(total.dtype))
-        return dataclasses.replace(output, sums=sums, metrics={**output.metrics, "train/mtp_loss": of_mtp})
+        metrics = {**output.metrics, "train/mtp_loss": of_mtp}
+        return dataclasses.replace(output, beside={"tokens": weight * total}, metrics=metrics)
 
     return loss
 

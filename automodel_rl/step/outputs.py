@@ -103,7 +103,8 @@ class PPLossAdapter:
                 f"{_place(self.loss_fn)}"
             )
         # A global batch may hold nothing that counts; its sums are then 0 and stay so.
-        loss = torch.stack([total / max(self.counts[name], 1) for name, total in output.sums.items()]).sum()
+        everything = (*output.sums.items(), *output.beside.items())
+        loss = torch.stack([total / max(self.counts[name], 1) for name, total in everything]).sum()
         self.totals.add(output)
         return loss
 

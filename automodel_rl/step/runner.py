@@ -184,11 +184,17 @@ class StepRunner:
         raise_everywhere(adapter.failure, self.layout)
         return adapter.totals
 
-    def square_norm(self) -> Tensor:
-        """This rank's part of the squared global gradient norm, float64. The sum over all ranks is the square."""
+    def square_norm(self, *, of_apart: bool = False) -> Tensor:
+        """This rank's part of the squared global gradient norm, float64. The sum over all ranks is the square.
+
+        Args:
+            of_apart: whether that of the layer that is trained apart is meant (`ModelHandle.is_apart`).
+        """
         norms = [
-            local_square_norm([parameter for _, parameter in self.handle.named_parameters(component)], component.layout)
-            for component in self.handle.components
+            local_square_norm(
+                [p for name, p in self.handle.named_parameters(of) if self.handle.is_apart(name) == of_apart], of.layout
+            )
+            for of in self.handle.components
         ]
         return torch.stack(norms).sum()
 

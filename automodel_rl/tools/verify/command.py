@@ -125,6 +125,8 @@ def case_of(
         left_out.append("model.fp8")
     if model.lora is not None:
         left_out.append("model.lora")
+    if model.mtp is not None:
+        left_out.append("model.mtp")
     if config.optimizer.groups:
         left_out.append("optimizer.groups")
     if model.moe.bias_update_rate:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from automodel_rl import ModelHandle
 from automodel_rl.batch import TokenSequence, pack_microbatch
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.critic import CriticConfig
 from automodel_rl.config.model import LoraConfig, MTPConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
@@ -77,10 +78,31 @@ def test_layouts_equal_transformers_module(
     assert exported == load_file(tmp_path / "model" / "model.safetensors").keys()
 
 
+def step(folder: Path, with_mtp: bool) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Loss, gradient norm and weights of a step whose gradients are clipped."""
+    config = config_of(folder) if with_mtp else config_of(folder).model_copy(update={"mtp": None})
+    engine = Engine(ModelHandle.from_pretrained(config), OptimizerConfig(lr=1e-3, max_grad_norm=0.01), total_steps=1)
+    output = engine.train_step([pack_microbatch(sequences_of(0))], sft_loss)
+    return output.loss, output.grad_norm, dict(engine.handle.named_hf_tensors())
+
+
+def test_a_detached_layer_leaves_the_step_of_the_model_as_it_is(ranks: RankPool, tmp_path: Path) -> None:
+    save_model_with_mtp(tmp_path, "deepseek_v3")
+    ((loss, norm, weights),) = ranks(1).run(step, tmp_path, True)
+    ((plain_loss, plain_norm, plain),) = ranks(1).run(step, tmp_path, False)
+    assert (loss, norm) == pytest.approx((plain_loss, plain_norm), rel=1e-9)
+    assert plain.keys() < weights.keys()
+    assert all(torch.allclose(weights[name], weight, rtol=0, atol=1e-9) for name, weight in plain.items())
+
+
 def test_a_model_without_the_layer_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "deepseek_v3")
     with pytest.raises(InputError, match=r"model.layers.4"):
         ModelHandle.from_pretrained(config_of(tmp_path))
+
+
+def test_a_critic_has_no_such_layer(tmp_path: Path) -> None:
+    assert CriticConfig().further_model(config_of(tmp_path)).model.mtp is None
 
 
 def test_adapters_do_not_train_it(tmp_path: Path) -> None:

@@ -303,6 +303,20 @@ def test_an_algorithm_that_there_is_not_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "c.yaml", (), "reinforce")
 
 
+@pytest.mark.parametrize(
+    ("generator", "rollout", "problem"),
+    [
+        ({}, {"temperature": 0.7}, "temperature=0.7 with generator.drafts=1: vLLM tells log-probabilities of drafted"),
+        ({"sleep": 2}, {}, "drafts=1 with sleep=2: the layer that drafts would be dropped"),
+        ({"sleep": "auto"}, {}, "drafts=1 with sleep=auto: the layer that drafts would be dropped"),
+    ],
+)
+def test_drafts_are_refused_where_they_would_be_wrong_or_lost(generator: dict, rollout: dict, problem: str) -> None:
+    drafting = {"generator": {"kind": "vllm", "drafts": 1, **generator}, **rollout}
+    with pytest.raises(InputError, match=problem):
+        check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | drafting})
+
+
 def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator(tmp_path: Path) -> None:
     config = check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | {"generator": {"kind": "vllm", "sleep": 2}}})
     values = yaml.safe_load(dump_config(config))
