@@ -272,7 +272,11 @@ class ModelHandle:
         return mtp is not None and mtp.detached and name.startswith(f"model.layers.{self.config.num_hidden_layers}.")
 
     def check_mtp(self, *, is_read: bool) -> None:
-        """Raises InputError, alike on every rank, if an MTP layer is read that the model has not."""
+        """Raises InputError, alike on every rank, if an MTP layer is read that the model has not.
+
+        Args:
+            is_read: whether it is read.
+        """
         if is_read and self.model.mtp is None:
             raise InputError("the model has no layer for multi-token prediction: give model.mtp, or read without it")
 
