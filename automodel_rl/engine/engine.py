@@ -480,7 +480,7 @@ class Engine:
     def _optimizer_step(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
         every_copy = [named for part in self.handle.parts for named in part.named_parameters()]
         apart = [parameter for name, parameter in every_copy if self.handle.is_apart(name)]
-        norm_apart = self._norm_apart() if self.handle.model.mtp is not None else 0.0
+        norm_apart = self._norm_apart() if self.handle.trains_apart else 0.0
         if not math.isfinite(norm_apart):  # the model is trained all the same
             for parameter in apart:
                 parameter.grad = None

@@ -265,11 +265,19 @@ class ModelHandle:
         """Numbers of this rank's layers that have a router."""
         return tuple(sorted(number for extras in self.extras for number in extras.router_watch.routers))
 
+    def is_mtp(self, name: str) -> bool:
+        """Whether a tensor, by its name in the model, belongs to the MTP layer."""
+        return name.startswith(f"model.layers.{self.config.num_hidden_layers}.")
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether there is a layer whose training leaves the model as it is."""
+        return self.model.mtp is not None and self.model.mtp.detached
+
     def is_apart(self, name: str) -> bool:
         """Whether a parameter, by its name, belongs to a layer whose training leaves the model as it is: the MTP layer,
         if it is detached. Its gradients have a norm of their own."""
-        mtp = self.model.mtp
-        return mtp is not None and mtp.detached and name.startswith(f"model.layers.{self.config.num_hidden_layers}.")
+        return self.trains_apart and self.is_mtp(name)
 
     def check_mtp(self, *, is_read: bool) -> None:
         """Raises InputError, alike on every rank, if an MTP layer is read that the model has not.

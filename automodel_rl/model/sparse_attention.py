@@ -94,18 +94,20 @@ def install_indexers(layers: Iterable[nn.Module], family: Family) -> None:
         layers: the layers.
         family: their model's family.
     """
-    for layer in layers:
-        for name, module in layer.named_modules():
-            if family.index_rotary and name.endswith("indexer"):
-                module.forward = MethodType(_FORWARDS[family.index_rotary], module)
+    for indexer in _indexers(layers, family):
+        indexer.forward = MethodType(_FORWARDS[family.index_rotary], indexer)
 
 
 def freeze_indexers(layers: Iterable[nn.Module], family: Family) -> None:
     """Freezes the indexers of layers, to which no gradient flows. The arguments are those of `install_indexers`."""
-    for layer in layers:
-        for name, module in layer.named_modules():
-            if family.index_rotary and name.endswith("indexer"):
-                module.requires_grad_(False)
+    for indexer in _indexers(layers, family):
+        indexer.requires_grad_(False)
+
+
+def _indexers(layers: Iterable[nn.Module], family: Family) -> list[nn.Module]:
+    if not family.index_rotary:
+        return []
+    return [module for layer in layers for name, module in layer.named_modules() if name.endswith("indexer")]
 
 
 @torch.no_grad()

@@ -101,5 +101,4 @@ class Producer:
     def _sources(self, component: Component) -> list[Source]:
         if self.adapters_alone:
             return self.handle.adapter_sources(self.dtype)
-        mtp = f"model.layers.{self.handle.config.num_hidden_layers}."
-        return [s for s in self.handle.hf_sources(component, self.dtype) if not s.name.startswith(mtp)]
+        return [s for s in self.handle.hf_sources(component, self.dtype) if not self.handle.is_mtp(s.name)]

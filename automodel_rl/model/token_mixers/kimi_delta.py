@@ -12,12 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automodel_rl.batch import LocalMicrobatch
-from automodel_rl.errors import InputError
 from automodel_rl.model.token_mixers.gated_delta_net import normalised
 from automodel_rl.model.token_mixers.token_mixer import Rule, TokenMixer
-from automodel_rl.model.token_mixers.whole_sequences import convolve_heads, fast_kernels_obstacle, over_whole_sequences
+from automodel_rl.model.token_mixers.whole_sequences import (
+    convolve_heads,
+    needs_fast_kernels,
+    over_whole_sequences,
+    own_channels,
+)
 from automodel_rl.parallel.sharding import local_tensor
-from automodel_rl.parallel.tensor_parallel import Sections, own_rows
+from automodel_rl.parallel.tensor_parallel import Sections
 
 CHUNK = 16
 """Tokens that the rule written out computes at once: it has a factor for each pair of them and each channel."""
@@ -67,11 +71,7 @@ class KimiDelta(TokenMixer):
         del gate.A_log, gate.dt_bias
 
     def choose_rule(self, device: torch.device, dtype: torch.dtype) -> Rule:
-        if device.type != "cuda" or dtype != torch.bfloat16:
-            return chunked_rule
-        if (obstacle := fast_kernels_obstacle("Kimi Delta Attention", device)) is not None:
-            raise InputError(f"model.path: {obstacle}")
-        return _fla_rule
+        return _fla_rule if needs_fast_kernels("Kimi Delta Attention", device, dtype) else chunked_rule
 
     def split(self, module: Any, tp: int) -> None:
         module.rows_of_conv = Sections((module.qkv_dim,) * 3)
@@ -103,11 +103,7 @@ def _mix(
         microbatch: this rank's tokens.
         cp_group: the ranks that share a microbatch.
     """
-    weight = module.conv1d.weight.squeeze(1)
-    if module.tp_group is not None:
-        weight = own_rows(weight, module.rows_of_conv, module.tp_group)
-    if cp_group is not None:
-        weight = own_rows(weight, Sections((module.qkv_dim,) * 3), cp_group)
+    weight = own_channels(module.conv1d.weight.squeeze(1), module.rows_of_conv, (module.tp_group, cp_group))
 
     def compute(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor) -> Tensor:
         q, k, v = convolve_heads((q, k, v), weight, None, microbatch.offsets)

@@ -18,7 +18,9 @@ from packaging.version import Version
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch
+from automodel_rl.errors import InputError
 from automodel_rl.parallel.collectives import AllGatherCP, AllToAll
+from automodel_rl.parallel.tensor_parallel import Sections, own_rows
 
 WRONG_TRITON = (Version("3.4.0"), Version("3.7.1"))
 """Versions of Triton that compile fla's kernels to wrong gradients: from the first up to the second, which is right
@@ -46,6 +48,37 @@ def fast_kernels_obstacle(title: str, device: torch.device) -> str | None:
             "model.dtype=float32"
         )
     return None
+
+
+def needs_fast_kernels(title: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a mixer that is too slow without kernels computes with those of flash-linear-attention.
+
+    Args:
+        title: the mixer's name in messages.
+        device, dtype: device and dtype of the computation.
+
+    Raises:
+        InputError: it should, and cannot.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    if (obstacle := fast_kernels_obstacle(title, device)) is not None:
+        raise InputError(f"model.path: {obstacle}")
+    return True
+
+
+def own_channels(weight: Tensor, sections: Sections, groups: tuple[dist.ProcessGroup | None, ...]) -> Tensor:
+    """The rows of this rank's channels.
+
+    Args:
+        weight: those of all channels, [C, ...].
+        sections: what the rows are.
+        groups: groups that cut channels, one after the other; None for one that is not there.
+    """
+    for group in groups:
+        if group is not None:
+            weight, sections = own_rows(weight, sections, group), sections.of_rank(group.size())
+    return weight
 
 
 def over_whole_sequences(

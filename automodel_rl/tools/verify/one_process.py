@@ -200,9 +200,8 @@ class OneProcess:
             folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
         )
         for name, module in model.named_modules():
-            if name.endswith((".linear_attn", ".self_attn", ".mamba", ".mixer")) and "conv1d" in dict(
-                module.named_children()
-            ):
+            has_convolution = "conv1d" in dict(module.named_children())
+            if has_convolution and name.endswith((".linear_attn", ".self_attn", ".mamba", ".mixer")):
                 compute_rule_in_float64(module)
         self.takes_grids = "image_grid_thw" in signature(model.forward).parameters
         self.takes_types = "mm_token_type_ids" in signature(model.forward).parameters
