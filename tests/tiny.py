@@ -9,6 +9,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     Gemma3Config,
+    Gemma4Config,
+    Gemma4UnifiedConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
     InternVLConfig,
@@ -27,7 +29,7 @@ from transformers import (
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.tools.verify import comparison
-from automodel_rl.tools.verify.small_model import DRAWN_BUFFERS
+from automodel_rl.tools.verify.small_model import draw_buffers
 from tests.tiny_families import DENSE, GROUPED, SIZES, VOCAB, of_layers
 
 
@@ -61,9 +63,7 @@ def save_lively(model: PreTrainedModel, folder: Path, dtype: torch.dtype, plain_
             nn.init.uniform_(parameter, -0.2, 0.2, generator=generator)
         else:
             nn.init.uniform_(parameter, 0.8, 1.2, generator=generator)
-    for name, buffer in model.named_buffers():
-        if name.endswith(DRAWN_BUFFERS):
-            nn.init.uniform_(buffer, -0.1, 0.1, generator=generator)
+    draw_buffers(model, generator)
     model.to(dtype).save_pretrained(folder)
 
 
@@ -96,6 +96,26 @@ _SIGLIP = {
     "image_size": 24,
     "patch_size": 4,
     "vision_use_head": False,
+}
+_GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 160,
+    "use_clipped_linears": True,
+    "standardize": True,
+}
+_GEMMA4_IDS = {
+    "image_token_id": VOCAB - 1,
+    "video_token_id": VOCAB - 2,
+    "audio_token_id": VOCAB - 3,
+    "boi_token_id": VOCAB - 4,
+    "eoi_token_id": VOCAB - 5,
 }
 _PIXTRAL = {
     "model_type": "pixtral",
@@ -204,6 +224,26 @@ MULTIMODAL_CONFIGS: dict[str, tuple[type[PretrainedConfig], dict, dict, dict]] =
         {"vision": _SIGLIP},
         {"image_token_index": VOCAB - 1, "mm_tokens_per_image": 9},
     ),
+    "gemma4": (
+        Gemma4Config,
+        SIZES["gemma4_text"],  # its window is shorter than the largest image
+        {"vision": _GEMMA4_VISION},
+        _GEMMA4_IDS,
+    ),
+    "gemma4_unified": (
+        Gemma4UnifiedConfig,
+        SIZES["gemma4_unified_text"],
+        {
+            "vision": {
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 32,
+                "mm_posemb_size": 80,
+                "output_proj_dims": 32,
+            }
+        },
+        _GEMMA4_IDS,
+    ),
     "mistral3": (
         Mistral3Config,
         {**DENSE, "model_type": "mistral"},
@@ -282,8 +322,9 @@ def save_tiny_multimodal_model(
     text: dict | None = None,
     encoders: dict | None = None,
     ids: dict | None = None,
+    audio: dict | None = None,
 ) -> None:
-    """A multimodal checkpoint with weights as lively."""
+    """A multimodal checkpoint with weights as lively, perhaps with an encoder of audio that is not trained."""
     config_class, text_sizes, of_encoders, special = MULTIMODAL_CONFIGS[family]
     changed = encoders or {}
     config = config_class(
@@ -291,6 +332,7 @@ def save_tiny_multimodal_model(
         **{f"{name}_config": {**sizes, **changed.get(name, {})} for name, sizes in of_encoders.items()},
         tie_word_embeddings=tied,
         **{**special, **(ids or {})},
+        **({} if audio is None else {"audio_config": audio}),
     )
     model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float64)
     save_lively(model, folder, dtype, plain_norms=family not in ("gemma3", "qwen3_5", "qwen3_5_moe"))

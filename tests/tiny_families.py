@@ -233,6 +233,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 2,
         "attention_k_eq_v": True,
         "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
         "enable_moe_block": True,
         "num_experts": 8,
         "top_k_experts": 2,

@@ -14,6 +14,7 @@ from PIL import Image as Picture
 from transformers import (
     CLIPImageProcessorPil,
     Gemma3ImageProcessorPil,
+    Gemma4ImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
 )
@@ -60,6 +61,8 @@ class Marks:
 
 MARKS = {
     "gemma3": Marks("<image_soft_token>", "<start_of_image>", others=("<start_of_image>", "<end_of_image>")),
+    "gemma4": Marks("<|image|>", "<|image|>", others=("<|image>", "<image|>", "<|audio|>")),
+    "gemma4_unified": Marks("<|image|>", "<|image|>", others=("<|image>", "<image|>", "<|audio|>")),
     "internvl": Marks("<IMG_CONTEXT>", "<IMG_CONTEXT>", others=("<img>", "</img>")),
     "qwen3_5": Marks(
         "<|image_pad|>",
@@ -147,47 +150,57 @@ def make_vision_workspace(folder: Path, family: str, num_chats: int = 24, text: 
     tokenizer.add_special_tokens({"additional_special_tokens": [marks.image, *marks.others, marks.video]})
     tokenizer.chat_template = TEMPLATE.replace("<image>", f"{{{{ '{marks.text}' }}}}").replace("<video>", marks.video)
     ids = {IMAGE_TOKENS.get(family, "image_token_id"): tokenizer.convert_tokens_to_ids(marks.image)}
-    if family.startswith("qwen"):
+    if family.startswith("gemma4"):
+        ids["audio_token_id"] = tokenizer.convert_tokens_to_ids("<|audio|>")
+    if family.startswith(("qwen", "gemma4")):
         ids["video_token_id"] = tokenizer.convert_tokens_to_ids(marks.video)
     for edge in ("start", "end") if family == "qwen3_5" else ():
         ids[f"vision_{edge}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|vision_{edge}|>")
-    vision = MULTIMODAL_CONFIGS[family][2]["vision"]
     save_tiny_multimodal_model(
         folder / "model", family, num_layers=2, dtype=torch.float32,
         text={"vocab_size": len(tokenizer), **(text or {})}, ids=ids,
     )  # fmt: skip
     tokenizer.save_pretrained(folder / "model")
+    _save_image_processor(folder / "model", family, marks)
+    return folder
+
+
+def _save_image_processor(folder: Path, family: str, marks: Marks) -> None:
+    vision = MULTIMODAL_CONFIGS[family][2]["vision"]
     if family == "llava":
         size = vision["image_size"]
         CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
-            folder / "model"
+            folder
         )
     elif family == "gemma3":
         size = vision["image_size"]
-        Gemma3ImageProcessorPil(size={"height": size, "width": size}).save_pretrained(folder / "model")
+        Gemma3ImageProcessorPil(size={"height": size, "width": size}).save_pretrained(folder)
+    elif family.startswith("gemma4"):
+        Gemma4ImageProcessorPil(
+            patch_size=vision["patch_size"], pooling_kernel_size=vision["pooling_kernel_size"], max_soft_tokens=70
+        ).save_pretrained(folder)
     elif family == "mistral3":
         PixtralImageProcessorPil(patch_size={"height": 4, "width": 4}, size={"longest_edge": 24}).save_pretrained(
-            folder / "model"
+            folder
         )
     elif family == "internvl":
         height, width = vision["image_size"]
         pictures = GotOcr2ImageProcessorPil(size={"height": height, "width": width})
-        pictures.save_pretrained(folder / "model")
+        pictures.save_pretrained(folder)
         whole = {"processor_class": "InternVLProcessor", "image_seq_length": 4, "image_processor": pictures.to_dict()}
-        (folder / "model" / "processor_config.json").write_text(json.dumps(whole))
-        settings = folder / "model" / "tokenizer_config.json"
+        (folder / "processor_config.json").write_text(json.dumps(whole))
+        settings = folder / "tokenizer_config.json"
         named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
         named["video_token"] = marks.video
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"extra_special_tokens": named}))
     elif family.startswith("glm4v"):
         Glm4vImageProcessorPil(
             patch_size=vision["patch_size"], size={"shortest_edge": 128, "longest_edge": 1280}
-        ).save_pretrained(folder / "model")
+        ).save_pretrained(folder)
     else:
         Qwen2VLImageProcessorPil(
             patch_size=vision["patch_size"], size={"shortest_edge": 64, "longest_edge": 640}
-        ).save_pretrained(folder / "model")
-    return folder
+        ).save_pretrained(folder)
 
 
 def _chat(folder: Path, number: int, rng: np.random.Generator) -> dict:

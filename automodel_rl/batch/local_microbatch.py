@@ -42,6 +42,7 @@ class AttentionCall:
         cu_queries, cu_keys: the starts of the segments, and the total at the end, int32 [N + 1].
         query_lengths, key_lengths: tokens of every segment; on the host.
         is_causal: whether a query sees no later keys.
+        only_windows: whether it is for layers with a sliding window only.
         counted: places, among the queries, of those whose outputs count, int64; None for all. The other queries are
             fillers, which align the last query of a segment with the segment's last key.
         longest_query, longest_key: the largest of them.
@@ -54,6 +55,7 @@ class AttentionCall:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     is_causal: bool = True
+    only_windows: bool = False
     counted: Tensor | None = None
     longest_query: int = field(init=False)
     longest_key: int = field(init=False)
@@ -236,7 +238,7 @@ def _image_call(
         own: the places of this rank's tokens among the padded ones.
         gathered: for every padded token, its place in the tokens of all ranks.
     """
-    images = [item for item in microbatch.media if item.is_bidirectional]
+    images = [item for item in microbatch.media if item.both_ways != "nowhere"]
     if not images:
         return None
     padded_place = np.flatnonzero(is_token)
@@ -263,7 +265,9 @@ def _image_call(
         return None
     all_queries, all_keys, outputs = (torch.from_numpy(np.concatenate(found)) for found in (queries, keys, counted))
     call = _call(all_queries, all_keys, query_lengths, key_lengths)
-    return replace(call, is_causal=False, counted=None if len(outputs) == len(all_queries) else outputs)
+    counts = None if len(outputs) == len(all_queries) else outputs
+    only = all(image.both_ways == "in windows" for image in images)
+    return replace(call, is_causal=False, only_windows=only, counted=counts)
 
 
 def _call(

@@ -27,6 +27,9 @@ Source = str | bytes | tuple[str, ...]
 EncoderName = Literal["vision", "audio"]
 """The component that encodes a kind of media."""
 
+BothWays = Literal["nowhere", "in windows", "everywhere"]
+"""The layers in which tokens of an image see each other both ways in attention: those with sliding windows, or all."""
+
 ENCODERS: tuple[EncoderName, ...] = ("vision", "audio")
 """All of them, in the order in which a microbatch's embeddings stand."""
 
@@ -45,8 +48,8 @@ class Image:
             with the same source and grid are encoded once. None if no other image has these pixels.
         row: number of tokens with embeddings in a row of the image, after which one token of text breaks the row; 0 if
             there are no breaks and all tokens have embeddings.
-        is_bidirectional: whether its tokens see each other both ways in attention, as Gemma 3's do. They still see
-            nothing after the image.
+        both_ways: the layers in which its tokens see each other both ways in attention, as Gemma 3's do. They still
+            see nothing after the image.
         framed: whether the model's image processor writes the tokens before and after it, too.
 
     Example:
@@ -65,7 +68,7 @@ class Image:
     pixels: Tensor | Callable[[], Tensor]
     source: Source | None = None
     row: int = 0
-    is_bidirectional: bool = False
+    both_ways: BothWays = "nowhere"
     framed: bool = False
 
     @property
@@ -98,7 +101,7 @@ class Video(Image):
     """A video in a sequence: an image whose grid has several patches in time.
 
     Attributes:
-        start, num_tokens, grid, pixels, row, is_bidirectional, framed: as of an `Image`.
+        start, num_tokens, grid, pixels, row, both_ways, framed: as of an `Image`.
         source: the files of its frames.
         interval: rotary positions in time from one patch to the next, rounded down after they are summed (M-RoPE with
             absolute time, arXiv:2502.13923, section 2.1.3).
@@ -135,7 +138,7 @@ class Audio:
 
     encoder: ClassVar[EncoderName] = "audio"
     plural: ClassVar[str] = "clips"
-    is_bidirectional: ClassVar[bool] = False
+    both_ways: ClassVar[BothWays] = "nowhere"
 
     start: int
     num_tokens: int

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from automodel_rl.batch.media import EncoderName, Media
+from automodel_rl.batch.media import BothWays, EncoderName, Media
 from automodel_rl.families.family import TPPlan
 from automodel_rl.media.audio import AudioReader
 from automodel_rl.media.images import ImageReader
@@ -56,10 +56,10 @@ class EncoderFamily(ABC):
         tp_plan: how the encoder's linear layers split over tp, by the last two parts of their name; empty if they do
             not.
         bare_matrices: parameters [inputs, outputs] that inputs are multiplied with, and that belong to no linear layer.
+        bare_tables: parameters whose rows are looked up, and that belong to no embedding.
         varlen_module: the module whose layers get bounds of segments, so that one call can compute attention for images
             or clips of different sizes; empty if there is none.
         computes_in_fp32: whether parts of it compute in fp32 whatever the dtype, so that float64 is not exact.
-        is_bidirectional: whether tokens of an item see each other both ways in the language model.
         breaks: the tokens that end a row of an image, and an image; None if images have no rows.
         takes_one: whether a forward takes a single item.
         reads_videos: whether it reads videos.
@@ -77,9 +77,9 @@ class EncoderFamily(ABC):
     projectors: tuple[str, ...]
     tp_plan: TPPlan = ()
     bare_matrices: tuple[str, ...] = ()
+    bare_tables: tuple[str, ...] = ()
     varlen_module: str = ""
     computes_in_fp32: bool = False
-    is_bidirectional: bool = False
 
     @property
     def reads_videos(self) -> bool:
@@ -99,6 +99,15 @@ class EncoderFamily(ABC):
         """
         del config
         return 0
+
+    def both_ways(self, config: PretrainedConfig) -> BothWays:
+        """The layers of the language model in which tokens of an item see each other both ways.
+
+        Args:
+            config: the config of the whole model.
+        """
+        del config
+        return "nowhere"
 
     @abstractmethod
     def encode(self, model: Any, config: PretrainedConfig, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from automodel_rl.batch.media import Media
+from automodel_rl.batch.media import BothWays, Media
 from automodel_rl.families.llava import OF_TRANSFORMERS_4, PARTS_APART
 from automodel_rl.families.multimodal import Multimodal
 from automodel_rl.families.one_size_images import CLIP_PLAN, PROJECTOR, OneSizeImages
@@ -17,6 +17,9 @@ from automodel_rl.families.one_size_images import CLIP_PLAN, PROJECTOR, OneSizeI
 @dataclass(frozen=True, kw_only=True)
 class GemmaImages(OneSizeImages):
     """SigLIP's encoder with Gemma's projector."""
+
+    def both_ways(self, config: PretrainedConfig) -> BothWays:
+        return "everywhere"
 
     def arguments(
         self, config: PretrainedConfig, media: Sequence[Media], token_ids: Tensor, dtype: torch.dtype
@@ -35,7 +38,6 @@ GEMMA3 = Multimodal(
                 projectors=(PROJECTOR,),
                 tp_plan=CLIP_PLAN,
                 bare_matrices=("multi_modal_projector.mm_input_projection_weight",),
-                is_bidirectional=True,
             ),
         )
     },

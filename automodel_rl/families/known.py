@@ -20,6 +20,7 @@ from automodel_rl.families.file_names import (
     with_mtp,
 )
 from automodel_rl.families.gemma3 import GEMMA3
+from automodel_rl.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from automodel_rl.families.glm4v import GLM4V, GLM4V_MOE
 from automodel_rl.families.internvl import INTERNVL
 from automodel_rl.families.llava import LLAVA
@@ -44,6 +45,8 @@ MULTIMODAL_FAMILIES = {
     "glm4v": GLM4V,
     "glm4v_moe": GLM4V_MOE,
     "internvl": INTERNVL,
+    "gemma4": GEMMA4,
+    "gemma4_unified": GEMMA4_UNIFIED,
     "qwen2_audio": QWEN2_AUDIO,
     "qwen2_5_omni_thinker": QWEN2_5_OMNI,
 }
@@ -62,8 +65,6 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 have the family's own name."""
 
 COMPOSITES = {
-    "gemma4": TEXT,
-    "gemma4_unified": TEXT,
     "kimi_k25": TEXT,
     **dict(whole.part_of for whole in MULTIMODAL_FAMILIES.values() if whole.part_of is not None),
 }
@@ -126,6 +127,16 @@ def multimodal_family(config: PretrainedConfig) -> Multimodal | None:
     return MULTIMODAL_FAMILIES.get(config.model_type)
 
 
+def left_out(config: PretrainedConfig) -> tuple[str, ...]:
+    """The keys of a config with those of encoders that are not trained.
+
+    Args:
+        config: the config of the whole model.
+    """
+    family = multimodal_family(config)
+    return () if family is None else family.left_out
+
+
 def encoder_families(config: PretrainedConfig) -> dict[str, EncoderFamily]:
     """The families of a model's encoders, by component; empty for a model that reads text only.
 
@@ -182,6 +193,17 @@ def num_deepstack(config: PretrainedConfig) -> int:
         config: the config of the whole model.
     """
     return sum(encoder.num_deepstack(config) for encoder in encoder_families(config).values())
+
+
+def padded_ids(config: PretrainedConfig) -> tuple[int, ...]:
+    """Tokens of media in whose place the language model takes a pad, media or not.
+
+    Args:
+        config: the config of the whole model.
+    """
+    family = multimodal_family(config)
+    keys = () if family is None or not family.pads_media else ("image_token_id", "video_token_id", "audio_token_id")
+    return tuple(token for key in keys if (token := vars(config)[key]) is not None)
 
 
 def is_exact(config: PretrainedConfig, tp: int) -> bool:

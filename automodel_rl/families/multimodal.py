@@ -23,12 +23,15 @@ class Multimodal:
         file_names: how files name its tensors: the usual names, then those that some files have.
         languages: families of text models that its language model may be.
         own_languages: language models that are no models of their own, with their facts.
+        left_out: keys of the config with those of encoders that are not trained. Their tensors are copied to exports.
         part_of: the `model_type` of a model of which only this family is trained, and the key of its config there. All
             other tensors of such a checkpoint are copied to exports.
         has_rotary_grid: whether rotary positions in the language model follow an image's grid (M-RoPE,
             arXiv:2409.12191).
         text_follows_time: whether the text after a video goes on from its largest position in time.
         interleaves_axes: whether rotary positions in time, height and width take turns in a head's dims.
+        pads_media: whether the language model takes a pad in place of every token of media, for embeddings of layers,
+            too.
         image_text: what chat templates write for an image, and what the model's processor puts in its place, with a
             single image token; None if templates write that token.
         has_peft_names: whether PEFT names the layers of its parts as transformers' class does.
@@ -38,10 +41,12 @@ class Multimodal:
     file_names: tuple[FileNames, ...]
     languages: tuple[str, ...] = ()
     own_languages: dict[str, Family] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     part_of: tuple[str, str] | None = None
     has_rotary_grid: bool = False
     text_follows_time: bool = False
     interleaves_axes: bool = False
+    pads_media: bool = False
     image_text: tuple[str, str] | None = None
     has_peft_names: bool = True
 
@@ -50,10 +55,13 @@ class Multimodal:
         """All families that its language model may be of."""
         return (*self.languages, *self.own_languages)
 
-    @property
-    def is_bidirectional(self) -> bool:
-        """Whether tokens of an image see each other both ways in the language model."""
-        return any(encoder.is_bidirectional for encoders in self.encoders.values() for encoder in encoders)
+    def is_bidirectional(self, config: PretrainedConfig) -> bool:
+        """Whether tokens of an image see each other both ways in layers of the language model.
+
+        Args:
+            config: the config of the whole model.
+        """
+        return any(self.encoder(config, name).both_ways(config) != "nowhere" for name in self.encoders)
 
     @property
     def reads_videos(self) -> bool:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
-from automodel_rl.families.known import COMPOSITES, SAME_AS, TEXT, checkpoint_family, text_model_config
+from automodel_rl.families.known import COMPOSITES, SAME_AS, TEXT, checkpoint_family, left_out, text_model_config
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import Opened, PlainTensor, TurnedTensor, stored_tensors
@@ -31,7 +31,8 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_config(folder: Path, num_labels: int | None = None, text_only: bool = False) -> PretrainedConfig:
-    """The config of the model that is trained: of a checkpoint in `COMPOSITES` that of a part.
+    """The config of the model that is trained, without encoders that are not: of a checkpoint in `COMPOSITES` that of a
+    part.
 
     Args:
         folder: the checkpoint's folder.
@@ -51,6 +52,8 @@ def read_config(folder: Path, num_labels: int | None = None, text_only: bool = F
         whole = part
     elif "tie_word_embeddings" not in whole.to_dict():  # Qwen2-Audio's config class does not know the key
         whole.tie_word_embeddings = False
+    for key in left_out(whole):
+        setattr(whole, key, None)
     if text_only:
         whole = text_model_config(whole)
     return whole if num_labels is None else as_classifier(whole, num_labels)
@@ -122,7 +125,8 @@ class Checkpoint:
     @property
     def is_composite(self) -> bool:
         """Whether it holds more than the model that is trained, for exports to keep."""
-        return read_whole_config(self.folder).model_type != self.family.name
+        whole = read_whole_config(self.folder)
+        return whole.model_type != self.family.name or any(vars(whole)[key] for key in left_out(whole))
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Opened]:

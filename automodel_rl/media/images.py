@@ -39,11 +39,9 @@ class ImageReader(ABC):
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig, limits: tuple[int | None, int | None] = (None, None)):
-        from transformers import AutoImageProcessor  # half a second of every process, of text, too
-
         self.token_id = config.image_token_id
         try:
-            self.processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+            self.processor: Any = self.open_processor(folder)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"model.path={folder}: no image processor that transformers opens ({reason})") from None
@@ -64,6 +62,12 @@ class ImageReader(ABC):
                 "shortest_edge": least * self.limit_factor,
                 "longest_edge": most * self.limit_factor,
             }
+
+    def open_processor(self, folder: Path) -> Any:
+        """The model's image processor. The argument is that of the reader."""
+        from transformers import AutoImageProcessor  # half a second of every process, of text, too
+
+        return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
 
     @property
     def limit_factor(self) -> int:

@@ -177,10 +177,13 @@ def packed_attention(
     sinks = None if s_aux is None else local_tensor(s_aux)
     index = indices if indices is None or cp_group is None else indices.gathered(cp_group)
     parameters = AttentionParameters(scaling, sliding_window, softcap, sinks, index)
+    images = microbatch.image_call
+    if images is not None and images.only_windows and sliding_window is None:
+        images = None
     if cp_group is None:
         (call,) = microbatch.calls
         output = _attended(backend, q, k, v, call, parameters).contiguous()  # some layers view it
-        if microbatch.image_call is None:
+        if images is None:
             return output.unsqueeze(0), None
         gathered = torch.cat([k, v], dim=-1)
     else:
@@ -189,8 +192,8 @@ def packed_attention(
         parts = [_outputs_of(backend, q, gathered, call, parameters) for call in microbatch.calls]
         places, outputs = (torch.cat(found) for found in zip(*parts, strict=True))
         output = torch.zeros_like(outputs).index_copy(0, places, outputs)
-    if microbatch.image_call is not None:
-        places, outputs = _outputs_of(backend, q, gathered, microbatch.image_call, parameters)
+    if images is not None:
+        places, outputs = _outputs_of(backend, q, gathered, images, parameters)
         output = output.index_copy(0, places, outputs)
     return output.unsqueeze(0), None
 

@@ -149,5 +149,6 @@ def parallelise_encoder(
 
 
 def encoder_layers(part: EncoderPart) -> list[Any]:
-    """The layers of the encoder."""
-    return [*max((module for module in part.modules() if isinstance(module, nn.ModuleList)), key=len)]
+    """The layers of the encoder; none if it is a projection."""
+    stacks = (module for module in part.modules() if isinstance(module, nn.ModuleList))
+    return [*max(stacks, key=len, default=[])]

@@ -32,9 +32,10 @@ def install_fused_norms(
 
 
 def plain_norms(part: nn.Module) -> Iterator[Any]:
-    """The norms that transformers writes out. torch's own, which nemo_automodel's classes have, are fused already."""
+    """The norms that transformers writes out as Llama's. Gemma's compute otherwise, and have no `variance_epsilon`;
+    torch's own, which nemo_automodel's classes have, are fused already."""
     for module in part.modules():
-        if type(module).__name__.endswith("RMSNorm") and not isinstance(module, nn.RMSNorm):
+        if type(module).__name__.endswith("RMSNorm") and "variance_epsilon" in vars(module):
             yield module
 
 

@@ -118,7 +118,7 @@ class ModelHandle:
         self.stages = split_model(empty.language, self.layout, model.implementation)
         language = [stage.part for stage in self.stages]
         self.num_deepstack = num_deepstack(self.whole_config)
-        self.extras = [parallelise(part, self.layout, model, memory, self.num_deepstack) for part in language]
+        self.extras = [parallelise(part, self.layout, model, memory, self.whole_config) for part in language]
         self.components = [Component("language", language, self.layout)] if language else []
         self.trained_encoders = {n for n, of in empty.encoders.items() if any(p.requires_grad for p in of.parameters())}
         self.partial_in_encoders: dict[str, list[tuple[nn.Module, str]]] = {}

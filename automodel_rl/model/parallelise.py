@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PretrainedConfig
 
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.compat.modules import hand_on_arguments
@@ -14,7 +15,7 @@ from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.family import Family
-from automodel_rl.families.known import FAMILIES
+from automodel_rl.families.known import FAMILIES, num_deepstack, padded_ids
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
 from automodel_rl.mixture.router_replay import RouterReplay
@@ -75,12 +76,11 @@ class PartInProgress:
         layout: this rank's place.
         model: the model's config: its precision, and how routers are trained.
         memory: what is recomputed or compiled.
-        num_deepstack: number of first layers after which features of images are added.
+        whole: the config of the whole model.
     """
 
-    def __init__(self, part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, num_deepstack: int = 0):
-        self.part, self.layout, self.model, self.memory = part, layout, model, memory
-        self.num_deepstack = num_deepstack
+    def __init__(self, part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, whole: PretrainedConfig):
+        self.part, self.layout, self.model, self.memory, self.whole = part, layout, model, memory, whole
         self.family, self.compute = FAMILIES[part.config.model_type], dtypes_of(model)[0]
         self.compiled = memory.compile is True  # `auto` has been decided by ModelHandle.from_pretrained
         self.layers, self.experts = numbered_layers(part), experts_of(part)
@@ -195,9 +195,9 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
 """The order in which weights are cut, and forwards replaced and wrapped: each step takes what those before it left."""
 
 
-def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, num_deepstack: int = 0) -> Extras:
+def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, whole: PretrainedConfig) -> Extras:
     """Lays out a causal language model, or a part of one, in place. The arguments are those of `PartInProgress`."""
-    work = PartInProgress(part, layout, model, memory, num_deepstack)
+    work = PartInProgress(part, layout, model, memory, whole)
     for step in STEPS:
         step(work)
     return Extras(work.scope, work.replay, work.watch, work.partial)
@@ -214,12 +214,13 @@ def _context(work: PartInProgress) -> ForwardContext:
         compiled=work.compiled,
         embedding_factor=family.factor_of_embeddings(values),
         logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
-        num_deepstack=work.num_deepstack,
+        num_deepstack=num_deepstack(work.whole),
         leaves_keys=family.leaves_keys,
         has_indexer=bool(family.index_rotary),
         hands_on=family.hands_on,
         detaches_mtp=work.model.mtp is None or work.model.mtp.detached,
         has_layer_embeddings=bool(values.get("hidden_size_per_layer_input")),
+        padded_ids=padded_ids(work.whole),
     )
 
 

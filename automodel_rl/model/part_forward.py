@@ -43,6 +43,7 @@ class ForwardContext:
         hands_on: the argument with which a layer gets what the one before returns besides hidden states.
         detaches_mtp: whether the MTP layer's loss gives no gradient to the model.
         has_layer_embeddings: whether every layer has embeddings of its own (Gemma 4's per-layer embeddings).
+        padded_ids: tokens in whose place the model takes a pad.
     """
 
     tp: TensorParallel
@@ -59,6 +60,7 @@ class ForwardContext:
     hands_on: str = ""
     detaches_mtp: bool = True
     has_layer_embeddings: bool = False
+    padded_ids: tuple[int, ...] = ()
 
 
 def install_part_forward(part: Any, context: ForwardContext) -> None:
@@ -178,6 +180,8 @@ def _enter(part: Any, hidden: Tensor, microbatch: LocalMicrobatch, context: Forw
         hidden, *rows = hidden.split([hidden.shape[1] - carried * num_tokens, *[num_tokens] * carried], dim=1)
         return _Entered(hidden, [added.squeeze(0) for added in rows], following)
     ids, features = hidden, list[Tensor]()
+    for token in context.padded_ids:
+        ids = ids.masked_fill(ids == token, body.config.pad_token_id)
     hidden, following = _embedded(body, ids, microbatch, context) if has_mtp else (body.embed_tokens(ids), None)
     if context.embedding_factor != 1.0:
         hidden = hidden * context.embedding_factor

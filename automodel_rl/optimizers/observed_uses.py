@@ -19,7 +19,7 @@ _ATEN = torch.ops.aten
 PRODUCTS = {_ATEN.mm: (0, 1), _ATEN.addmm: (1, 2), _ATEN.bmm: (0, 1), _ATEN.baddbmm: (1, 2)}
 """Matrix products, with the places of their factors."""
 
-OTHER_WEIGHTS = {_ATEN.embedding: 0, _ATEN.grid_sampler_2d: 0, _ATEN.convolution: 1}
+OTHER_WEIGHTS = {_ATEN.embedding: 0, _ATEN.index: 0, _ATEN.grid_sampler_2d: 0, _ATEN.convolution: 1}
 """Operations with a weight that is no factor of a matrix product, and its place."""
 
 CHOICES = (_ATEN.topk, _ATEN.sort)
@@ -87,7 +87,8 @@ class _UseWatch(OperationWatch):
     def see(self, operation: Any, arguments: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
         self._kept += made
         if operation in OTHER_WEIGHTS:
-            self.uses.looked_up |= self._parameters(arguments[OTHER_WEIGHTS[operation]])
+            found = self._parameters(arguments[OTHER_WEIGHTS[operation]])
+            self.uses.looked_up |= {parameter for parameter in found if parameter.ndim > 1}  # rows, and not numbers
             makers: set[nn.Parameter] = set()
         elif operation in PRODUCTS:
             makers = set().union(*(self._as_factor(arguments[place], made[0]) for place in PRODUCTS[operation]))

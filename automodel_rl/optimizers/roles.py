@@ -15,13 +15,11 @@ from automodel_rl.lora.experts import EXPERTS, STACKED, UP, Stack
 HEAD = "lm_head"
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-BARE_MATRICES = tuple(
-    name
-    for family in MULTIMODAL_FAMILIES.values()
-    for encoders in family.encoders.values()
-    for encoder in encoders
-    for name in encoder.bare_matrices
-)
+_ENCODERS = [
+    encoder for family in MULTIMODAL_FAMILIES.values() for encoders in family.encoders.values() for encoder in encoders
+]
+BARE_MATRICES = tuple(name for encoder in _ENCODERS for name in encoder.bare_matrices)
+BARE_TABLES = tuple(name for encoder in _ENCODERS for name in encoder.bare_tables)
 
 
 class Role(Enum):
@@ -46,7 +44,7 @@ def roles_of(part: nn.Module) -> dict[str, Role]:
         for name, _ in module.named_parameters(recurse=False):
             if (prefix + name).endswith(BARE_MATRICES):
                 found[prefix + name] = Role.TURNED_MATRIX
-            elif id(module) in routers and name == "weight":
+            elif (prefix + name).endswith(BARE_TABLES) or (id(module) in routers and name == "weight"):
                 found[prefix + name] = Role.ROWS
     return found
 

@@ -119,7 +119,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         return dataclasses.replace(
             described,
             noise=described.noise | noise,
-            is_bidirectional_in_images=whole.is_bidirectional,
+            is_bidirectional_in_images=whole.is_bidirectional(config),
             hides_interleaving=whole.interleaves_axes and not _says_interleaved(config),
             multimodal=config.model_type,
             encoders={name: _describe_encoder(config, name) for name in whole.encoders},

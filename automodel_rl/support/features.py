@@ -111,8 +111,7 @@ def _unnamed_parts(asked: Combination) -> str:
 
 
 def _bidirectional_images(asked: Combination) -> str:
-    family = _multimodal(asked)
-    return "" if family is None or not family.is_bidirectional else f"images of {_media(asked)}"
+    return _when(asked.description.is_bidirectional_in_images, f"images of {_media(asked)}")
 
 
 def _audio(asked: Combination) -> str:

@@ -144,6 +144,16 @@ def _images_seen_one_way() -> Any:
     return patch("batch.local_microbatch._image_call", lambda *_: None)
 
 
+def _images_seen_both_ways_without_windows() -> Any:
+    from automodel_rl.batch.local_microbatch import _image_call
+
+    def in_all_layers(*arguments: Any) -> Any:
+        call = _image_call(*arguments)
+        return None if call is None else dataclasses.replace(call, only_windows=False)
+
+    return patch("batch.local_microbatch._image_call", in_all_layers)
+
+
 def _window_from_the_last_own_token() -> Any:
     """Queries of an image that ends on another rank see as if their last one were the image's last."""
     from automodel_rl.batch.local_microbatch import _image_call
@@ -190,6 +200,13 @@ FAULTS: dict[str, Fault] = {
         _features_at_another_layer, Verified("qwen3_vl", components=PIPELINED_READERS)
     ),
     "images seen one way": Fault(_images_seen_one_way, Verified("gemma3", components=READERS)),
+    "images seen both ways in layers without windows": Fault(
+        _images_seen_both_ways_without_windows, Verified("gemma4", components=READERS)
+    ),
+    "embeddings of layers for tokens of images": Fault(
+        lambda: patch("model.parallelise.padded_ids", lambda _: ()),
+        "distributed/model/test_gemma4.py::test_small_models_see_images_as_one_process",
+    ),
     "windows of an image from its last token on a rank": Fault(
         _window_from_the_last_own_token, Verified("gemma3", components=CUT_READERS)
     ),

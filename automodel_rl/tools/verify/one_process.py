@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from automodel_rl.batch import Audio, Image, Routes, TokenSequence, Video
 from automodel_rl.config import MuonConfig, OptimizerConfig
@@ -209,6 +210,7 @@ class OneProcess:
         self.positions_per_second = (config.get("vision_config") or {}).get("tokens_per_second") or config.get(
             "position_id_per_seconds"
         )
+        self.takes_places = "image_position_ids" in signature(model.forward).parameters
         self.takes_kinds = "token_type_ids" in signature(model.forward).parameters
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
@@ -266,10 +268,10 @@ class OneProcess:
         scores = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         return torch.cat([scores.new_zeros(1), scores])
 
-    def _media(self, sequence: TokenSequence) -> dict[str, Tensor]:
+    def _media(self, sequence: TokenSequence) -> dict[str, Any]:
         """The arguments of transformers' model for a sequence's images and clips."""
         dtype = next(self.model.parameters()).dtype
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
         if any(isinstance(item, Audio) for item in sequence.media):
             found = self._clips(*clips_of(sequence), dtype)
         videos = [item for item in sequence.media if isinstance(item, Video)]
@@ -302,8 +304,10 @@ class OneProcess:
             row[:count] = 1
         return {"input_features": padded, "feature_attention_mask": mask}
 
-    def _images(self, sequence: TokenSequence, images: list[Image], dtype: torch.dtype) -> dict[str, Tensor]:
+    def _images(self, sequence: TokenSequence, images: list[Image], dtype: torch.dtype) -> dict[str, Any]:
         pixels = [image.load().to(self.device, dtype) for image in images]
+        if self.takes_places:
+            return self._placed(sequence, images, pixels)
         if pixels[0].ndim == 4:  # tiles of each image
             return {"pixel_values": torch.cat(pixels)}
         if self.takes_kinds:
@@ -318,6 +322,33 @@ class OneProcess:
             return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
         grids = torch.tensor([image.grid for image in images], device=self.device)
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}
+
+    def _placed(self, sequence: TokenSequence, images: list[Image], pixels: list[Tensor]) -> dict[str, Any]:
+        """Embeddings of patches with their places along width and height. Each image is encoded alone: in a batch it
+        would be rounded otherwise, which many layers make a difference that shows."""
+        embeddings = []
+        for image, patches in zip(images, pixels, strict=True):
+            places = [(x, y) for y in range(image.grid[1]) for x in range(image.grid[2])]
+            encoded = self.model.get_image_features(patches[None], torch.tensor([places], device=self.device))
+            embeddings += encoded.pooler_output
+        both_ways = self.model.config.text_config.use_bidirectional_attention == "vision"
+        return {
+            **({"attention_mask": self._masks(sequence, images)} if both_ways else {}),
+            "mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=tuple(embeddings))},
+        }
+
+    def _masks(self, sequence: TokenSequence, images: list[Image]) -> dict[str, Tensor]:
+        """The keys that each query sees, [1, 1, n, n], by kind of layers. Only layers with windows see an image's later
+        tokens, as in Google's own code; transformers 5.18's class of the unified model lets all layers see them."""
+        place = torch.arange(len(sequence))
+        ahead = place[None] - place[:, None]
+        image_of = torch.full((len(sequence),), -1)
+        for number, image in enumerate(images):
+            image_of[image.start : image.start + image.num_tokens] = number
+        of_same = (image_of[:, None] == image_of[None]) & (image_of >= 0)
+        within = ahead > -self.model.config.text_config.sliding_window
+        masks = {"full_attention": ahead <= 0, "sliding_attention": ((ahead <= 0) | of_same) & within}
+        return {kind: mask[None, None].to(self.device) for kind, mask in masks.items()}
 
     def backward(self, microbatches: list[list[TokenSequence]]) -> float:
         """Computes gradients, and returns the loss: the mean over all trained tokens of all microbatches."""

@@ -43,6 +43,7 @@ SPECIAL_IDS = (
     "video_start_token_id",
     "video_end_token_id",
     "video_token_index",
+    "audio_token_id",
     "audio_token_index",
     "audio_start_token_id",
     "audio_end_token_id",
@@ -50,9 +51,17 @@ SPECIAL_IDS = (
 """Keys of configs with ids of tokens that have a meaning."""
 
 
-DRAWN_BUFFERS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
-"""Ends of names of buffers that checkpoints hold. They are drawn at random, for a wrong reading of zeros would not
-show."""
+DRAWN_BUFFERS = {
+    "e_score_correction_bias": (-0.1, 0.1),
+    "expert_bias": (-0.1, 0.1),
+    "layer_scalar": (-0.1, 0.1),
+    "std_bias": (-0.1, 0.1),
+    "std_scale": (0.5, 1.5),
+    "put_min": (-1.0, -0.5),
+    "put_max": (0.5, 1.0),
+}
+"""Ends of names of buffers that checkpoints hold, with bounds. They are drawn at random, for a wrong reading of zeros
+would not show."""
 
 
 def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool = False) -> PretrainedConfig:
@@ -180,6 +189,7 @@ def shrink_multimodal(config: PretrainedConfig, parallel: ParallelConfig, tp: in
     small = {
         "hidden_size": heads * HEAD_DIM,
         "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "num_heads": heads,
         "intermediate_size": 16 * heads,
         "projection_dim": heads * HEAD_DIM,
@@ -195,6 +205,10 @@ def shrink_multimodal(config: PretrainedConfig, parallel: ParallelConfig, tp: in
         "max_source_positions": 12,
         "n_window": 4,
         "output_dim": language.hidden_size,
+        "position_embedding_size": 16,
+        "mm_embed_dim": language.hidden_size,
+        "mm_posemb_size": 16,
+        "output_proj_dims": language.hidden_size,
     }
     values = config.to_dict()
     last = language.vocab_size - 1
@@ -233,7 +247,17 @@ def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype
             # Norms compute weight * x or (1 + weight) * x; the mean of the initial weight shows which.
             middle = 1.0 if "norm" not in name or parameter.mean() > 0.5 else 0.0
             nn.init.uniform_(parameter, middle - 0.2, middle + 0.2, generator=generator)
-    for name, buffer in model.named_buffers():
-        if name.endswith(DRAWN_BUFFERS):
-            nn.init.uniform_(buffer, -0.1, 0.1, generator=generator)
+    draw_buffers(model, generator)
     model.to(dtype).save_pretrained(folder)
+
+
+def draw_buffers(model: nn.Module, generator: torch.Generator) -> None:
+    """Draws the buffers that checkpoints hold, in place.
+
+    Args:
+        model: a model of transformers.
+        generator: the random numbers.
+    """
+    for name, buffer in model.named_buffers():
+        for bounds in (bounds for end, bounds in DRAWN_BUFFERS.items() if name.endswith(end)):
+            nn.init.uniform_(buffer, *bounds, generator=generator)

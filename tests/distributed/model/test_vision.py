@@ -70,6 +70,7 @@ TWO_TO_FOUR = components_of({"ranks": "0-1", "dp_shard": 2}, {"ranks": "2-5", "d
 FOUR_TO_ONE = components_of({"ranks": "0-3", "dp_shard": 4}, {"ranks": 4})
 ONE_TO_CUT = components_of({"ranks": 0}, {"ranks": "1-2", "cp": 2})
 ONE_TO_EXPERTS = components_of({"ranks": 0}, {"ranks": "1-2", "dp_shard": 2, "ep": 2})
+TP_TO_CUT = components_of({"ranks": "0-1", "tp": 2}, {"ranks": "2-3", "cp": 2})
 V_PLACED = components_of({"ranks": 0}, {"ranks": "1-2", "pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2})
 
 
@@ -112,6 +113,8 @@ def test_any_layout_of_either_module_equals_one_process(
         ("qwen3_5_moe", False, Case(microbatches=(3, 1), components=ONE_TO_EXPERTS, replay=True)),
         ("glm4v_moe", False, Case(microbatches=(3, 1), components=ONE_TO_EXPERTS, replay=True)),
         ("internvl", True, Case(microbatches=(3, 2), components=SPLIT_ENCODER)),
+        ("gemma4", True, Case(microbatches=(3, 2), components=TP_TO_CUT, replay=True)),
+        ("gemma4_unified", False, Case(ParallelConfig(pp=2), microbatches=(3, 2))),
     ],
     ids=[
         "tied, pp",
@@ -122,6 +125,8 @@ def test_any_layout_of_either_module_equals_one_process(
         "Gated DeltaNet with ep and routes",
         "M-RoPE with ep and routes",
         "tiles, encoder over tp",
+        "windows see both ways, encoder over tp, cp, and routes",
+        "no encoder, pp",
     ],
 )
 def test_both_modules_on_all_ranks_equal_one_process(

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, rollouts_of, settings_of, train
 from tests.rank_pool import RankPool
-from tests.vision import make_vision_workspace
+from tests.vision import MARKS, Marks, make_vision_workspace
 
 FAN_OUT = {"vision": {"ranks": 0}, "language": {"ranks": "1-2", "dp_shard": 2}}
 SPLIT = {"vision": {"ranks": "0-1", "tp": 2}, "language": {"ranks": "2-3", "dp_shard": 2}}
@@ -79,6 +79,13 @@ def test_pairs_with_pictures_train_alike_on_any_placement(ranks: RankPool, tmp_p
                 assert other[key] == pytest.approx(row[key], rel=1e-8, abs=1e-12)
 
 
+LONG: dict[str, Any] = {
+    "batch": {"microbatch_tokens": 400, "optimizer_steps": 2},
+    "rollout": {"prompts": 4, "group_size": 4, "max_prompt_tokens": 300, "max_new_tokens": 10},
+}
+"""For images of many tokens."""
+
+
 @pytest.mark.parametrize(
     ("family", "changed"),
     [
@@ -88,8 +95,9 @@ def test_pairs_with_pictures_train_alike_on_any_placement(ranks: RankPool, tmp_p
         ("llava", {}),
         ("qwen3_vl_moe", {"router_replay": {"enabled": True}}),
         ("qwen3_5", {}),
+        ("gemma4", LONG),
     ],
-    ids=["qwen2_5_vl", "mistral3", "gemma3", "llava", "qwen3_vl_moe and routes", "qwen3_5"],
+    ids=["qwen2_5_vl", "mistral3", "gemma3", "llava", "qwen3_vl_moe and routes", "qwen3_5", "gemma4"],
 )
 def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
     ranks: RankPool, tmp_path: Path, family: str, changed: dict
@@ -107,13 +115,15 @@ def test_rewards_of_pictures_are_learned_from_alike_on_any_placement(
     one = metrics_of(tmp_path / "one")
     assert all(row["train/logprob_error"] == pytest.approx(1, abs=1e-5) for row in one)
     assert not any(row["rollout/reward_errors"] for row in one)
+    tolerance = 1e-4 if family == "gemma4" else 1e-8  # norms and routers sum their gradients in fp32
     for name in ("out", "pp"):
         for row, other in zip(one, metrics_of(tmp_path / name), strict=True):
             for key in ("train/loss", "train/grad_norm", "rollout/reward_mean", "train/kl_ref"):
-                assert other[key] == pytest.approx(row[key], rel=1e-8, abs=1e-12)
+                assert other[key] == pytest.approx(row[key], rel=tolerance, abs=1e-12)
     records = [record for step in (1, 2, 3) for record in rollouts_of(tmp_path / "out", step)]
     if family not in ("gemma3", "qwen3_5"):  # whose prompts with two images are longer than the limit
-        assert any(len(record.get("images", [])) == 2 and record["prompt"].count("<image>") == 2 for record in records)
+        mark = MARKS.get(family, Marks()).image
+        assert any(len(record.get("images", [])) == 2 and record["prompt"].count(mark) == 2 for record in records)
     same = ("prompt", "images", "completion", "reward", "advantage")
     for record, other in zip(records, rollouts_of(tmp_path / "one", 1), strict=False):
         assert [record.get(key) for key in same] == [other.get(key) for key in same]

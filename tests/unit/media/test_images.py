@@ -9,7 +9,14 @@ from unittest import mock
 import pytest
 import torch
 from PIL import Image as Picture
-from transformers import AutoImageProcessor, AutoTokenizer, BaseVideoProcessor, Gemma3Processor, InternVLProcessor
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    BaseVideoProcessor,
+    Gemma3Processor,
+    Gemma4ImageProcessorPil,
+    InternVLProcessor,
+)
 
 from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.config import SourceConfig
@@ -27,7 +34,7 @@ from tests.vision import make_vision_workspace
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageReader]:
     found = {}
-    for family in ("llava", "qwen2_5_vl", "mistral3", "glm4v"):
+    for family in ("llava", "qwen2_5_vl", "mistral3", "glm4v", "gemma4", "gemma4_unified"):
         folder = make_vision_workspace(tmp_path_factory.mktemp(family), family, num_chats=1)
         found[family] = images_of(folder / "model")
     return found
@@ -53,7 +60,7 @@ def jpeg(width: int, height: int, turned: bool = False) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "mistral3", "glm4v"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "mistral3", "glm4v", "gemma4", "gemma4_unified"])
 @pytest.mark.parametrize("size", [(40, 20), (13, 31), (9, 9)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_sizes_tell_how_many_tokens_the_pixels_make(
@@ -67,7 +74,8 @@ def test_sizes_tell_how_many_tokens_the_pixels_make(
         rows, columns = (side // 8 for side in pixels.shape[1:])
         assert (image.num_tokens, image.row, image.num_embeddings) == (rows * (columns + 1), columns, rows * columns)
     else:
-        assert len(pixels) == image.grid[1] * image.grid[2] == 4 * image.num_tokens
+        of_token = 1 if family == "gemma4_unified" else 4
+        assert len(pixels) == image.grid[1] * image.grid[2] == of_token * image.num_tokens
 
 
 def test_limits_of_pixels_decide_how_many_tokens_an_image_has(tmp_path: Path) -> None:
@@ -149,7 +157,7 @@ def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None
     assert sequence.input_ids.tolist() == expected["input_ids"][0].tolist()
     assert torch.equal(sequence.media[1].load(), expected["pixel_values"][1])
     assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]).startswith("It is red.")
-    assert all(image.is_bidirectional and image.num_tokens == 9 for image in sequence.media)
+    assert all(image.both_ways == "everywhere" and image.num_tokens == 9 for image in sequence.media)
 
 
 @pytest.mark.parametrize("size", [(40, 20), (13, 131), (16, 16), (90, 80)])
@@ -169,6 +177,40 @@ def test_tiles_of_internvl_are_those_of_its_processor(tmp_path: Path, size: tupl
     pixels = sequence.media[0].load()
     assert torch.equal(pixels, torch.stack([torch.as_tensor(tile) for tile in expected["pixel_values"]]))
     assert sequence.media[0].num_tokens == 4 * len(pixels)
+
+
+@pytest.mark.parametrize("size", [(40, 20), (13, 131), (16, 16), (90, 80)])
+def test_images_of_gemma_4_are_written_as_by_its_processor(tmp_path: Path, size: tuple[int, int]) -> None:
+    """Which needs torchvision: its pattern, with numbers of tokens by its image processor."""
+    folder = make_vision_workspace(tmp_path, "gemma4", num_chats=1) / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    picture = jpeg(*size)
+    parts = [{"type": "image", "path": picture}, {"type": "text", "text": "What is this?"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "It is red."}]
+    made = Gemma4ImageProcessorPil.from_pretrained(folder)([Picture.open(io.BytesIO(picture))], return_tensors="pt")
+    (num_tokens,) = made["num_soft_tokens_per_image"]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    written = text.replace("<|image|>", f"<|image>{'<|image|>' * num_tokens}<image|>")
+    sequence = ChatTokenizer(tokenizer, "all", media_of(folder))(Chat(chat), "here")
+    assert sequence.input_ids.tolist() == tokenizer(written).input_ids
+    (image,) = sequence.media
+    pixels = image.load()
+    assert torch.equal(pixels, made["pixel_values"][0][: len(pixels)])
+    assert len(pixels) == (made["image_position_ids"] >= 0).all(-1).sum() == 4 * image.num_tokens
+
+
+def test_patches_of_a_token_are_one_for_the_unified_gemma_4(tmp_path: Path) -> None:
+    folder = make_vision_workspace(tmp_path, "gemma4_unified", num_chats=1) / "model"
+    image = images_of(folder)(jpeg(*(8 * side for side in (10, 7))), "here")  # no other size is nearer to 70 tokens
+    assert image.size == (1, 7, 10)
+    patches = image.load()
+    plain = Gemma4ImageProcessorPil.from_pretrained(folder)(
+        images=[Picture.open(io.BytesIO(image.source))], return_tensors="pt"
+    )
+    found = torch.zeros(7, 10, 8, 8, 3)
+    for values, (x, y) in zip(plain["pixel_values"][0], plain["image_position_ids"][0].tolist(), strict=True):
+        found[y // 2, x // 2, y % 2 * 4 : y % 2 * 4 + 4, x % 2 * 4 : x % 2 * 4 + 4] = values.view(4, 4, 3)
+    assert torch.equal(patches, found.view(70, -1))
 
 
 def test_a_template_that_writes_no_images_is_for_texts_only(tmp_path: Path) -> None:

@@ -369,6 +369,7 @@ EXAMPLES = (
         {
             "description.family": "gemma3_text",
             "description.multimodal": "gemma3",
+            "description.is_bidirectional_in_images": True,
             "description.encoders": {"vision": EncoderDescription("siglip_vision_model")},
             "algorithm": "grpo",
         },
