@@ -61,7 +61,8 @@ class Multimodal:
         Args:
             config: the config of the whole model.
         """
-        return any(self.encoder(config, name).both_ways(config) != "nowhere" for name in self.encoders)
+        of_all = (encoder for encoders in self.encoders.values() for encoder in encoders)
+        return any(encoder.both_ways(config) != "nowhere" for encoder in of_all)
 
     @property
     def reads_videos(self) -> bool:
