@@ -36,11 +36,12 @@ class StateDecay(nn.Module):
         super().__init__()
         self.A_log, self.dt_bias, self.D, self.limits = A_log, dt_bias, D, limits
 
-    def forward(self, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps and logs of the decays, both [t, h] in fp32 or wider, from the layer's projection [t, h]."""
+    def forward(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Steps and logs of the decays, both [t, h] in fp32 or wider, from the layer's projection [t, h]; and the
+        factors of what passes the state by, [h], which outlive the time that FSDP has them whole."""
         wide = torch.promote_types(steps.dtype, torch.float32)
         steps = F.softplus(steps.to(wide) + local_tensor(self.dt_bias)).clamp(*self.limits)
-        return steps, -local_tensor(self.A_log).float().exp() * steps
+        return steps, -local_tensor(self.A_log).float().exp() * steps, local_tensor(self.D).clone()
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Mamba2(TokenMixer):
         states = module.n_groups * module.ssm_state_size
         sizes = [module.intermediate_size, module.intermediate_size, states, states, module.num_heads]
         gates, values, keys, queries, steps = self.projected(module, hidden).squeeze(0).split(sizes, dim=-1)
-        steps, decay = module.decay(steps)
+        steps, decay, skip = module.decay(steps)
         parts = (
             values.unflatten(1, (-1, module.head_dim)),
             steps[..., None],
@@ -82,7 +83,7 @@ class Mamba2(TokenMixer):
             keys.unflatten(1, (module.n_groups, -1)),
             queries.unflatten(1, (module.n_groups, -1)),
         )
-        mixed = _mix(module, parts, microbatch, cp_group).flatten(1)
+        mixed = _mix(module, parts, skip, microbatch, cp_group).flatten(1)
         return module.out_proj(self.gated(module, mixed[None], gates[None]).to(hidden.dtype))
 
     def projected(self, module: Any, hidden: Tensor) -> Tensor:
@@ -124,19 +125,23 @@ class ScaledMamba2(Mamba2):
 
 @torch.compiler.disable  # loops over sequences, or kernels that are compiled already
 def _mix(
-    module: Any, parts: tuple[Tensor, ...], microbatch: LocalMicrobatch, cp_group: dist.ProcessGroup | None
+    module: Any,
+    parts: tuple[Tensor, ...],
+    skip: Tensor,
+    microbatch: LocalMicrobatch,
+    cp_group: dist.ProcessGroup | None,
 ) -> Tensor:
     """Convolution and rule over whole sequences, [t, h, P].
 
     Args:
         module: transformers' module.
         parts: values, steps, logs of decays, keys and queries of this rank's tokens, each [t, heads or groups, ...].
+        skip: factors of what passes the state by, [h].
         microbatch: this rank's tokens.
         cp_group: the ranks that share a microbatch.
     """
     cuts_groups = _cuts_groups(module, cp_group)
     taps, bias = _own_taps(module, cp_group, cuts_groups)
-    skip = local_tensor(module.decay.D)
     if cp_group is not None:
         skip = skip.chunk(cp_group.size())[cp_group.rank()]
     of_heads = _groups_of_heads(module, cp_group, cuts_groups)
