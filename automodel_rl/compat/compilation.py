@@ -16,6 +16,7 @@ import torch
 import torch._dynamo.config
 from torch import Tensor
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -80,9 +81,13 @@ def _prepare() -> _CompileWatch:
 def _prepare_once() -> _CompileWatch:
     """Prepares this process for compilation: no silent fallback, a cache that outlives the machine's start, a watch."""
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    # Else a number of a module, such as a norm's epsilon, is a tensor on the CPU, and a kernel for the CPU in a graph
+    # for CUDA makes the compiler try out what instructions the CPU has, which takes a minute.
+    torch._dynamo.config.specialize_float = True
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automodel_rl" / "inductor"
-    if CACHE_VARIABLE not in os.environ:
-        with contextlib.suppress(OSError):  # torch's own place is in the folder for temporary files
+    # torch's own place is in the folder for temporary files. It sets the variable when it is imported.
+    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
+        with contextlib.suppress(OSError):
             cache.mkdir(parents=True, exist_ok=True)
             os.environ[CACHE_VARIABLE] = str(cache)
     return _CompileWatch()
@@ -113,6 +118,7 @@ def compile_for_rows(function: Function) -> Function:
         for matrix in args:
             if isinstance(matrix, Tensor) and matrix.ndim == 2:
                 torch._dynamo.mark_static(matrix, 1)
-        return compiled()(*args)
+        with torch._dynamo.config.patch(specialize_float=False):  # temperatures are many
+            return compiled()(*args)
 
     return cast(Function, call)
