@@ -12,6 +12,7 @@ from automodel_rl.config import ALGORITHMS, RayConfig, RunConfig, config_of_mode
 from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
 from automodel_rl.files import written
+from automodel_rl.generators.vllm_child import start_early
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.lifeline import hold_lifeline
 from automodel_rl.launch.local import is_rank, run_local_ranks
@@ -129,6 +130,8 @@ def _start(
     config = load(rest)
     if shown:
         return _show_examples(config, shown)
+    if config.generation is not None and (is_rank() or config.world_size == 1):
+        start_early(config.generation.generator_spec)
     # Checked once for all ranks: by the launcher, before they import anything heavy, or by torchrun's first rank.
     if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
         _check_input(config, resume)

@@ -202,7 +202,7 @@ def _vllm(folder: Path, python: str | None, vocab_size: int) -> Generator:
         "max_num_seqs": 256,
     }
     ends = tuple(range(0, vocab_size, 128))
-    return start_vllm(python, VllmSettings(options, ends), None)
+    return start_vllm(python, VllmSettings(options, ends))
 
 
 def _tiny_generator(folder: Path) -> Generator:

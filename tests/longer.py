@@ -65,6 +65,7 @@ LONGER: dict[str, Sequence[str]] = {
     "distributed/trainers/test_vision.py::test_adapters_learn_from_rewards_of_pictures_and_go_on_elsewhere": ALL,
     "distributed/trainers/test_audio.py::test_an_algorithm_trains_alike_on_any_placement": ("[sft]",),
     # Compiled layers: each case compiles for half a minute.
+    "distributed/model/test_compiled.py::test_a_warm_up_leaves_no_graph_to_steps_and_changes_none": ("pp",),
     "distributed/model/test_compiled.py::test_microbatches_of_any_size_need_no_graph_of_their_own": (
         "qwen3_moe-{}-full",
     ),

@@ -1,12 +1,15 @@
 """A rank of a fleet: its generator, and what each job does with it."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from automodel_rl.config.generator_spec import GeneratorSpec
+from automodel_rl.engine.warm_up import warm_up
 from automodel_rl.generators import jobs
 from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.relay import Relay
@@ -55,7 +58,9 @@ class FleetRank:
         self._open.close()
 
     def _start(self, job: jobs.StartGenerators, _: Share | None) -> tuple[int, bool] | None:
-        self.supervisor = GeneratorSupervisor(job.spec, self.policy.engine, self.tokenizer, self.prepare)
+        self.supervisor = GeneratorSupervisor(
+            job.spec, self.policy.engine, self.tokenizer, self.prepare, functools.partial(self._warm_up, job.spec)
+        )
         self._open.callback(self.supervisor.close)
         if not self.supervisor.ranks.leads:
             return None
@@ -64,6 +69,11 @@ class FleetRank:
         self._open.callback(self._relay.close)
         assert self.supervisor.generator is not None
         return rank, self.supervisor.generator.works_alone
+
+    def _warm_up(self, spec: GeneratorSpec) -> None:
+        """Compiles while generators start, unless they are to have the trainer's memory now."""
+        if not (spec.sleep_level or spec.shares_memory):
+            warm_up(self.policy.engine, spec.longest_sequence)
 
     @property
     def _problem(self) -> tuple[int, str] | None:

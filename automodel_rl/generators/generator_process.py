@@ -4,7 +4,7 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from automodel_rl.errors import WeightSyncError, innermost
@@ -54,14 +54,13 @@ class GeneratorProcess:
     message, for a rank that is training or is itself sending.
 
     Args:
-        command: the worker's command.
-        environment: the worker's environment variables; None for this process's.
+        child: the worker's process.
         settings: the generator's settings, as its worker takes them.
         num_workers: number of processes that hold weights: the worker, or so many children of its own.
         end_seconds: longest wait for the worker to end by itself when it is closed.
+        meanwhile: called while the generator starts.
 
     Raises:
-        OSError: the process cannot be started.
         RuntimeError: the generator does not start; the text says why.
 
     Attributes:
@@ -70,14 +69,14 @@ class GeneratorProcess:
 
     def __init__(
         self,
-        command: Sequence[str],
-        environment: Mapping[str, str] | None,
+        child: ChildProcess,
         settings: Any,
         *,
         num_workers: int = 1,
         end_seconds: float = 0.0,
+        meanwhile: Callable[[], None] = lambda: None,
     ):
-        self.child = ChildProcess(command, environment)
+        self.child = child
         self.num_workers, self.end_seconds = num_workers, end_seconds
         self.works_alone, self.warning = True, ""
         self.addresses: list[str] = []
@@ -90,6 +89,7 @@ class GeneratorProcess:
         self._reader.start()
         try:
             self.child.send(Start(settings))
+            meanwhile()
             self._wait_for(lambda: bool(self._answers))
             match self.receive():
                 case Answer("start", warning):
@@ -98,7 +98,7 @@ class GeneratorProcess:
                     raise RuntimeError(text)
                 case other:
                     raise RuntimeError(f"it answered {name_of(other)} where start was due")
-        except RuntimeError:
+        except BaseException:
             self.close()
             raise
 

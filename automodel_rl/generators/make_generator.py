@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from automodel_rl.data.media import open_readers
 from automodel_rl.errors import InputError
 from automodel_rl.families.encoder import ReadingOptions
 from automodel_rl.generator_messages import VllmSettings
+from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.model_copy import ModelCopy
@@ -67,6 +68,7 @@ def make_generator(
     tokenizer: PreTrainedTokenizerBase,
     ranks: EngineRanks,
     is_first: bool = True,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Generator, Transport]:
     """Starts this rank's generator, and makes the transport by which it gets weights.
 
@@ -76,6 +78,7 @@ def make_generator(
         tokenizer: the model's tokenizer.
         ranks: the ranks that lead generators, and those that share this rank's.
         is_first: whether it is the first. Later, some servers may be gone.
+        meanwhile: called while a process starts.
 
     Raises:
         InputError: the generator does not start.
@@ -86,7 +89,7 @@ def make_generator(
         case VllmServersConfig() as servers:
             return _vllm_servers(servers, spec, handle, ends, is_first)
         case VllmSamplerConfig() as vllm:
-            return _vllm_process(vllm, spec, handle, tokenizer, ends, ranks)
+            return _vllm_process(vllm, spec, handle, tokenizer, ends, ranks, meanwhile)
         case TransformersSamplerConfig() as transformers:
             return _transformers(transformers, spec, handle, Writing(tokenizer, transformers.batch_size, ends))
 
@@ -158,7 +161,7 @@ def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
         copy = dataclasses.replace(copy, device=torch.device("cuda", 0))
     try:
-        return GeneratorProcess([sys.executable, *TRANSFORMERS_WORKER], environment, (copy, writing))
+        return GeneratorProcess(ChildProcess([sys.executable, *TRANSFORMERS_WORKER], environment), (copy, writing))
     except RuntimeError as error:
         raise InputError(f"rollout.generator: the generator does not start ({error})") from None
 
@@ -179,12 +182,14 @@ def _vllm_process(
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
     ranks: EngineRanks,
+    meanwhile: Callable[[], None],
 ) -> tuple[Generator, Transport]:
     if not ranks.leads:
         channel = NoGenerator()
         return channel, _vllm_transport(channel, spec, handle, ranks)
-    settings = VllmSettings(_vllm_options(choice, spec, handle, tokenizer, ranks), ends)
-    process = start_vllm(choice.python, settings, visible_devices(choice.devices, handle.layout.device, ranks.size))
+    devices = visible_devices(choice.devices, handle.layout.device, ranks.size)
+    settings = VllmSettings(_vllm_options(choice, spec, handle, tokenizer, ranks), ends, devices)
+    process = start_vllm(choice.python, settings, meanwhile)
     if process.warning and dist.get_rank() == 0:
         print(process.warning, flush=True)
     return process, _vllm_transport(process, spec, handle, ranks)

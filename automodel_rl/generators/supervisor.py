@@ -10,6 +10,7 @@ ask:
 """
 
 import datetime
+import functools
 import threading
 from collections.abc import Callable
 
@@ -43,6 +44,7 @@ class GeneratorSupervisor:
         engine: trains the model whose weights the generator gets.
         tokenizer: the model's tokenizer.
         prepare: called with every generator that is started and its transport, before it gets weights.
+        meanwhile: called on every rank while the first generators start.
 
     Raises:
         InputError: the generator does not start.
@@ -62,6 +64,7 @@ class GeneratorSupervisor:
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         prepare: Callable[[Generator, Transport], None] = lambda generator, transport: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ):
         self.spec, self.handle, self.tokenizer, self.prepare = spec, engine.handle, tokenizer, prepare
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -71,7 +74,7 @@ class GeneratorSupervisor:
         self.problem, self._noting = "", threading.Lock()
         self.offload.after_sync()  # the generator starts in the memory that it will have
         self.generator: Generator | None
-        self.generator, transport = self._start_with_others()
+        self.generator, transport = self._start_with_others(functools.cache(meanwhile))
         self.offload.restore()
         self.sync = WeightSync(self.handle, transport, spec.weight_sync, resends_frozen=spec.sleep_level == 2)
         self.policy_version = 0
@@ -179,17 +182,21 @@ class GeneratorSupervisor:
         except WeightSyncError as problem:
             self.problem = str(problem)
 
-    def _start_with_others(self) -> tuple[Generator, Transport]:
+    def _start_with_others(self, meanwhile: Callable[[], None]) -> tuple[Generator, Transport]:
         """Starts this rank's generator, and waits until all generators on this rank's device sleep.
+
+        Args:
+            meanwhile: does something at its first call, in which ranks may meet.
 
         Raises:
             InputError: on all ranks; a generator does not start.
         """
         started, problem = None, ""
         try:
-            started = self._start(is_first=True)
+            started = self._start(is_first=True, meanwhile=meanwhile)
         except InputError as error:
             problem = str(error)
+        meanwhile()  # on ranks that had no process to wait for
         problem = next((text for text in gather_objects(problem, self.world) if text), "")
         if problem:
             if started is not None:
@@ -198,9 +205,9 @@ class GeneratorSupervisor:
         assert started is not None
         return started
 
-    def _start(self, is_first: bool) -> tuple[Generator, Transport]:
+    def _start(self, is_first: bool, meanwhile: Callable[[], None] = lambda: None) -> tuple[Generator, Transport]:
         """Starts this rank's generator, which then sleeps if it shares memory."""
-        generator, transport = make_generator(self.spec, self.handle, self.tokenizer, self.ranks, is_first)
+        generator, transport = make_generator(self.spec, self.handle, self.tokenizer, self.ranks, is_first, meanwhile)
         if self.spec.sleep_level and isinstance(generator, GeneratorProcess):
             try:
                 generator.sleep(self.spec.sleep_level, PATIENCE.total_seconds())

@@ -3,11 +3,13 @@
 python vllm_worker.py DESCRIPTOR
 
 The rank's messages (generator_messages.py) come over the connection with that file descriptor. `Start` carries
-`VllmSettings`. Weights come by vLLM's own weight transfer, also while requests run.
+`VllmSettings`; vLLM is imported before it comes. Weights come by vLLM's own weight transfer, also while requests run.
 """
 
+import contextlib
 import importlib.util
 import io
+import os
 import sys
 import traceback
 import types
@@ -36,6 +38,8 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the weight transfer by the name of its file
     connection = Connection(int(sys.argv[-1]))
     worker = VllmWorker(connection, messages)
+    with contextlib.suppress(Exception):  # told of when vLLM starts, which imports it again
+        importlib.import_module("vllm").LLM  # noqa: B018 (modules behind it)
     try:
         worker.start(messages.receive_start(connection).settings)
     except EOFError:
@@ -78,6 +82,8 @@ class VllmWorker:
         self.adapters: dict[int, Any] = {}  # the LoRARequest of each adapter that vLLM has, by its weight sync
 
     def start(self, settings: Any) -> None:
+        if settings.devices is not None:  # in time, for CUDA is not initialised yet
+            os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
         from vllm import LLM, __version__
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
         from vllm_versions import untested

@@ -19,6 +19,7 @@ from automodel_rl.config.algorithms import (
 from automodel_rl.errors import InputError, JobEndedError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.fleet_rank import FleetRank
+from automodel_rl.generators.vllm_child import start_early
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.policy.crew import Crew, FurtherCrew, TreeCrew
@@ -94,6 +95,8 @@ def run_program(program: Program, config: RunConfig, resume: str = "never", max_
         loading ...
         0
     """
+    if config.generation is not None:
+        start_early(config.generation.generator_spec)
     opened = open_run(config, resume)
     rank = _Rank(opened)
     crew = TreeCrew(opened.handle.layout, rank.do)

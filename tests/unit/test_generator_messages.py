@@ -13,6 +13,7 @@ import pytest
 
 from automodel_rl import generator_messages
 from automodel_rl.generator_messages import ProtocolError, Sampling, Start, receive_start
+from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.generator_process import GeneratorProcess
 
 PACKAGE = Path(generator_messages.__file__).parent
@@ -106,7 +107,7 @@ connection.recv_bytes()
 
 def test_an_answer_that_this_side_cannot_read_ends_the_generator() -> None:
     with pytest.raises(RuntimeError, match="its process sent what cannot be read .AttributeError: .*'Newer'"):
-        GeneratorProcess([sys.executable, "-c", UNREADABLE], None, None)
+        GeneratorProcess(ChildProcess([sys.executable, "-c", UNREADABLE]), None)
 
 
 def test_vllm_is_asked_for_the_whole_distribution_and_ends_at_the_tokens_of_the_request() -> None:

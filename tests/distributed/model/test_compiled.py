@@ -20,6 +20,7 @@ from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
 from automodel_rl.batch import AttentionCall, Microbatch, empty_microbatch, pack_microbatch
 from automodel_rl.config import LoraConfig, ModelConfig, MoEConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.engine.warm_up import warm_up
 from automodel_rl.model import softmax
 from automodel_rl.model.attention import BACKENDS, AttentionParameters
 from automodel_rl.support.attention import ATTENTION
@@ -114,3 +115,35 @@ def test_microbatches_of_any_size_need_no_graph_of_their_own(
         assert (graphs[1], breaks) == (2 if parallel.world_size == 1 else 1, {})
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4 if options["dtype"] == "float32" else 2e-2)
+
+
+def warm_up_and_train(folder: Path, parallel: ParallelConfig, warms_up: bool) -> tuple[list[float], list[int]]:
+    """Losses and gradient norms of two steps, and the number of graphs before each and at the end."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = ModelConfig(path=str(folder), dtype="bfloat16", attention="sdpa", moe=MoEConfig(bias_update_rate=0.1))
+    with traced_only():
+        handle = ModelHandle.from_pretrained(model, parallel, MemoryConfig(compile=True))
+        engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
+        if warms_up:
+            warm_up(engine, most_tokens=64)
+        results, graphs = [], [counters["stats"]["unique_graphs"]]
+        for step in range(2):
+            microbatches = microbatches_of(step + 1 + 51 * handle.layout.data_rank)
+            logprobs = engine.logprobs(microbatches)
+            output = engine.train_step(microbatches, sft_loss)
+            results += [output.loss, output.grad_norm, float(torch.cat(logprobs).sum())]
+            graphs.append(counters["stats"]["unique_graphs"])
+    return results, graphs
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=str)
+def test_a_warm_up_leaves_no_graph_to_steps_and_changes_none(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
+    save_tiny_model(tmp_path, "deepseek_v3", num_layers=2)
+    parallel = ParallelConfig(**sizes)
+    (plain, (none, *_)), *_ = ranks(parallel.world_size).run(warm_up_and_train, tmp_path, parallel, False)
+    (warm, graphs), *_ = ranks(parallel.world_size).run(warm_up_and_train, tmp_path, parallel, True)
+    assert none == 0
+    assert graphs[0] > 0
+    assert len({*graphs}) == 1
+    assert warm == plain

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from tinker import types
 
-from automodel_rl.generators.vllm_process import WORKER
+from automodel_rl.generators.vllm_child import WORKER
 from tests.services import Service, datum, of_loss, write_model
 from tests.vllm_stand_in import write_vllm
 

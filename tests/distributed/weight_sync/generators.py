@@ -15,6 +15,7 @@ from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, Para
 from automodel_rl.config import WeightSyncConfig
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Message
+from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
@@ -79,7 +80,7 @@ def receiving_process(
     """A generator's process that only takes weights; see receiving.py."""
     command = [sys.executable, "-m", "tests.distributed.weight_sync.receiving", str(folder), kind, device]
     environment = None if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
-    return GeneratorProcess(command, environment, None)
+    return GeneratorProcess(ChildProcess(command, environment), None)
 
 
 def make_transport(kind: str, receiver: Receiver, handle: ModelHandle, seconds: float) -> tuple[Transport, Any]:

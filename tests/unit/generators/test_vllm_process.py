@@ -13,10 +13,16 @@ from typing import Any
 import pytest
 from PIL import Image as Picture
 
+from automodel_rl.config.generator_spec import GeneratorSpec
+from automodel_rl.config.generators import VllmGeneratorConfig
+from automodel_rl.config.rollout import WeightSyncConfig
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Committed, PromptMedia, Request, Sampling, VllmSettings
+from automodel_rl.generators import vllm_child
+from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.generator_process import GeneratorProcess
-from automodel_rl.generators.vllm_process import WORKER, start_vllm
+from automodel_rl.generators.vllm_child import WORKER, start_early
+from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.weight_sync.channel import call, expect, tell
 from tests.vllm_stand_in import NUMBERS, write_vllm
 from tests.weights import send_weights
@@ -34,7 +40,7 @@ def python_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_process(**options: Any) -> GeneratorProcess:
-    return start_vllm(sys.executable, VllmSettings({"model": "m", **options}, ENDS), device=None)
+    return start_vllm(sys.executable, VllmSettings({"model": "m", **options}, ENDS))
 
 
 @pytest.mark.usefixtures("python_path")
@@ -122,6 +128,37 @@ def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
 
 
 @pytest.mark.usefixtures("python_path")
+def test_a_process_that_was_started_early_is_the_generators_with_the_devices_that_it_gets() -> None:
+    """Rank 3 leads a generator of its own if each has one device, and none early if some may lead none."""
+    start_early(spec_of(tensor_parallel=2))
+    assert not vllm_child._early
+    start_early(spec_of())
+    (child,) = vllm_child._early.values()
+    start_early(spec_of())  # once
+    generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS, devices="5"))
+    try:
+        assert generator.child is child
+        assert not vllm_child._early
+        (completion,) = generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
+        assert completion.token_ids == [1, 0, 2]
+    finally:
+        generator.close()
+    again = start_vllm(None, VllmSettings({"model": "m"}, ENDS))
+    again.close()
+    assert again.child is not child
+
+
+@pytest.mark.usefixtures("python_path")
+def test_an_interpreter_that_is_not_there_is_told_of_when_the_generator_starts() -> None:
+    start_early(spec_of(python="/no/such/python"))
+    assert not vllm_child._early
+
+
+def spec_of(**choice: Any) -> GeneratorSpec:
+    return GeneratorSpec(VllmGeneratorConfig(kind="vllm", **choice), 64, WeightSyncConfig())
+
+
+@pytest.mark.usefixtures("python_path")
 @pytest.mark.parametrize(
     ("python", "model", "message"),
     [
@@ -131,7 +168,7 @@ def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
 )
 def test_a_generator_that_does_not_start_is_bad_input(python: str, model: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        start_vllm(python, VllmSettings({"model": model}, ENDS), device=None)
+        start_vllm(python, VllmSettings({"model": model}, ENDS))
 
 
 @pytest.mark.usefixtures("python_path")
@@ -160,7 +197,7 @@ def test_the_worker_needs_neither_the_package_nor_what_it_is_installed_with(tmp_
     command = [sys.executable, "-I", "-S", "-c", ALONE, str(tmp_path), str(WORKER)]
     settings = VllmSettings({"model": "m", "logprobs_mode": "processed_logprobs"}, ENDS)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", AGENT)}
-    generator = GeneratorProcess(command, environment, settings)
+    generator = GeneratorProcess(ChildProcess(command, environment), settings)
     try:
         assert send_weights(generator, 7, "a") == Committed(7)
         (completion,) = generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])

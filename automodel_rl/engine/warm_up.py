@@ -1,0 +1,54 @@
+"""Compilation before the first step, while something else takes time."""
+
+import torch
+
+from automodel_rl.batch import Microbatch, TokenSequence, empty_microbatch, pack_microbatch
+from automodel_rl.engine.engine import Engine
+from automodel_rl.losses import sft_loss
+
+NUM_TOKENS = 2048
+"""Tokens of the microbatch that is computed: enough for the compiler to choose kernels for many."""
+
+NUM_SEQUENCES = 2
+
+SPARE_BYTES = 2**31
+"""Memory of the device for activations of these tokens, which is taken beforehand."""
+
+
+def warm_up(engine: Engine, most_tokens: int) -> None:
+    """Compiles the graphs of layers, with gradients and without, by computing a microbatch of no meaning. Its gradients
+    are let go. Does nothing where layers are not compiled. A collective.
+
+    What memory it needs is taken at once and kept by torch's allocator, so that another process that measures its own
+    share of the device in this time is not disturbed.
+
+    Args:
+        engine: the engine that trains; it has no gradients.
+        most_tokens: most tokens of a microbatch.
+    """
+    if not engine.handle.memory.compile:
+        return
+    _take_memory(engine)
+    length = min(NUM_TOKENS, most_tokens) // NUM_SEQUENCES
+    microbatch = empty_microbatch() if engine.handle.layout.is_outsider else _some_tokens(engine, length)
+    engine.logprobs([microbatch])
+    engine.forward_backward([microbatch], sft_loss)
+    engine.zero_grad()
+
+
+def _some_tokens(engine: Engine, length: int) -> Microbatch:
+    ids = torch.arange(NUM_SEQUENCES * length) % engine.handle.config.vocab_size
+    trained = torch.ones(length, dtype=torch.bool)
+    return pack_microbatch([TokenSequence(of_one, trained) for of_one in ids.split(length)])
+
+
+def _take_memory(engine: Engine) -> None:
+    """Takes memory for gradients and activations, and gives it to torch's allocator for later."""
+    device = engine.handle.layout.device
+    if device.type != "cuda":
+        return
+    gradients = sum(
+        p.numel() * p.element_size() for part in engine.handle.parts for p in part.parameters() if p.requires_grad
+    )
+    free, _ = torch.cuda.mem_get_info(device)
+    torch.empty(min(gradients + SPARE_BYTES, free // 4), dtype=torch.uint8, device=device)
