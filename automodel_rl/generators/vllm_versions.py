@@ -11,8 +11,10 @@ use it, this one imports nothing of this package.
 
 import contextlib
 import importlib
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +34,19 @@ def untested(version: str) -> str:
         return ""
     first, last = (".".join(map(str, tested)) for tested in TESTED)
     return f"warning: vLLM {version} is none of the versions that automodel_rl was tested with, {first} to {last}"
+
+
+def know_model(folder: str) -> None:
+    """Imports the class of a checkpoint's model. vLLM would else ask a process of its own about it, which imports
+    everything anew; with an empty cache that takes a quarter of a minute. What goes wrong, vLLM tells by itself.
+
+    Args:
+        folder: the checkpoint's folder.
+    """
+    with contextlib.suppress(Exception):
+        registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
+        for name in json.loads(Path(folder, "config.json").read_text())["architectures"]:
+            registry.register_model(name, registry.models[name].load_model_cls())
 
 
 def begin_reload(model: "torch.nn.Module") -> None:
