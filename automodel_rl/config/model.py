@@ -202,8 +202,8 @@ class MemoryConfig(Section):
     memory in turns."""
 
     compile: Literal["auto"] | bool = "auto"
-    """Compile every layer with torch.compile, which takes half a minute in the first step. auto: on CUDA in bfloat16,
-    wherever compiled layers are supported."""
+    """Compile every layer with torch.compile, which takes half a minute before the first step, and a few seconds in
+    later runs, which find its cache in ~/.cache. auto: on CUDA in bfloat16, wherever compiled layers are supported."""
 
     @property
     def recomputed(self) -> Recomputed:

@@ -12,6 +12,8 @@ use it, this one imports nothing of this package.
 import contextlib
 import importlib
 import json
+import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -47,6 +49,16 @@ def know_model(folder: str) -> None:
         registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
         for name in json.loads(Path(folder, "config.json").read_text())["architectures"]:
             registry.register_model(name, registry.models[name].load_model_cls())
+
+
+def be_quiet() -> None:
+    """Leaves out what vLLM, once started, would say in every weight sync: that its cache is empty, and that layers
+    "Failed to load weights" that syncs pass by, such as tied heads, tables of positions and frozen layers. Whether it
+    computes with the right weights is seen from its log-probabilities."""
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+    reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    reload.addFilter(lambda record: "Failed to load weights" not in record.msg)
 
 
 def begin_reload(model: "torch.nn.Module") -> None:

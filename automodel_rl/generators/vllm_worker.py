@@ -86,12 +86,13 @@ class VllmWorker:
             os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
         from vllm import LLM, __version__
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-        from vllm_versions import know_model, untested
+        from vllm_versions import be_quiet, know_model, untested
 
         WeightTransferEngineFactory.register_engine("same_device", "vllm_same_device", "SameDeviceEngine")
         self.warning = untested(__version__)
         know_model(settings.options["model"])
         self.engine, self.ends = LLM(**settings.options), settings.ends
+        be_quiet()
         if settings.options.get("enable_lora"):
             self.version = None  # nothing is written without an adapter
 
