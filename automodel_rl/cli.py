@@ -130,13 +130,15 @@ def _start(
     config = load(rest)
     if shown:
         return _show_examples(config, shown)
-    if config.generation is not None and (is_rank() or config.world_size == 1):
+    on_ray = RayConfig() if launcher == "ray" and config.launch.ray is None else config.launch.ray
+    on_ray = None if is_rank() or launcher == "local" else on_ray
+    is_alone = config.world_size == 1 and on_ray is None
+    if config.generation is not None and not loop and (is_rank() or is_alone):  # a program may set variables first
         start_early(config.generation.generator_spec)
     # Checked once for all ranks: by the launcher, before they import anything heavy, or by torchrun's first rank.
     if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
         _check_input(config, resume)
-    on_ray = RayConfig() if launcher == "ray" and config.launch.ray is None else config.launch.ray
-    if not is_rank() and on_ray is not None and launcher != "local":
+    if on_ray is not None:
         return _run_on_ray(config, on_ray, command)
     if not is_rank() and config.world_size > 1:
         print(f"starting {config.world_size} ranks ...", flush=True)

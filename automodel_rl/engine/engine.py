@@ -213,6 +213,11 @@ class Engine:
         skipped = not had_gradients or not math.isfinite(grad_norm)
         return TrainOutput(0.0, grad_norm, 0, lr, skipped, not had_gradients)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that `forward_backward` has added up."""
+        return self._has_gradients
+
     def zero_grad(self) -> None:
         """Lets go of the gradients that `forward_backward` has added up."""
         self.handle.zero_grad()

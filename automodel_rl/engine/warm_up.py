@@ -2,7 +2,7 @@
 
 import torch
 
-from automodel_rl.batch import Microbatch, TokenSequence, empty_microbatch, pack_microbatch
+from automodel_rl.batch import Microbatch, TokenSequence, pack_microbatch
 from automodel_rl.engine.engine import Engine
 from automodel_rl.losses import sft_loss
 
@@ -17,22 +17,24 @@ SPARE_BYTES = 2**31
 
 def warm_up(engine: Engine, most_tokens: int) -> None:
     """Compiles the graphs of layers, with gradients and without, by computing a microbatch of no meaning. Its gradients
-    are let go. Does nothing where layers are not compiled. A collective.
+    are let go. Does nothing where layers are not compiled, or have gradients of a step that has begun. A collective.
 
     What memory it needs is taken at once and kept by torch's allocator, so that another process that measures its own
     share of the device in this time is not disturbed.
 
     Args:
-        engine: the engine that trains; it has no gradients.
+        engine: the engine that trains.
         most_tokens: most tokens of a microbatch.
     """
-    if not engine.handle.memory.compile:
+    if not engine.handle.memory.compile or engine.has_gradients:
         return
     _take_memory(engine)
     length = min(NUM_TOKENS, most_tokens) // NUM_SEQUENCES
-    microbatch = empty_microbatch() if engine.handle.layout.is_outsider else _some_tokens(engine, length)
-    engine.logprobs([microbatch])
-    engine.forward_backward([microbatch], sft_loss)
+    microbatches = [] if engine.handle.layout.is_outsider else [_some_tokens(engine, length)]
+    device = engine.handle.layout.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # adapters may have dropout
+        engine.logprobs(microbatches)
+        engine.forward_backward(microbatches, sft_loss)
     engine.zero_grad()
 
 

@@ -25,6 +25,10 @@ from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_
 from automodel_rl.weight_sync.channel import call
 
 
+class NotStartedError(RuntimeError):
+    """A generator does not start."""
+
+
 class _Batch:
     """The completions of one `Generate`, as they come.
 
@@ -58,10 +62,6 @@ class GeneratorProcess:
         settings: the generator's settings, as its worker takes them.
         num_workers: number of processes that hold weights: the worker, or so many children of its own.
         end_seconds: longest wait for the worker to end by itself when it is closed.
-        meanwhile: called while the generator starts.
-
-    Raises:
-        RuntimeError: the generator does not start; the text says why.
 
     Attributes:
         warning: what the generator warns of when it starts, in one line; empty if nothing.
@@ -74,7 +74,6 @@ class GeneratorProcess:
         *,
         num_workers: int = 1,
         end_seconds: float = 0.0,
-        meanwhile: Callable[[], None] = lambda: None,
     ):
         self.child = child
         self.num_workers, self.end_seconds = num_workers, end_seconds
@@ -85,22 +84,45 @@ class GeneratorProcess:
         self._answers: deque[Message] = deque()
         self._news = threading.Condition()
         self._ended: ChildEndedError | None = None
+        self._settings = settings
         self._reader = threading.Thread(target=self._read, daemon=True, name="generator-messages")
         self._reader.start()
+
+    def start(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Starts the generator, and waits until it has started.
+
+        Args:
+            meanwhile: called before the wait. What it raises, this raises.
+
+        Raises:
+            NotStartedError: the generator does not start; the text says why.
+        """
         try:
-            self.child.send(Start(settings))
+            self._ask_to_start()
             meanwhile()
-            self._wait_for(lambda: bool(self._answers))
-            match self.receive():
-                case Answer("start", warning):
-                    self.warning = warning
-                case Failure(text):
-                    raise RuntimeError(text)
-                case other:
-                    raise RuntimeError(f"it answered {name_of(other)} where start was due")
+            self._wait_for_start()
         except BaseException:
             self.close()
             raise
+
+    def _ask_to_start(self) -> None:
+        try:
+            self.child.send(Start(self._settings))
+        except ChildEndedError as error:
+            raise NotStartedError(str(error)) from None
+
+    def _wait_for_start(self) -> None:
+        try:
+            self._wait_for(lambda: bool(self._answers))
+        except ChildEndedError as error:
+            raise NotStartedError(str(error)) from None
+        match self.receive():
+            case Answer("start", warning):
+                self.warning = warning
+            case Failure(text):
+                raise NotStartedError(text)
+            case other:
+                raise NotStartedError(f"it answered {name_of(other)} where start was due")
 
     def submit(
         self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told

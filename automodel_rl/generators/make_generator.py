@@ -24,7 +24,7 @@ from automodel_rl.families.encoder import ReadingOptions
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
-from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.generator_process import GeneratorProcess, NotStartedError
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
@@ -160,10 +160,12 @@ def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -
     if visible is not None:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
         copy = dataclasses.replace(copy, device=torch.device("cuda", 0))
+    process = GeneratorProcess(ChildProcess([sys.executable, *TRANSFORMERS_WORKER], environment), (copy, writing))
     try:
-        return GeneratorProcess(ChildProcess([sys.executable, *TRANSFORMERS_WORKER], environment), (copy, writing))
-    except RuntimeError as error:
+        process.start()
+    except NotStartedError as error:
         raise InputError(f"rollout.generator: the generator does not start ({error})") from None
+    return process
 
 
 def _vllm_servers(

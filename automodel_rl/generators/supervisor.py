@@ -10,7 +10,6 @@ ask:
 """
 
 import datetime
-import functools
 import threading
 from collections.abc import Callable
 
@@ -34,6 +33,10 @@ from automodel_rl.weight_sync.transport import Transport
 
 PATIENCE = datetime.timedelta(hours=12)
 """Longest time that ranks wait for a rank whose generator is slow. A rank that dies is noticed at once."""
+
+
+class _AgreedError(InputError):
+    """A problem of one rank, which all of them know of."""
 
 
 class GeneratorSupervisor:
@@ -74,7 +77,7 @@ class GeneratorSupervisor:
         self.problem, self._noting = "", threading.Lock()
         self.offload.after_sync()  # the generator starts in the memory that it will have
         self.generator: Generator | None
-        self.generator, transport = self._start_with_others(functools.cache(meanwhile))
+        self.generator, transport = self._start_with_others(meanwhile)
         self.offload.restore()
         self.sync = WeightSync(self.handle, transport, spec.weight_sync, resends_frozen=spec.sleep_level == 2)
         self.policy_version = 0
@@ -186,24 +189,43 @@ class GeneratorSupervisor:
         """Starts this rank's generator, and waits until all generators on this rank's device sleep.
 
         Args:
-            meanwhile: does something at its first call, in which ranks may meet.
+            meanwhile: what to do while processes start, once all of them are there. Ranks may meet in it.
 
         Raises:
             InputError: on all ranks; a generator does not start.
         """
+        have_met = False
+
+        def meet(problem: str = "") -> None:
+            nonlocal have_met
+            if not have_met:
+                have_met = True
+                self._agree(problem)
+                meanwhile()
+
         started, problem = None, ""
         try:
-            started = self._start(is_first=True, meanwhile=meanwhile)
+            started = self._start(is_first=True, meanwhile=meet)
+        except _AgreedError:
+            raise
         except InputError as error:
             problem = str(error)
-        meanwhile()  # on ranks that had no process to wait for
-        problem = next((text for text in gather_objects(problem, self.world) if text), "")
-        if problem:
+            meet(problem)
+        meet()  # where there was no process to wait for
+        try:
+            self._agree(problem)
+        except _AgreedError:
             if started is not None:
                 started[0].close()
-            raise InputError(problem)
+            raise
         assert started is not None
         return started
+
+    def _agree(self, problem: str) -> None:
+        """Raises InputError on all ranks if one of them has a problem. A collective."""
+        problem = next((text for text in gather_objects(problem, self.world) if text), "")
+        if problem:
+            raise _AgreedError(problem)
 
     def _start(self, is_first: bool, meanwhile: Callable[[], None] = lambda: None) -> tuple[Generator, Transport]:
         """Starts this rank's generator, which then sleeps if it shares memory."""

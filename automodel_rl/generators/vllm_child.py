@@ -29,8 +29,8 @@ _early: dict[tuple[str, bool], ChildProcess] = {}
 def start_early(spec: GeneratorSpec) -> None:
     """Starts the process of this rank's generator, if it is a vLLM that this rank is sure to lead.
 
-    An interpreter that cannot be started is told of when the generator starts. What nobody has taken ends with this
-    process.
+    An interpreter that cannot be started is told of when the generator starts. A process that nobody has taken ends
+    with this one, or notices within a second that this one is gone.
 
     Args:
         spec: the generator that is asked for.
@@ -60,6 +60,8 @@ def vllm_child(python: str, sleeps: bool) -> ChildProcess:
         OSError: it cannot be started.
     """
     child = _early.pop((python, sleeps), None)
+    while _early:  # of other settings than the generator has in the end
+        _early.popitem()[1].close()
     return ChildProcess([python, str(WORKER)], _environment(sleeps)) if child is None else child
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
-from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.generator_process import GeneratorProcess, NotStartedError
 from automodel_rl.generators.vllm_child import vllm_child
 
 END_SECONDS = 15.0
@@ -35,17 +35,20 @@ def start_vllm(
     options = {**settings.options, "logprobs_mode": "raw_logprobs" if drafts else "processed_logprobs"}
     num_workers = int(options.get("tensor_parallel_size", 1))
     try:
-        return GeneratorProcess(
-            vllm_child(python or sys.executable, bool(options.get("enable_sleep_mode"))),
-            dataclasses.replace(settings, options=options),
-            num_workers=num_workers,
-            end_seconds=END_SECONDS if num_workers > 1 else 0.0,
-            meanwhile=meanwhile,
-        )
+        child = vllm_child(python or sys.executable, bool(options.get("enable_sleep_mode")))
     except OSError as error:
         raise InputError(f"generator.python={python}: cannot start it ({error.strerror})") from None
-    except RuntimeError as error:
+    process = GeneratorProcess(
+        child,
+        dataclasses.replace(settings, options=options),
+        num_workers=num_workers,
+        end_seconds=END_SECONDS if num_workers > 1 else 0.0,
+    )
+    try:
+        process.start(meanwhile)
+    except NotStartedError as error:
         raise InputError(
             f"generator=vllm: it does not start ({error}): give generator.python the "
             "interpreter of an environment with vLLM, or change its memory_fraction or options"
         ) from None
+    return process

@@ -11,6 +11,7 @@ import importlib.util
 import io
 import os
 import sys
+import threading
 import traceback
 import types
 from multiprocessing.connection import Connection
@@ -38,8 +39,11 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the weight transfer by the name of its file
     connection = Connection(int(sys.argv[-1]))
     worker = VllmWorker(connection, messages)
+    is_waiting = threading.Event()
+    threading.Thread(target=end_with, args=(os.getppid(), is_waiting), daemon=True).start()
     with contextlib.suppress(Exception):  # told of when vLLM starts, which imports it again
         importlib.import_module("vllm").LLM  # noqa: B018 (modules behind it)
+    is_waiting.set()
     try:
         worker.start(messages.receive_start(connection).settings)
     except EOFError:
@@ -57,6 +61,18 @@ def main() -> None:
             worker.turn()
         except EOFError:
             return
+
+
+def end_with(rank: int, is_waiting: threading.Event) -> None:
+    """Ends this process when the rank is gone, until it waits for the rank's messages, which tell it, too.
+
+    Args:
+        rank: the rank's process.
+        is_waiting: set when this process waits.
+    """
+    while not is_waiting.wait(1.0):
+        if os.getppid() != rank:
+            os._exit(0)
 
 
 class VllmWorker:

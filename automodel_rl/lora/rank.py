@@ -25,12 +25,18 @@ def is_attention(name: str) -> bool:
 
 
 def set_scale(parts: Iterable[Any], scale: float) -> None:
-    """Sets the factor of the output of every adapter of a model's parts."""
+    """Sets the factor of the output of every adapter of a model's parts. It is a tensor: for a number, compiled layers
+    would need graphs for each that comes."""
     for part in parts:
-        for _, linear in adapted_weights(part):
-            linear.lora_scale = scale
-        for _, (experts, name) in adapted_stacks(part):
-            adapter_of(experts, name).scale = scale
+        for weight, linear in adapted_weights(part):
+            linear.lora_scale = _beside(weight, scale)
+        for weight, (experts, name) in adapted_stacks(part):
+            adapter_of(experts, name).scale = _beside(weight, scale)
+
+
+def _beside(weight: Tensor, number: float) -> Tensor:
+    """A number as a tensor without dims on a weight's device, in fp32 or wider."""
+    return torch.tensor(number, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
 
 
 def cut_to_rank(name: str, tensor: Tensor, rows: slice) -> Tensor:

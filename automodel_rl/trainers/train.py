@@ -76,6 +76,8 @@ def train(config: RunConfig, resume: str = "never", max_minutes: float | None = 
         1 steps: ...
         'final'
     """
+    if config.generation is not None:
+        start_early(config.generation.generator_spec)
     folder: Path = run_program(PROGRAMS[type(config)], config, resume, max_minutes)
     return folder
 
@@ -95,8 +97,6 @@ def run_program(program: Program, config: RunConfig, resume: str = "never", max_
         loading ...
         0
     """
-    if config.generation is not None:
-        start_early(config.generation.generator_spec)
     opened = open_run(config, resume)
     rank = _Rank(opened)
     crew = TreeCrew(opened.handle.layout, rank.do)

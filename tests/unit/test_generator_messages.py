@@ -107,7 +107,7 @@ connection.recv_bytes()
 
 def test_an_answer_that_this_side_cannot_read_ends_the_generator() -> None:
     with pytest.raises(RuntimeError, match="its process sent what cannot be read .AttributeError: .*'Newer'"):
-        GeneratorProcess(ChildProcess([sys.executable, "-c", UNREADABLE]), None)
+        GeneratorProcess(ChildProcess([sys.executable, "-c", UNREADABLE]), None).start()
 
 
 def test_vllm_is_asked_for_the_whole_distribution_and_ends_at_the_tokens_of_the_request() -> None:

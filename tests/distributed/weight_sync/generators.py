@@ -80,7 +80,9 @@ def receiving_process(
     """A generator's process that only takes weights; see receiving.py."""
     command = [sys.executable, "-m", "tests.distributed.weight_sync.receiving", str(folder), kind, device]
     environment = None if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
-    return GeneratorProcess(ChildProcess(command, environment), None)
+    process = GeneratorProcess(ChildProcess(command, environment), None)
+    process.start()
+    return process
 
 
 def make_transport(kind: str, receiver: Receiver, handle: ModelHandle, seconds: float) -> tuple[Transport, Any]:

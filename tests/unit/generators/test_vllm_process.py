@@ -198,6 +198,7 @@ def test_the_worker_needs_neither_the_package_nor_what_it_is_installed_with(tmp_
     settings = VllmSettings({"model": "m", "logprobs_mode": "processed_logprobs"}, ENDS)
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", AGENT)}
     generator = GeneratorProcess(ChildProcess(command, environment), settings)
+    generator.start()
     try:
         assert send_weights(generator, 7, "a") == Committed(7)
         (completion,) = generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
