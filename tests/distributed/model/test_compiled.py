@@ -19,13 +19,14 @@ from torch._dynamo.utils import counters
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
 from automodel_rl.batch import AttentionCall, Microbatch, empty_microbatch, pack_microbatch
 from automodel_rl.config import LoraConfig, ModelConfig, MoEConfig, ParallelConfig
+from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine.warm_up import warm_up
 from automodel_rl.model import softmax
 from automodel_rl.model.attention import BACKENDS, AttentionParameters
 from automodel_rl.support.attention import ATTENTION
 from tests.rank_pool import RankPool
-from tests.tiny import make_sequences, save_tiny_model
+from tests.tiny import make_sequences, save_tiny_model, save_tiny_multimodal_model
 
 STEPS, STEPS_OF_MANY = 20, 8
 """Steps of one rank, and of several, which only train: compiling on all of them takes long."""
@@ -147,3 +148,27 @@ def test_a_warm_up_leaves_no_graph_to_steps_and_changes_none(ranks: RankPool, tm
     assert graphs[0] > 0
     assert len({*graphs}) == 1
     assert warm == plain
+
+
+def warm_up_apart(folder: Path) -> tuple[bool, int, bool]:
+    """Whether this rank is without the language model, its graphs after a warm-up, and whether gradients are left."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = ModelConfig(path=str(folder), dtype="bfloat16", attention="sdpa")
+    with traced_only():
+        handle = ModelHandle.from_pretrained(model, memory=MemoryConfig(compile=True), components=APART)
+        engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
+        warm_up(engine, most_tokens=64)
+    return handle.layout.is_outsider, counters["stats"]["unique_graphs"], engine.has_gradients
+
+
+APART = ComponentsConfig.model_validate({"vision": {"ranks": 0}, "language": {"ranks": 1}})
+
+
+def test_ranks_of_an_encoder_take_part_in_a_warm_up(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_multimodal_model(tmp_path, "llava", num_layers=2)
+    outsider, reader = ranks(2).run(warm_up_apart, tmp_path)
+    assert outsider == (True, 0, False)
+    assert reader[0] is False
+    assert reader[1] > 0
+    assert reader[2] is False
