@@ -45,18 +45,6 @@ class PlacedPatches(EncoderFamily):
     def both_ways(self, config: PretrainedConfig) -> BothWays:
         return "in windows" if config.text_config.use_bidirectional_attention == "vision" else "nowhere"
 
-    def image(self, config: PretrainedConfig, rows: int, columns: int) -> Image:
-        """An image of zeros.
-
-        Args:
-            config: the config of the whole model.
-            rows, columns: number of its tokens along height and width.
-        """
-        side = 1 if self.merges_pixels else config.vision_config.pooling_kernel_size
-        grid = (1, rows * side, columns * side)
-        pixels = functools.partial(torch.zeros, math.prod(grid), self._patch_size(config))
-        return Image(0, rows * columns, grid, pixels, both_ways=self.both_ways(config), framed=True)
-
     def _patch_size(self, config: PretrainedConfig) -> int:
         """Number of values of a patch."""
         vision = config.vision_config
@@ -68,7 +56,9 @@ class PlacedPatches(EncoderFamily):
         return torch.cat(model.get_image_features(patches[None], _places(image, patches.device)[None]).pooler_output)
 
     def blank(self, config: PretrainedConfig) -> Image:
-        return self.image(config, 1, 1)
+        side = 1 if self.merges_pixels else config.vision_config.pooling_kernel_size
+        pixels = functools.partial(torch.zeros, side**2, self._patch_size(config))
+        return Image(0, 1, (1, side, side), pixels, both_ways=self.both_ways(config), framed=True)
 
     def shape(self, config: PretrainedConfig, item: Media) -> tuple[int, ...]:
         return math.prod(item.size), self._patch_size(config)
@@ -95,13 +85,19 @@ class PlacedPatches(EncoderFamily):
 
     def random(self, config: PretrainedConfig, generator: torch.Generator) -> dict[str, Callable[[], Media]]:
         def image() -> Image:
-            blank = self.image(config, *torch.randint(1, 4, (2,), generator=generator).tolist())
-            return replace(blank, pixels=torch.rand(self.shape(config, blank), generator=generator))
+            sized = _of_tokens(self.blank(config), *torch.randint(1, 4, (2,), generator=generator).tolist())
+            return replace(sized, pixels=torch.rand(self.shape(config, sized), generator=generator))
 
         return {"image": image}
 
     def open_readers(self, folder: Path, config: PretrainedConfig, options: ReadingOptions) -> dict[str, MediaReader]:
         return {"image": PlacedReader(folder, config, options.pixels, self.blank(config), self.merges_pixels)}
+
+
+def _of_tokens(blank: Image, rows: int, columns: int) -> Image:
+    """An image of so many tokens along height and width, by the one of a single token."""
+    grid = (1, rows * blank.grid[1], columns * blank.grid[2])
+    return replace(blank, num_tokens=rows * columns, grid=grid)
 
 
 def _places(image: Media, device: torch.device) -> Tensor:
@@ -150,8 +146,7 @@ class PlacedReader(ImageReader):
         except ValueError as error:
             raise InputError(f"{where}: the model's image processor refuses an image ({error})") from None
         rows, columns = (size // (side * patch) for size in sizes)
-        grid = (1, rows * self.blank.grid[1], columns * self.blank.grid[2])
-        return replace(self.blank, num_tokens=rows * columns, grid=grid, pixels=pixels, source=source)
+        return replace(_of_tokens(self.blank, rows, columns), pixels=pixels, source=source)
 
     def pixels(self, picture: Any) -> Tensor:
         made = self.processor(images=[picture], return_tensors="pt")
