@@ -62,7 +62,7 @@ GROUPS = {
     "Programs of your own": ("run_program", "Policy", "Batch", "Fleet", "Rollouts", "Run", "Goal"),
     "Looking at data": ("first_examples", "ShownExample"),
     "Configs of a model": (
-        *("ModelConfig", "LoraConfig", "MoEConfig", "MTPConfig", "MemoryConfig", "ParallelConfig"),
+        *("ModelConfig", "IndexerConfig", "LoraConfig", "MoEConfig", "MTPConfig", "MemoryConfig", "ParallelConfig"),
         *("ComponentsConfig", "EncoderComponent", "LanguageComponent"),
     ),
     "Configs of training": (

@@ -32,7 +32,15 @@ from automodel_rl.config.losses import (
     RewardLossConfig,
     SFTLossConfig,
 )
-from automodel_rl.config.model import LoraConfig, MemoryConfig, ModelConfig, MoEConfig, MTPConfig, OffloadConfig
+from automodel_rl.config.model import (
+    IndexerConfig,
+    LoraConfig,
+    MemoryConfig,
+    ModelConfig,
+    MoEConfig,
+    MTPConfig,
+    OffloadConfig,
+)
 from automodel_rl.config.optimizer import MuonConfig, OptimizerConfig, ParameterGroupConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import FilterConfig, RewardConfig, RolloutConfig, WeightSyncConfig
@@ -51,6 +59,7 @@ __all__ = [
     "DataConfig",
     "EncoderComponent",
     "FilterConfig",
+    "IndexerConfig",
     "KLConfig",
     "KTOLossConfig",
     "Key",

@@ -71,5 +71,6 @@ class CriticConfig(Section):
         Args:
             policy: the section of the trained model.
         """
-        own = {"path": self.path or policy.path, "num_labels": 1, "lora": None, "adapters": None, "mtp": None}
+        left_out = dict.fromkeys(("lora", "adapters", "mtp", "indexer"))
+        own = {"path": self.path or policy.path, "num_labels": 1, **left_out}
         return FurtherModel(policy.model_copy(update=own), "critic", is_trained=True, between=self.between)

@@ -92,6 +92,21 @@ class MTPConfig(Section):
     pretraining."""
 
 
+class IndexerConfig(Section):
+    """Training of the indexers of sparse attention, which choose the keys that queries see (DeepSeek-V3.2,
+    arXiv:2512.02556, eq. 4).
+
+    Example:
+        >>> IndexerConfig().weight
+        1.0
+    """
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the divergence of an indexer's scores from attention's weights over the keys that are seen, summed over
+    layers and averaged over tokens. Indexers alone have gradients of it, which are clipped by their own norm; so the
+    weight matters only to optimizers that see the size of gradients."""
+
+
 class ModelConfig(Section):
     """The checkpoint that is trained, the classes that run it, and its precision.
 
@@ -157,6 +172,10 @@ class ModelConfig(Section):
     mtp: MTPConfig | None = None
     """Training of the first layer for multi-token prediction, beside any loss; null: such layers are kept in exports as
     they are."""
+
+    indexer: IndexerConfig | None = None
+    """Training of the indexers of DeepSeek-V3.2 and GLM-5, so that they follow attention as it changes; null: they are
+    frozen."""
 
 
 class OffloadConfig(Section):

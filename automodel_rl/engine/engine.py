@@ -146,11 +146,12 @@ class Engine:
             if not skipped:
                 self._optimizer_step(lr, grad_norm, self.config.max_grad_norm)
             routing = self.runner.balance_routers() if self.handle.is_mixture and not skipped else {}
+            indexing = self.runner.indexer_metric()
         self.zero_grad()
         self.step += 1
         if not is_nothing:
             self._count_not_finite(not is_finite, loss, grad_norm, microbatches)
-        metrics = {**shared.all_metrics, **routing}
+        metrics = {**shared.all_metrics, **routing, **indexing}
         return TrainOutput(loss, grad_norm, agreed.counts["tokens"], lr, skipped, is_nothing, metrics)
 
     def forward_backward(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.compat.modules import apply_gate
 from automodel_rl.compat.operations import TorchDispatchMode, tree_leaves
 from automodel_rl.config import ParallelConfig
@@ -26,7 +27,8 @@ from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
-from automodel_rl.model.sparse_attention import install_indexers
+from automodel_rl.model.indexer_loss import AddGradients, IndexerLoss
+from automodel_rl.model.sparse_attention import KeyIndex, install_indexers
 from automodel_rl.model.token_mixers.known import TOKEN_MIXERS, last_projection, set_decays_apart
 from automodel_rl.parallel.tensor_parallel import TensorParallel
 from automodel_rl.support.description import FULL, kinds_of_layers
@@ -66,11 +68,13 @@ class LayerForward:
         dtype: the compute dtype.
         recomputed: as memory.activation_checkpointing.
         compiled: whether the layer is compiled.
+        trains_indexer: whether its indexer is trained, if it has one.
     """
 
     dtype: torch.dtype
     recomputed: Literal["none", "selective", "full"]
     compiled: bool
+    trains_indexer: bool = False
 
 
 def layer_activations(
@@ -80,7 +84,7 @@ def layer_activations(
     dtype, mode, compiled = how.dtype, how.recomputed, how.compiled
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, parallel.cp))
     ALL_EXPERTS_FUNCTIONS.register(STAND_IN, functools.partial(_experts, compiled))
-    module, rotary = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, dtype, num_tokens)
+    module, rotary = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, how, num_tokens)
     if compiled:
         _stand_in_elementwise(module)
     tokens = torch.empty(num_tokens, dtype=torch.int64, device=META)
@@ -151,10 +155,10 @@ def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> Pretrain
 
 
 def _one_layer(
-    config: PretrainedConfig, layer: int, ep: int, dtype: torch.dtype, num_tokens: int
+    config: PretrainedConfig, layer: int, ep: int, how: LayerForward, num_tokens: int
 ) -> tuple[Any, tuple[Tensor, Tensor] | None]:
     """The layer on the meta device, with stand-ins, and the rotary embedding of its tokens, if the model has any."""
-    config = _first_layers(config, layer + 1)
+    config, dtype = _first_layers(config, layer + 1), how.dtype
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
     module = model.model.layers[layer]
@@ -166,7 +170,8 @@ def _one_layer(
         for name, weight in list(experts.named_parameters(recurse=False)):
             setattr(experts, name, nn.Parameter(weight[: len(weight) // ep]))
     set_decays_apart([module], family)
-    install_indexers([module], family)
+    loss = IndexerLoss(1.0, MicrobatchScope(), num_tp=1) if how.trains_indexer else None
+    install_indexers([module], family, loss)
     if (mixer := TOKEN_MIXERS.get(family.token_mixer)) is not None:
         rule = _rule if mixer.has_kernels else mixer.choose_rule(META, dtype)
         mixer.install(module, TensorParallel(None, sequence_parallel=False), rule)
@@ -304,10 +309,22 @@ class _MeasuredAttention(torch.autograd.Function):
 
 
 def attention_stand_in(
-    cp: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
+    cp: int,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    indices: Any = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' signature, which keeps as much as a fused kernel does."""
-    return _MeasuredAttention.apply(query, key, value, cp), None
+    """Attention in transformers' signature, which keeps as much as a fused kernel does, and gradients of an index whose
+    indexer is trained."""
+    output = _MeasuredAttention.apply(query, key, value, cp)
+    if isinstance(indices, KeyIndex) and indices.loss is not None:
+        tensors = (indices.queries, indices.keys, indices.weights)
+        output = AddGradients.apply(output, *tensors, *map(torch.empty_like, tensors))
+    return output, None
 
 
 class _Rule(torch.autograd.Function):

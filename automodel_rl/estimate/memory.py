@@ -296,7 +296,7 @@ class MemoryModel:
         """How layers compute on CUDA."""
         asked = Combination(self._description, self._model_config, parallel, memory)
         compiled = are_compiled(asked, torch.device("cuda"), self._dtype)
-        return LayerForward(self._dtype, memory.recomputed, compiled)
+        return LayerForward(self._dtype, memory.recomputed, compiled, self._model_config.indexer is not None)
 
 
 def _units(

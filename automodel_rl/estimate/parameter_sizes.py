@@ -94,7 +94,8 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
             model = causal_model(config, dtype=dtype)
             if model_config.mtp is not None:
                 add_mtp_layer(model)
-        freeze_indexers(model.model.layers, language_family(config))
+        if model_config.indexer is None:
+            freeze_indexers(model.model.layers, language_family(config))
         if lora is not None:
             add_adapters(model, lora)
         return [model]

@@ -29,7 +29,8 @@ from automodel_rl.compat.versions import TORCH
 from automodel_rl.config.model import Attention
 from automodel_rl.errors import InputError
 from automodel_rl.model import flash_attention_3, flash_sinks
-from automodel_rl.model.sparse_attention import QUERIES_AT_ONCE, KeyIndex
+from automodel_rl.model.indexer_loss import AddGradients
+from automodel_rl.model.sparse_attention import QUERIES_AT_ONCE, KeyIndex, SequenceAttention
 from automodel_rl.parallel.collectives import AllGatherCP
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.support.attention import ATTENTION, FASTEST_FIRST
@@ -227,9 +228,30 @@ def _attended(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters
 ) -> Tensor:
     """A call of a backend or, where a query may see more keys than an indexer chooses, of chosen keys."""
-    if parameters.index is None or call.longest_key <= parameters.index.most:
-        return backend(q, k, v, call, parameters)
-    return _over_chosen_keys(q, k, v, call, parameters)
+    index = parameters.index
+    chooses = index is not None and call.longest_key > index.most
+    output = (_over_chosen_keys if chooses else backend)(q, k, v, call, parameters)
+    return output if index is None or index.loss is None else _with_indexer_loss(output, q, k, call, parameters)
+
+
+@torch.compiler.disable
+def _with_indexer_loss(
+    output: Tensor, q: Tensor, k: Tensor, call: AttentionCall, parameters: AttentionParameters
+) -> Tensor:
+    """What attention gives, with the gradient of the indexer's own loss. The other arguments are those of a
+    `Backend`."""
+    index = parameters.index
+    assert index is not None
+    assert index.loss is not None
+
+    def attention(queries: slice, keys: slice) -> SequenceAttention:
+        key = k.detach()[keys].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        causal = _mask(queries.stop - queries.start, len(key), True, parameters.window, q.device)
+        return SequenceAttention(queries, keys, q.detach()[queries], key, parameters.scale, causal)
+
+    is_real = index.loss.is_real(call.queries)
+    gradients = index.gradients((attention(*segment) for segment in _segments(call)), is_real)
+    return AddGradients.apply(output, index.queries, index.keys, index.weights, *gradients)
 
 
 @torch.compiler.disable

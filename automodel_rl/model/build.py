@@ -26,7 +26,6 @@ from automodel_rl.model.attention import register_attention
 from automodel_rl.model.encoder import EncoderPart, language_model, split_modules
 from automodel_rl.model.mtp import add_mtp_layer
 from automodel_rl.model.part_forward import numbered_layers
-from automodel_rl.model.sparse_attention import freeze_indexers
 from automodel_rl.model.token_mixers.known import set_decays_apart
 from automodel_rl.support.description import describe_model, experts_per_token
 
@@ -116,7 +115,6 @@ def _completed(model: Any, config: PretrainedConfig, dtype: torch.dtype, untie: 
     rename_modules(model, family)
     layers = numbered_layers(language_model(model))
     set_decays_apart([*layers.values()], family)
-    freeze_indexers(layers.values(), family)
     _set_sizes_of_routers(layers, language_config(config))
     if multimodal_family(config) is None:
         _make_uniform(model, dtype, family.router_bias)

@@ -17,7 +17,7 @@ from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
-from automodel_rl.families.known import CheckpointFamily, checkpoint_family, num_deepstack
+from automodel_rl.families.known import CheckpointFamily, checkpoint_family, language_family, num_deepstack
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.hf.read import Checkpoint, read_whole_config
@@ -36,6 +36,7 @@ from automodel_rl.model.flops import StepFlops
 from automodel_rl.model.offload import Offload
 from automodel_rl.model.parallelise import dtypes_of, parallelise
 from automodel_rl.model.part_forward import numbered_layers
+from automodel_rl.model.sparse_attention import freeze_indexers
 from automodel_rl.model.split import split_model
 from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -205,6 +206,8 @@ class ModelHandle:
             checkpoint.check(part)
         unused = checkpoint.unused(empty.parts)
         encoders = [as_encoder(part) for part in empty.encoders.values()]
+        if model.indexer is None:
+            freeze_indexers(numbered_layers(empty.language).values(), language_family(config))
         lora = None if model.lora is None else add_adapters(empty.language, model.lora, encoders)
         if files.adapters is not None:
             files.adapters.check(empty.parts)
@@ -271,13 +274,13 @@ class ModelHandle:
 
     @property
     def trains_apart(self) -> bool:
-        """Whether there is a layer whose training leaves the model as it is."""
-        return self.model.mtp is not None and self.model.mtp.detached
+        """Whether there are parameters whose training leaves the model as it is."""
+        return self.model.indexer is not None or (self.model.mtp is not None and self.model.mtp.detached)
 
     def is_apart(self, name: str) -> bool:
-        """Whether a parameter, by its name, belongs to a layer whose training leaves the model as it is: the MTP layer,
-        if it is detached. Its gradients have a norm of their own."""
-        return self.trains_apart and self.is_mtp(name)
+        """Whether the training of a parameter, by its name, leaves the model as it is: that of indexers, and of the MTP
+        layer if it is detached. Gradients of such parameters have a norm of their own."""
+        return self.trains_apart and (".indexer." in name or self.is_mtp(name))
 
     def check_mtp(self, *, is_read: bool) -> None:
         """Raises InputError, alike on every rank, if an MTP layer is read that the model has not.

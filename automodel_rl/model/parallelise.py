@@ -24,6 +24,7 @@ from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.float8 import install_float8
 from automodel_rl.model.fused_norm import install_fused_norms
+from automodel_rl.model.indexer_loss import IndexerLoss
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
 from automodel_rl.model.sparse_attention import install_indexers
 from automodel_rl.model.token_mixers.known import install_token_mixers
@@ -60,12 +61,14 @@ class Extras:
         router_replay: makes the part's routers follow routes.
         router_watch: counts the load of the part's experts.
         partial_gradients: parameters, as (module, name), for which each tp rank's gradient is only a summand.
+        indexer_loss: trains the part's indexers; None if they are frozen or there are none.
     """
 
     microbatch_scope: MicrobatchScope
     router_replay: RouterReplay
     router_watch: RouterWatch
     partial_gradients: list[tuple[nn.Module, str]]
+    indexer_loss: IndexerLoss | None
 
 
 class PartInProgress:
@@ -93,6 +96,8 @@ class PartInProgress:
         self.watch = RouterWatch(routed, self.family, self.scope, model.moe, sharing)
         routers = self.watch.routers
         num_experts = max((router.num_experts for router in routers.values()), default=0)
+        indexer = model.indexer
+        self.indexer_loss = None if indexer is None else IndexerLoss(indexer.weight, self.scope, layout.parallel.tp)
         self.replay = RouterReplay(routers, num_experts, self.scope)
 
 
@@ -123,7 +128,7 @@ def replace_token_mixers(work: PartInProgress) -> None:
 
 def replace_indexers(work: PartInProgress) -> None:
     """Sets the forwards of indexers, which choose the keys that queries see."""
-    install_indexers(work.layers.values(), work.family)
+    install_indexers(work.layers.values(), work.family, work.indexer_loss)
 
 
 def replace_layer_forwards(work: PartInProgress) -> None:
@@ -200,7 +205,7 @@ def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryCon
     work = PartInProgress(part, layout, model, memory, whole)
     for step in STEPS:
         step(work)
-    return Extras(work.scope, work.replay, work.watch, work.partial)
+    return Extras(work.scope, work.replay, work.watch, work.partial, work.indexer_loss)
 
 
 def _context(work: PartInProgress) -> ForwardContext:

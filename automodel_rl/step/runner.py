@@ -16,6 +16,7 @@ from automodel_rl.mixture.router_replay import replay_metrics
 from automodel_rl.mixture.routers import global_loads, load_metric
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.head import OutputFn
+from automodel_rl.model.indexer_loss import cross_entropy
 from automodel_rl.model.readouts import read
 from automodel_rl.parallel.gradients import local_square_norm, sum_partial_gradients
 from automodel_rl.parallel.host_collectives import tensor_from_last_stage
@@ -198,6 +199,12 @@ class StepRunner:
         ]
         return torch.stack(norms).sum()
 
+    def indexer_metric(self) -> dict[str, float]:
+        """How well trained indexers follow attention in the step (`CROSS_ENTROPY`), equal on every rank; empty if none
+        are trained. A collective."""
+        losses = [extras.indexer_loss for extras in self.handle.extras if extras.indexer_loss is not None]
+        return cross_entropy(losses, self.handle.config.num_hidden_layers, self.layout) if losses else {}
+
     def balance_routers(self) -> dict[str, float]:
         """Moves the routers' biases after an optimizer step of a mixture, if asked for.
 
@@ -243,6 +250,8 @@ class StepRunner:
             extras.microbatch_scope.start_step()
             extras.router_watch.start_step(num_tokens)
             extras.router_replay.start_step()
+            if extras.indexer_loss is not None:
+                extras.indexer_loss.start_step(num_tokens, self.layout.device)
 
     def _complete_gradients(self) -> None:
         """Adds gradients of other ranks that FSDP does not: of tp ranks, and of the other end of a tied embedding."""

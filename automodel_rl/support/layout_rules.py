@@ -70,7 +70,7 @@ def _chosen_keys(asked: Combination) -> str | None:
 
 CHOSEN_KEYS = Rule(
     "sparse attention with an indexer (DeepSeek-V3.2, GLM-5)",
-    "every layout; a pipeline's stages begin with layers that choose keys themselves; indexers are frozen",
+    "every layout; a pipeline's stages begin with layers that choose keys themselves",
     _chosen_keys,
 )
 OPTIMIZERS = Rule("optimizers", "adamw, muon: with every axis, with LoRA and with encoders")

@@ -195,6 +195,24 @@ MTP = Rule(
     "beside any loss, on every layout; not sent to generators",
     _mtp,
 )
+
+
+def _indexer(asked: Combination) -> str | None:
+    if asked.model.indexer is None:
+        return None
+    if not asked.family.index_rotary:
+        return f"model.indexer: a {asked.description.family!r} model has no indexers: leave it out"
+    if asked.model.lora is not None:
+        return "model.indexer: indexers are trained whole, and model.lora freezes them: leave model.indexer out"
+    return None
+
+
+INDEXER = Rule(
+    "indexers of sparse attention (model.indexer)",
+    f"{', '.join(name for name, family in TEXT_FAMILIES.items() if family.index_rotary)}: their own loss, beside "
+    "any, on every layout; without it they are frozen",
+    _indexer,
+)
 ROUTERS = Rule(
     "router auxiliary loss, bias update",
     f"softmax routers; {', '.join(name for name in MOE_FAMILIES if TEXT_FAMILIES[name].router_bias)}",

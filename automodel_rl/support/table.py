@@ -41,6 +41,7 @@ RULES = (
     model_rules.FLOAT8,
     model_rules.ROUTERS,
     model_rules.MTP,
+    model_rules.INDEXER,
     run_rules.ROUTER_REPLAY,
     layout_rules.EXPERT_PARALLEL,
     run_rules.VLLM,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -83,7 +82,7 @@ def _index_of_own_keys() -> Any:
     from automodel_rl.model.sparse_attention import KeyIndex
 
     def repeated(index: KeyIndex, group: Any) -> KeyIndex:
-        return replace(index, keys=index.keys.repeat(group.size(), 1))
+        return KeyIndex(index.queries, index.keys.repeat(group.size(), 1), index.weights, index.most)
 
     return patch("model.sparse_attention.KeyIndex.gathered", repeated)
 

@@ -1,4 +1,4 @@
-"""Bugs of linear heads, critics, teachers, judged completions and multi-token prediction."""
+"""Bugs of linear heads, critics, teachers, judged completions, multi-token prediction and indexers."""
 
 import dataclasses
 from typing import Any
@@ -40,10 +40,41 @@ def _whole_gradient_on_every_rank() -> Any:
     return patch("model.part_forward._head", lambda *given: dataclasses.replace(head(*given), copies=1))
 
 
+def _weights_of_one_tp_rank() -> Any:
+    from automodel_rl.model.indexer_loss import IndexerLoss
+
+    return patch("model.parallelise.IndexerLoss", lambda weight, scope, num_tp: IndexerLoss(weight, scope, 1))
+
+
+def _loss_over_all_keys() -> Any:
+    from automodel_rl.model.sparse_attention import KeyIndex
+
+    gradients = KeyIndex.gradients
+
+    def over_all(index: KeyIndex, *arguments: Any) -> Any:
+        return gradients(KeyIndex(index.queries, index.keys, index.weights, 1000, index.loss), *arguments)
+
+    return patch("model.sparse_attention.KeyIndex.gradients", over_all)
+
+
+def _gathered_without_gradients() -> Any:
+    from automodel_rl.model.sparse_attention import KeyIndex
+
+    gathered = KeyIndex.gathered
+
+    def without(index: KeyIndex, group: Any) -> KeyIndex:
+        found = gathered(index, group)
+        found.keys = found.keys.detach()
+        return found
+
+    return patch("model.sparse_attention.KeyIndex.gathered", without)
+
+
 SCORES = "distributed/policy/test_scores.py"
 DISTILL = "distributed/trainers/test_distill.py"
 
 MTP = "distributed/model/test_mtp.py::test_layouts_equal_transformers_module"
+INDEXER = "distributed/model/test_indexer_loss.py::test_layouts_equal_transformers"
 
 FAULTS: dict[str, Fault] = {
     "values of states after their tokens": Fault(
@@ -68,6 +99,13 @@ FAULTS: dict[str, Fault] = {
     "advantages over what the model did not write": Fault(
         _steps_over_observations,
         "unit/losses/test_critic.py::test_advantages_and_returns_have_the_numbers_of_other_packages[nrl_gae]",
+    ),
+    "indexers by attention's weights of one tp rank": Fault(
+        _weights_of_one_tp_rank, f"{INDEXER}[deepseek_v32-{{'cp': 2, 'tp': 2}}-none]"
+    ),
+    "indexers by keys that queries do not see": Fault(_loss_over_all_keys, f"{INDEXER}[deepseek_v32-{{}}-full]"),
+    "indexers without gradients of other ranks' queries": Fault(
+        _gathered_without_gradients, f"{INDEXER}[deepseek_v32-{{'cp': 2, 'tp': 2}}-none]"
     ),
     "multi-token prediction of the next token": Fault(
         lambda: patch("step.local_microbatches.mtp_targets", lambda microbatch: microbatch.targets),

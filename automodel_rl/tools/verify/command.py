@@ -127,6 +127,8 @@ def case_of(
         left_out.append("model.lora")
     if model.mtp is not None:
         left_out.append("model.mtp")
+    if model.indexer is not None:
+        left_out.append("model.indexer")
     if config.optimizer.groups:
         left_out.append("optimizer.groups")
     if model.moe.bias_update_rate:

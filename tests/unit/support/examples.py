@@ -182,6 +182,13 @@ EXAMPLES = (
         {"model.mtp": {}},
         {"description.family": "qwen3_5_text", "description.multimodal": "qwen3_5"},
     ),
+    # model_rules INDEXER
+    Breach("model.indexer: a 'qwen3' model has no indexers", {"model.indexer": {}}),
+    Breach(
+        "model.indexer: indexers are trained whole, and model.lora freezes them",
+        {"model.indexer": {}, "model.lora": {}},
+        {"description.family": "deepseek_v32", "description.num_experts": 8},
+    ),
     # model_rules ROUTERS
     Breach("model.moe.aux_loss=0.1: a 'qwen3' model has no softmax router", {"model.moe": {"aux_loss": 0.1}}),
     Breach(
