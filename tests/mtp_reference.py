@@ -7,16 +7,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import MtpLayer
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.families.known import FAMILIES
-from automodel_rl.tools.verify.one_process import compute_rule_in_float64
+from automodel_rl.tools.verify.one_process import compute_rule_in_float64, written_out
 from tests.tiny import save_tiny_model
 
 NUM_LAYERS = 4
 IN_LAYER = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
+IN_MIMO = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "final_layernorm"}
 IN_MTP = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 
 
@@ -48,7 +49,9 @@ def mtp_layer(model: nn.Module) -> MtpLayer:
     config: PretrainedConfig = copy.deepcopy(model.config)
     number = config.num_hidden_layers
     config.num_hidden_layers = number + 1
-    for key, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
+    is_mimo = config.model_type == "mimo_v2_flash"
+    of_layer = ("sliding_attention", "dense") if is_mimo else ("full_attention", "sparse")
+    for key, kind in zip(("layer_types", "mlp_layer_types"), of_layer, strict=True):
         if kinds := config.to_dict().get(key):
             setattr(config, key, [*kinds, kind])
     body = model.model
@@ -59,7 +62,10 @@ def in_files(own: str, tensor: Tensor, family: str, number: int = NUM_LAYERS) ->
     """The names in files, and the tensors, of a tensor of transformers' module."""
     within = FAMILIES[family].mtp_files == "mtp"
     first, _, rest = own.partition(".")
-    if first == "mtp_block":
+    if family == "mimo_v2_flash":
+        rest = rest.replace("post_attention_layernorm", "pre_mlp_layernorm").replace("sinks", "attention_sink_bias")
+        name = f"model.mtp.layers.0.{rest if first == 'mtp_block' else f'{IN_MIMO[first]}.{rest}'}"
+    elif first == "mtp_block":
         name = f"mtp.layers.0.{rest}" if within else f"model.layers.{number}.{rest}"
     else:
         parts, start = (IN_MTP, "mtp") if within else (IN_LAYER, f"model.layers.{number}")
@@ -102,7 +108,7 @@ def gradients_of_one_process(
         (loss / num_tokens).backward()
     found = {}
     for name, parameter in model.named_parameters():
-        found |= dict(single_experts(name, gradient_of(parameter)))
+        found |= dict(single_experts(name.replace(".sinks", ".attention_sink_bias"), gradient_of(parameter)))
     for own, parameter in layer.named_parameters():
         found |= dict(in_files(own, gradient_of(parameter), family))
     return (total / count).item(), found
@@ -110,7 +116,13 @@ def gradients_of_one_process(
 
 def open_model(folder: Path, family: str) -> tuple[nn.Module, MtpLayer]:
     """The model of a checkpoint and its layer, in float64."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    attention = "written_out" if FAMILIES[family].has_sinks else "sdpa"
+    if attention == "written_out":
+        AttentionInterface.register(attention, written_out)
+        AttentionMaskInterface.register(attention, lambda *args, **kwargs: None)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager", attn_implementation=attention
+    )
     layer, files = mtp_layer(model), load_file(folder / "model.safetensors")
     for name, module in model.named_modules():
         if name.endswith(".linear_attn"):
@@ -147,7 +159,8 @@ def predicted(model: nn.Module, layer: MtpLayer, ids: Tensor, hidden: Tensor, de
         embedded, before, head = embedded.detach(), before.detach(), head.detach()
     places = torch.arange(ids.shape[1] - 1)[None]
     axes = FAMILIES[model.config.model_type].rotary_axes
-    turns = model.model.rotary_emb(before, position_ids=places if axes == 1 else places.expand(axes, 1, -1))
+    kind = {"layer_type": "sliding_attention"} if model.config.model_type == "mimo_v2_flash" else {}
+    turns = model.model.rotary_emb(before, position_ids=places if axes == 1 else places.expand(axes, 1, -1), **kind)
     return layer(embedded, before, turns, None, places, None) @ head.T
 
 

@@ -93,7 +93,7 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
         with torch.device("meta"):
             model = causal_model(config, dtype=dtype)
             if model_config.mtp is not None:
-                add_mtp_layer(model)
+                add_mtp_layer(model, language_family(config).mtp_kinds)
         if model_config.indexer is None:
             freeze_indexers(model.model.layers, language_family(config))
         if lora is not None:

@@ -29,7 +29,8 @@ class Family:
         hands_on: the argument with which a layer gets what the layer before it returns besides hidden states; empty if
             layers return nothing else.
         mtp_files: how files name the layer for multi-token prediction (model/mtp.py): "layer" for that after the last,
-            "mtp" for a module of its own; empty if it is not trained here.
+            "mtp" for a module of its own, "mimo" for such a module in the model; empty if it is not trained here.
+        mtp_kinds: the kind of the layer's attention and of its MLP, in a model whose layers differ.
         rotary_by_layer_type: whether rotary embeddings differ between full and sliding-window layers.
         rotary_axes: number of axes of rotary positions, 3 for a language model that can read images (M-RoPE).
         token_mixer: name of how layers without attention mix tokens (model/token_mixers/known.py); empty if all have
@@ -61,6 +62,7 @@ class Family:
     index_rotary: str = ""
     hands_on: str = ""
     mtp_files: str = ""
+    mtp_kinds: tuple[str, str] = ("full_attention", "sparse")
     rotary_by_layer_type: bool = False
     rotary_axes: int = 1
     token_mixer: str = ""

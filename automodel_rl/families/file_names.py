@@ -131,17 +131,34 @@ def _of_olmo_hybrid(config: PretrainedConfig) -> tuple[FileNames, ...]:
     )
 
 
-def with_mtp(names: FileNames, num_layers: int) -> FileNames:
-    """Names of files that have the layer for multi-token prediction as a module of its own, `mtp`.
+_MTP_MODULES = {
+    "layer": (),
+    "mtp": (
+        ("eh_proj.", "mtp.fc."),
+        ("enorm.", "mtp.pre_fc_norm_embedding."),
+        ("hnorm.", "mtp.pre_fc_norm_hidden."),
+        ("shared_head.norm.", "mtp.norm."),
+        ("", "mtp.layers.0."),
+    ),
+    "mimo": (
+        ("shared_head.norm.", "model.mtp.layers.0.final_layernorm."),
+        ("post_attention_layernorm.", "model.mtp.layers.0.pre_mlp_layernorm."),
+        ("", "model.mtp.layers.0."),
+    ),
+}
+"""What begins the names of the MTP layer's tensors, in the layer and in files, by `Family.mtp_files`."""
+
+
+def with_mtp(names: FileNames, num_layers: int, in_files: str) -> FileNames:
+    """Names of files with those of the layer for multi-token prediction.
 
     Args:
         names: names without it.
         num_layers: number of the model's layers; it is the one after these.
+        in_files: `Family.mtp_files`.
     """
     layer = rf"^model\.layers\.{num_layers}\."
-    own = (("eh_proj", "fc"), ("enorm", "pre_fc_norm_embedding"), ("hnorm", "pre_fc_norm_hidden"))
-    moved = (*((rf"{layer}{name}\.", f"mtp.{in_files}.") for name, in_files in own),)
-    moved += ((rf"{layer}shared_head\.norm\.", "mtp.norm."), (layer, "mtp.layers.0."))
+    moved = ((layer + re.escape(own), other) for own, other in _MTP_MODULES[in_files])
     return replace(names, renamed=(*moved, *names.renamed))
 
 

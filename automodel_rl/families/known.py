@@ -110,8 +110,8 @@ def checkpoint_family(config: PretrainedConfig, names: Iterable[str] = ()) -> Ch
         known = (*usual, *in_multimodal(usual))
     found = list(names)
     file_names = next((k for k in reversed(known) if k.fits(found)), known[0])
-    if language.mtp_files == "mtp":
-        file_names = with_mtp(file_names, language_config(config).num_hidden_layers)
+    if language.mtp_files:
+        file_names = with_mtp(file_names, language_config(config).num_hidden_layers, language.mtp_files)
     if is_classifier(config):
         renamed = ((rf"^{re.escape(HEAD_IN_MODEL)}$", HEAD_IN_FILES), *file_names.renamed)
         file_names = replace(file_names, renamed=renamed)

@@ -286,6 +286,8 @@ TEXT_FAMILIES = {
         BIASED_MIXTURE,
         has_sinks=True,
         rotary_by_layer_type=True,
+        mtp_files="mimo",
+        mtp_kinds=("sliding_attention", "dense"),
         tp_plan=_SINKS,
     ),
     "minimax_m2": replace(BIASED_MIXTURE, router_bias="e_score_correction_bias", tp_plan=_WIDE_NORMS),

@@ -99,7 +99,7 @@ def build_empty_model(
             assert family.nemo_class is not None
             model = nemo_mixture(family.nemo_class, config, model, family.router, family.router_bias)
         if has_mtp:
-            add_mtp_layer(model)
+            add_mtp_layer(model, language_family(config).mtp_kinds)
     return _completed(model, config, dtype, untie)
 
 

@@ -24,18 +24,19 @@ from automodel_rl.model.head import Head
 from automodel_rl.model.logprobs import target_readout
 
 
-def add_mtp_layer(model: Any) -> None:
+def add_mtp_layer(model: Any, kinds: tuple[str, str]) -> None:
     """Gives a causal language model without storage the layer that says the token after the next.
 
     Args:
         model: transformers' model.
+        kinds: `Family.mtp_kinds`.
     """
     layers, number = model.model.layers, model.config.num_hidden_layers
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = number + 1
-    for key, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
-        if kinds := config.to_dict().get(key):
-            setattr(config, key, [*kinds, kind])
+    for key, kind in zip(("layer_types", "mlp_layer_types"), kinds, strict=True):
+        if of_layers := config.to_dict().get(key):
+            setattr(config, key, [*of_layers, kind])
     layer = type(layers[-1])(config, number)
     width, dtype = config.hidden_size, model.model.norm.weight.dtype
     layer.enorm, layer.hnorm = copy.deepcopy(model.model.norm), copy.deepcopy(model.model.norm)

@@ -223,6 +223,7 @@ def _context(work: PartInProgress) -> ForwardContext:
         leaves_keys=family.leaves_keys,
         has_indexer=bool(family.index_rotary),
         hands_on=family.hands_on,
+        mtp_kind=family.mtp_kinds[0] if family.rotary_by_layer_type else None,
         detaches_mtp=work.model.mtp is None or work.model.mtp.detached,
         has_layer_embeddings=bool(values.get("hidden_size_per_layer_input")),
         padded_ids=padded_ids(work.whole),

@@ -41,6 +41,7 @@ class ForwardContext:
         leaves_keys: whether layers leave keys and values for later layers.
         has_indexer: whether attention has an indexer, which takes a part of the mask.
         hands_on: the argument with which a layer gets what the one before returns besides hidden states.
+        mtp_kind: the kind of the MTP layer's attention, if rotary embeddings differ between kinds.
         detaches_mtp: whether the MTP layer's loss gives no gradient to the model.
         has_layer_embeddings: whether every layer has embeddings of its own (Gemma 4's per-layer embeddings).
         padded_ids: tokens in whose place the model takes a pad.
@@ -58,6 +59,7 @@ class ForwardContext:
     leaves_keys: bool = False
     has_indexer: bool = False
     hands_on: str = ""
+    mtp_kind: str | None = None
     detaches_mtp: bool = True
     has_layer_embeddings: bool = False
     padded_ids: tuple[int, ...] = ()
@@ -146,7 +148,7 @@ def part_forward(
     if following is not None:
         assert mtp_layer is not None
         before = (hidden.detach(), following.detach()) if context.detaches_mtp else (hidden, following)
-        predicted = mtp_layer(*before, position_embeddings=turn(None), **of_all)
+        predicted = mtp_layer(*before, position_embeddings=turn(context.mtp_kind), **of_all)
         final = torch.cat([final, context.tp.enter(predicted).squeeze(0)])
     return part.lm_head(final, microbatch, output_fn)
 

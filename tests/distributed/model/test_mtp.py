@@ -54,6 +54,8 @@ def train(folder: Path, parallel: ParallelConfig, detached: bool, output: Path) 
         ("glm4_moe", {"pp": 2, "tp": 2, "sequence_parallel": True}, False),
         ("glm4_moe_lite", {"pp": 2, "tp": 2}, True),
         ("glm4_moe", {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}, True),
+        ("mimo_v2_flash", {"pp": 2, "cp": 2}, False),
+        ("mimo_v2_flash", {"tp": 2, "sequence_parallel": True}, True),
         ("qwen3_next", {"cp": 2}, True),
         ("qwen3_5_text", {"tp": 2, "sequence_parallel": True}, False),
     ],
