@@ -23,11 +23,11 @@ _ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 EXPANDABLE = "expandable_segments"
 """An option of torch's allocator with which vLLM's sleep frees nothing."""
 
-_early: dict[tuple[str, bool], ChildProcess] = {}
+_early: dict[tuple[str, bool], list[ChildProcess]] = {}
 
 
 def start_early(spec: GeneratorSpec) -> None:
-    """Starts the process of this rank's generator, if it is a vLLM that this rank is sure to lead.
+    """Starts the processes of this rank's generator, if it is a vLLM that this rank is sure to lead.
 
     An interpreter that cannot be started is told of when the generator starts. A process that nobody has taken ends
     with this one, or notices within a second that this one is gone.
@@ -43,14 +43,16 @@ def start_early(spec: GeneratorSpec) -> None:
         return
     python, sleeps = choice.python or sys.executable, spec.sleep_level > 0
     try:
-        _early[python, sleeps] = child = ChildProcess([python, str(WORKER)], _environment(sleeps))
+        children = [ChildProcess([python, str(WORKER)], _environment(sleeps)) for _ in range(choice.engines)]
     except OSError:
         return
-    atexit.register(child.close)
+    _early[python, sleeps] = children
+    for child in children:
+        atexit.register(child.close)
 
 
 def vllm_child(python: str, sleeps: bool) -> ChildProcess:
-    """The process that was started early, or a new one.
+    """A process that was started early, or a new one.
 
     Args:
         python: the interpreter of an environment that has vLLM.
@@ -59,10 +61,16 @@ def vllm_child(python: str, sleeps: bool) -> ChildProcess:
     Raises:
         OSError: it cannot be started.
     """
-    child = _early.pop((python, sleeps), None)
+    children = _early.pop((python, sleeps), [])
     while _early:  # of other settings than the generator has in the end
-        _early.popitem()[1].close()
-    return ChildProcess([python, str(WORKER)], _environment(sleeps)) if child is None else child
+        for child in _early.popitem()[1]:
+            child.close()
+    if not children:
+        return ChildProcess([python, str(WORKER)], _environment(sleeps))
+    child = children.pop()
+    if children:
+        _early[python, sleeps] = children
+    return child
 
 
 def _environment(sleeps: bool) -> dict[str, str]:

@@ -11,19 +11,21 @@ from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.generators.generator_process import GeneratorProcess, NotStartedError
 from automodel_rl.generators.vllm_child import vllm_child
+from automodel_rl.generators.vllm_engines import VllmEngines
 
 END_SECONDS = 15.0
 """Longest wait for a split vLLM to end by itself, and with it to give back the shared memory of its processes."""
 
 
 def start_vllm(
-    python: str | None, settings: VllmSettings, meanwhile: Callable[[], None] = lambda: None
-) -> GeneratorProcess:
-    """Starts vLLM's offline engine in a process of its own.
+    python: str | None, settings: VllmSettings, num_engines: int = 1, meanwhile: Callable[[], None] = lambda: None
+) -> GeneratorProcess | VllmEngines:
+    """Starts vLLM's offline engine in a process of its own, or several.
 
     Args:
         python: the interpreter of an environment that has vLLM; None for this process's interpreter.
         settings: options of vLLM and of its sampling, and its devices.
+        num_engines: number of engines.
         meanwhile: called while it starts.
 
     Raises:
@@ -34,16 +36,21 @@ def start_vllm(
     drafts = "speculative_config" in settings.options
     options = {**settings.options, "logprobs_mode": "raw_logprobs" if drafts else "processed_logprobs"}
     num_workers = int(options.get("tensor_parallel_size", 1))
+    sleeps = bool(options.get("enable_sleep_mode"))
     try:
-        child = vllm_child(python or sys.executable, bool(options.get("enable_sleep_mode")))
+        children = [vllm_child(python or sys.executable, sleeps) for _ in range(num_engines)]
     except OSError as error:
         raise InputError(f"generator.python={python}: cannot start it ({error.strerror})") from None
-    process = GeneratorProcess(
-        child,
-        dataclasses.replace(settings, options=options),
-        num_workers=num_workers,
-        end_seconds=END_SECONDS if num_workers > 1 else 0.0,
-    )
+    engines = [
+        GeneratorProcess(
+            child,
+            dataclasses.replace(settings, options=options),
+            num_workers=num_workers,
+            end_seconds=END_SECONDS if num_workers > 1 else 0.0,
+        )
+        for child in children
+    ]
+    process = engines[0] if num_engines == 1 else VllmEngines(engines)
     try:
         process.start(meanwhile)
     except NotStartedError as error:

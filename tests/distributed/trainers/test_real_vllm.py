@@ -89,6 +89,15 @@ def test_a_tied_model_is_sampled_from_as_it_is_trained(whole: Path) -> None:
     assert len(set(completions)) > 1
 
 
+def test_several_engines_write_what_one_writes(ranks: RankPool, workspace: Path, tmp_path: Path, whole: Path) -> None:
+    generator = {"kind": "vllm", "python": str(PYTHON), "engines": 2}
+    ranks(1).run(train, values(workspace, tmp_path / "run", generator))
+    assert_agreement(tmp_path / "run")
+    for step in range(1, STEPS + 1):
+        written = [[record["completion"] for record in rollouts_of(run, step)] for run in (tmp_path / "run", whole)]
+        assert written[0] == written[1]
+
+
 @pytest.mark.parametrize(
     ("family", "changed"),
     [

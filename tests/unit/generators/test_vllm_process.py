@@ -22,6 +22,7 @@ from automodel_rl.generators import vllm_child
 from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.vllm_child import WORKER, start_early
+from automodel_rl.generators.vllm_engines import VllmEngines
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.weight_sync.channel import call, expect, tell
 from tests.vllm_stand_in import NUMBERS, write_vllm
@@ -133,9 +134,10 @@ def test_a_process_that_was_started_early_is_the_generators_with_the_devices_tha
     start_early(spec_of(tensor_parallel=2))
     assert not vllm_child._early
     start_early(spec_of())
-    (child,) = vllm_child._early.values()
+    ((child,),) = vllm_child._early.values()
     start_early(spec_of())  # once
     generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS, devices="5"))
+    assert isinstance(generator, GeneratorProcess)
     try:
         assert generator.child is child
         assert not vllm_child._early
@@ -145,7 +147,21 @@ def test_a_process_that_was_started_early_is_the_generators_with_the_devices_tha
         generator.close()
     again = start_vllm(None, VllmSettings({"model": "m"}, ENDS))
     again.close()
+    assert isinstance(again, GeneratorProcess)
     assert again.child is not child
+
+
+@pytest.mark.usefixtures("python_path")
+def test_all_engines_are_started_early() -> None:
+    start_early(spec_of(engines=3))
+    (children,) = [[*of_key] for of_key in vllm_child._early.values()]
+    generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS), num_engines=3)
+    try:
+        assert isinstance(generator, VllmEngines)
+        assert {engine.child for engine in generator.engines} == set(children)
+        assert not vllm_child._early
+    finally:
+        generator.close()
 
 
 @pytest.mark.usefixtures("python_path")
