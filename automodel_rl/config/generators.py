@@ -115,10 +115,10 @@ class VllmGeneratorConfig(VllmSamplerConfig):
     them leads it; it must divide the number of ranks on a machine. With devices in `place`, each vLLM has so many of
     those."""
 
-    engines: Positive = 1
-    """Number of vLLM engines on each rank's device, which share `memory_fraction`; each has a copy of the weights. vLLM
-    works through its sequences in one Python thread, and a small model's GPU waits for that: then 2 or 3 engines write
-    almost so many times as fast. Each takes about ten seconds more to start."""
+    replicas: Positive = 1
+    """Number of vLLM on each rank's device, which share `memory_fraction`; each has a copy of the weights. vLLM works
+    through its sequences in one Python thread, and a small model's GPU waits for that: 2 then write in two thirds of
+    the time of one. Each takes about ten seconds more to start."""
 
     sleep: Literal["none", 1, 2, "auto"] = "none"
     """Whether vLLM on a rank's device gives its memory back between rollouts. none: it keeps it. 1: its weights wait on
@@ -161,10 +161,10 @@ class VllmGeneratorConfig(VllmSamplerConfig):
                 f"place={list(self.devices)}: not whole groups of tensor_parallel={self.tensor_parallel}: list a "
                 "multiple of it"
             )
-        if self.engines > 1 and (self.devices or self.tensor_parallel > 1):
+        if self.replicas > 1 and (self.devices or self.tensor_parallel > 1):
             other = f"place={list(self.devices)}" if self.devices else f"tensor_parallel={self.tensor_parallel}"
             raise ValueError(
-                f"engines={self.engines} with {other}: several engines share a rank's device: leave engines out"
+                f"replicas={self.replicas} with {other}: several replicas share a rank's device: leave replicas out"
             )
         if self.devices and self.sleep != "none":
             raise ValueError(

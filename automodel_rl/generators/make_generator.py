@@ -29,8 +29,8 @@ from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
 from automodel_rl.generators.vllm_checks import connect_servers
-from automodel_rl.generators.vllm_engines import VllmEngines
 from automodel_rl.generators.vllm_process import start_vllm
+from automodel_rl.generators.vllm_replicas import VllmReplicas
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.support.description import num_mixed_layers
@@ -192,7 +192,7 @@ def _vllm_process(
         return channel, _vllm_transport(channel, spec, handle, ranks)
     devices = visible_devices(choice.devices, handle.layout.device, ranks.size)
     settings = VllmSettings(_vllm_options(choice, spec, handle, tokenizer, ranks), ends, devices)
-    process = start_vllm(choice.python, settings, _num_engines(choice), meanwhile)
+    process = start_vllm(choice.python, settings, _num_replicas(choice), meanwhile)
     if process.warning and dist.get_rank() == 0:
         print(process.warning, flush=True)
     return process, _vllm_transport(process, spec, handle, ranks)
@@ -214,7 +214,7 @@ def _vllm_options(
         "model": str(handle.source),
         "dtype": name_of(sync_dtype(spec.weight_sync, handle)),
         "max_model_len": spec.longest_sequence,
-        "gpu_memory_utilization": choice.memory_fraction / _num_engines(choice),
+        "gpu_memory_utilization": choice.memory_fraction / _num_replicas(choice),
         **({"tokenizer": str(tokenizer.name_or_path)} if needs_tokenizer else {"skip_tokenizer_init": True}),
         **(transfer if origin is None else adapter_options(origin.config.rank, spec.num_adapters)),
         **(reads_images(spec.pixels) if handle.has_encoder else {}),
@@ -230,12 +230,12 @@ def _vllm_options(
     }
 
 
-def _num_engines(choice: VllmSamplerConfig) -> int:
-    return choice.engines if isinstance(choice, VllmGeneratorConfig) else 1
+def _num_replicas(choice: VllmSamplerConfig) -> int:
+    return choice.replicas if isinstance(choice, VllmGeneratorConfig) else 1
 
 
 def _vllm_transport(
-    channel: GeneratorProcess | VllmEngines | NoGenerator, spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks
+    channel: GeneratorProcess | VllmReplicas | NoGenerator, spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks
 ) -> Transport:
     weights, layout = spec.weight_sync, handle.layout
     if weights.adapters == "alone":

@@ -26,7 +26,7 @@ from automodel_rl.generators.engine_ranks import EngineRanks
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.make_generator import make_generator, without_generator
 from automodel_rl.generators.protocol import Generator
-from automodel_rl.generators.vllm_engines import VllmEngines
+from automodel_rl.generators.vllm_replicas import VllmReplicas
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.sync import WeightSync
@@ -177,9 +177,9 @@ class GeneratorSupervisor:
         if any(gather_objects(have_changed, self.world)):
             self.sync.disconnect()
 
-    def _ask(self, ask: Callable[[GeneratorProcess | VllmEngines], None]) -> None:
+    def _ask(self, ask: Callable[[GeneratorProcess | VllmReplicas], None]) -> None:
         """Asks the generator to sleep or to wake, unless it has failed. A failure becomes `problem`."""
-        if self.problem or not isinstance(self.generator, GeneratorProcess | VllmEngines):  # else it has no memory
+        if self.problem or not isinstance(self.generator, GeneratorProcess | VllmReplicas):  # else it has no memory
             return
         try:
             ask(self.generator)
@@ -231,7 +231,7 @@ class GeneratorSupervisor:
     def _start(self, is_first: bool, meanwhile: Callable[[], None] = lambda: None) -> tuple[Generator, Transport]:
         """Starts this rank's generator, which then sleeps if it shares memory."""
         generator, transport = make_generator(self.spec, self.handle, self.tokenizer, self.ranks, is_first, meanwhile)
-        if self.spec.sleep_level and isinstance(generator, GeneratorProcess | VllmEngines):
+        if self.spec.sleep_level and isinstance(generator, GeneratorProcess | VllmReplicas):
             try:
                 generator.sleep(self.spec.sleep_level, PATIENCE.total_seconds())
             except WeightSyncError:

@@ -43,7 +43,7 @@ def start_early(spec: GeneratorSpec) -> None:
         return
     python, sleeps = choice.python or sys.executable, spec.sleep_level > 0
     try:
-        children = [ChildProcess([python, str(WORKER)], _environment(sleeps)) for _ in range(choice.engines)]
+        children = [ChildProcess([python, str(WORKER)], _environment(sleeps)) for _ in range(choice.replicas)]
     except OSError:
         return
     _early[python, sleeps] = children

@@ -11,21 +11,21 @@ from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.generators.generator_process import GeneratorProcess, NotStartedError
 from automodel_rl.generators.vllm_child import vllm_child
-from automodel_rl.generators.vllm_engines import VllmEngines
+from automodel_rl.generators.vllm_replicas import VllmReplicas
 
 END_SECONDS = 15.0
 """Longest wait for a split vLLM to end by itself, and with it to give back the shared memory of its processes."""
 
 
 def start_vllm(
-    python: str | None, settings: VllmSettings, num_engines: int = 1, meanwhile: Callable[[], None] = lambda: None
-) -> GeneratorProcess | VllmEngines:
+    python: str | None, settings: VllmSettings, num_replicas: int = 1, meanwhile: Callable[[], None] = lambda: None
+) -> GeneratorProcess | VllmReplicas:
     """Starts vLLM's offline engine in a process of its own, or several.
 
     Args:
         python: the interpreter of an environment that has vLLM; None for this process's interpreter.
         settings: options of vLLM and of its sampling, and its devices.
-        num_engines: number of engines.
+        num_replicas: number of replicas.
         meanwhile: called while it starts.
 
     Raises:
@@ -38,10 +38,10 @@ def start_vllm(
     num_workers = int(options.get("tensor_parallel_size", 1))
     sleeps = bool(options.get("enable_sleep_mode"))
     try:
-        children = [vllm_child(python or sys.executable, sleeps) for _ in range(num_engines)]
+        children = [vllm_child(python or sys.executable, sleeps) for _ in range(num_replicas)]
     except OSError as error:
         raise InputError(f"generator.python={python}: cannot start it ({error.strerror})") from None
-    engines = [
+    replicas = [
         GeneratorProcess(
             child,
             dataclasses.replace(settings, options=options),
@@ -50,7 +50,7 @@ def start_vllm(
         )
         for child in children
     ]
-    process = engines[0] if num_engines == 1 else VllmEngines(engines)
+    process = replicas[0] if num_replicas == 1 else VllmReplicas(replicas)
     try:
         process.start(meanwhile)
     except NotStartedError as error:

@@ -42,6 +42,11 @@ class RunFiles:
         return self.folder / "rollouts"
 
     @property
+    def timelines(self) -> Path:
+        """Folder that says who worked when in each step."""
+        return self.folder / "timelines"
+
+    @property
     def environments(self) -> Path:
         """What environments print."""
         return self.folder / "environments"

@@ -11,7 +11,7 @@ from typing import Any
 from automodel_rl.files import write_complete
 from automodel_rl.report.run_data import read_run
 
-SCRIPTS = ("charts.js", "samples.js", "summary.js", "page.js")
+SCRIPTS = ("charts.js", "steps.js", "samples.js", "timeline.js", "summary.js", "page.js")
 
 
 def write_report(path: Path, folders: Sequence[Path], status: str | None = None) -> None:

@@ -29,7 +29,8 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
 
     Returns:
         name, title, status, failure, step, total_steps, config, settings (its dotted keys), versions, series (steps and
-        values of each metric), samples, examples, steps_with_rollouts, and rollouts (groups by step).
+        values of each metric), samples, examples, steps_with_rollouts, rollouts (groups by step), steps_with_timelines
+        and timelines (lanes by step).
 
     Raises:
         InputError: the folder holds no run.
@@ -45,6 +46,8 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
     failure = _text(files.failure)
     steps = _steps_of(files.rollouts)
     chosen = spread(steps, STEPS_WITH_ROLLOUTS) if rollouts else []
+    timed = _steps_of(files.timelines)
+    chosen_timed = spread(timed, STEPS_WITH_ROLLOUTS) if rollouts else []
     return {
         "name": folder.absolute().name,
         "folder": str(folder),
@@ -61,6 +64,8 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
         "samples": _newest_of(files.samples),
         "examples": _newest_of(files.examples),
         "steps_with_rollouts": steps if not rollouts else chosen,
+        "steps_with_timelines": timed if not rollouts else chosen_timed,
+        "timelines": {number: read_lines(files.timelines / f"step_{number}.jsonl") for number in chosen_timed},
         "rollouts": {number: groups_of(files.rollouts / f"step_{number}.jsonl") for number in chosen},
     }
 

@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from automodel_rl.errors import InputError
+from automodel_rl.observe.metrics import read_lines
 from automodel_rl.observe.run_files import RunFiles
 from automodel_rl.report.page import page
 from automodel_rl.report.rollouts import groups_of
@@ -47,11 +48,19 @@ class RunServer(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
 
+_OF_STEP: dict[str, Callable[[RunFiles, str], Any]] = {
+    "/rollouts": lambda files, name: groups_of(files.rollouts / name),
+    "/timeline": lambda files, name: read_lines(files.timelines / name),
+}
+"""What is asked for of a step, by its path: a function of the run's files and the name of the step's."""
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: RunServer
 
     def do_GET(self) -> None:
-        """Answers / with the page, /data with the runs, and /rollouts?run=R&step=N with a step's groups."""
+        """Answers / with the page, /data with the runs, /rollouts?run=R&step=N with a step's groups, and /timeline with
+        its lanes."""
         if self.headers.get("Host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
             self.send_error(403)  # a page of another site may have sent the browser here
             return
@@ -61,8 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer("text/html", page(None))
         elif url.path == "/data":
             self._data(asked.get("state", ""))
-        elif url.path == "/rollouts" and asked.get("run", "").isdecimal() and asked.get("step", "").isdecimal():
-            self._rollouts(int(asked["run"]), int(asked["step"]))
+        elif url.path in _OF_STEP and asked.get("run", "").isdecimal() and asked.get("step", "").isdecimal():
+            self._of_step(_OF_STEP[url.path], int(asked["run"]), int(asked["step"]))
         elif url.path == "/favicon.ico":
             self._answer("image/x-icon", "")
         else:
@@ -82,12 +91,11 @@ class _Handler(BaseHTTPRequestHandler):
                 runs.append({"name": folder.name, "folder": str(folder), "status": "waiting"})
         self._answer("application/json", json.dumps({"written": time.time(), "state": state, "runs": runs}))
 
-    def _rollouts(self, run: int, step: int) -> None:
+    def _of_step(self, read: Callable[[RunFiles, str], Any], run: int, step: int) -> None:
         if run >= len(self.server.folders):
             self.send_error(404)
             return
-        file = RunFiles(self.server.folders[run]).rollouts / f"step_{step}.jsonl"
-        self._answer("application/json", json.dumps(groups_of(file)))
+        self._answer("application/json", json.dumps(read(RunFiles(self.server.folders[run]), f"step_{step}.jsonl")))
 
     def _answer(self, kind: str, content: str) -> None:
         encoded = content.encode("utf-8", "replace")

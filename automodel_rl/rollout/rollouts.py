@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.media_inputs import prompt_media
 from automodel_rl.generators.protocol import Completion
+from automodel_rl.observe.timeline import REWARDS, StepTimeline, generator_lane
 from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.protocol import Promptlike, Rollout
@@ -73,6 +75,7 @@ class Rollouts:
         config: the config, whose completions also stop at the tokens with which the chat template ends turns, if there
             are several.
         errors: warns of rewards whose calls fail.
+        timeline: when completions were written and scored.
 
     Example:
         >>> def program(policy, fleet, run):
@@ -102,6 +105,7 @@ class Rollouts:
         self.config, self.fleet, self.tokenizer = config, fleet, template.tokenizer
         self.schemas: tuple[dict[str, object], ...] = ()
         self.warning = ""
+        self.timeline = StepTimeline()
         self._numbers, self._pending = 0, dict[int, _Pending]()
         self._taken: set[int] = set()
         self.conversations: Conversations | Agents | None = None
@@ -208,14 +212,16 @@ class Rollouts:
 
     def _ask(self, pending: _Pending) -> None:
         """Lets generators begin with what is missing."""
-        places = pending.underway = pending.missing
+        places, began = pending.missing, time.time()
+        pending.underway = places
 
         def finished(number: int, completion: Completion) -> None:
             """Begins to score a completion while others are still written."""
+            self.timeline.add(generator_lane(completion.rank), began)
             place = places[number]
             if completion.finish != "error":
                 example = scored_example(pending.asked[place][0], completion)
-                pending.scorings[place] = self.scorer.submit(self._text(completion), example)
+                pending.scorings[place] = self._scoring(self._text(completion), example)
 
         if self.conversations is None:
 
@@ -284,6 +290,15 @@ class Rollouts:
             text = f"the generator wrote with weights {age} policy versions old, of rollout.max_staleness={most}"
             self.fleet.lose(completion.rank, text)
 
+    def _scoring(self, text: str, example: Mapping[str, Any]) -> Scoring:
+        """Begins to score a completion."""
+        began = time.time()
+        scoring = self.scorer.submit(text, example)
+        for result in scoring.results:
+            if result is not None:
+                result.add_done_callback(lambda _: self.timeline.add(REWARDS, began))
+        return scoring
+
     def _text(self, completion: Completion) -> str:
         """The completion's text: of several turns, that of the last."""
         return str(self.tokenizer.decode(completion.last_turn, skip_special_tokens=True))
@@ -297,8 +312,10 @@ class Rollouts:
             # A completion that is checked later may become an error, whose text is empty.
             is_same = scoring is not None and scoring.completion == text
             example = scored_example(pending.asked[place][0], completion)
-            scorings.append(scoring if scoring and is_same else self.scorer.submit(text, example))
+            scorings.append(scoring if scoring and is_same else self._scoring(text, example))
+        began = time.time()
         scores = self.scorer.take(scorings)
+        self.timeline.add(REWARDS, began)
         return [
             Rollout(completion, text, score, (number, place))
             for place, (completion, text, score) in enumerate(zip(completions, texts, scores, strict=True))

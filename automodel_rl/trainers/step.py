@@ -18,6 +18,7 @@ from automodel_rl.losses.disagreement import EXTREMES
 from automodel_rl.model.flops import peak_flops
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.peak_memory import peak_memory
+from automodel_rl.observe.timeline import TRAINER, StepTimeline
 
 NEARLY_FULL = 0.95
 """Share of a device's memory above which a step warns."""
@@ -35,6 +36,7 @@ class Step:
 
     Attributes:
         metrics: the step's record for metrics.jsonl.
+        timeline: who worked when in the step.
     """
 
     def __init__(
@@ -42,15 +44,17 @@ class Step:
     ):
         self.number, self.handle, self.config, self.say, self.is_early = number, handle, config, say, is_early
         self.metrics: dict[str, Any] = {"step": number}
+        self.timeline, self.began = StepTimeline(), time.time()
         self.compiled_before = compiled_so_far() if handle.memory.compile else None
         self.started = time.perf_counter()
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Adds the seconds that its block takes to `time/NAME_s`."""
-        started = time.perf_counter()
+        started, began = time.perf_counter(), time.time()
         with flight.phase(name):
             yield
+        self.timeline.add(TRAINER, began, name)
         key = f"time/{name}_s"
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - started
 

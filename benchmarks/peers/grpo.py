@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="most tokens of a completion")
     parser.add_argument("--lr", type=float, default=2e-6)
     parser.add_argument("--of-device", type=int, default=64, help="completions of TRL's microbatch")
-    parser.add_argument("--engines", type=int, default=1, help="vLLM engines of this package on the device")
+    parser.add_argument("--replicas", type=int, default=1, help="vLLM replicas of this package on the device")
     parser.add_argument("--output", type=Path, default=None, help="a folder for lines of all runs")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
@@ -131,7 +131,7 @@ def ours(seed: int, output: Path, options: argparse.Namespace) -> tuple[list[str
                 "kind": "vllm",
                 "python": options.vllm_python,
                 "memory_fraction": 0.4,
-                "engines": options.engines,
+                "replicas": options.replicas,
             },
         },
     }

@@ -8,13 +8,17 @@ const sections = new Map();
 let runs = [];
 let state = "";
 
-async function loadGroups(run, step) {
-  if (embedded) return runs[run].rollouts[step];
-  const answer = await fetch(`/rollouts?run=${run}&step=${step}`);
-  return answer.json();
+// Gives what a page holds of a run's step, or what the server has of it.
+function loadOf(held, path) {
+  return async (run, step) => {
+    if (embedded) return runs[run][held][step];
+    const answer = await fetch(`${path}?run=${run}&step=${step}`);
+    return answer.json();
+  };
 }
 
-const rollouts = new Rollouts(byId("rollouts"), loadGroups);
+const rollouts = new Rollouts(byId("rollouts"), loadOf("rollouts", "/rollouts"));
+const timeline = new Timeline(byId("timeline"), loadOf("timelines", "/timeline"));
 
 function showHead() {
   byId("runs").replaceChildren(...runs.map((run, number) => {
@@ -130,6 +134,7 @@ function show(data) {
   showHead();
   showSummary(byId("summary"), runs);
   showCharts();
+  timeline.update(runs);
   rollouts.update(runs);
   showSamples(byId("samples"), runs);
   showExamples(byId("examples"), runs);
@@ -140,7 +145,7 @@ byId("smoothing").oninput = (event) => { settings.smoothing = Number(event.targe
 byId("axis").onchange = (event) => { settings.axis = event.target.value; showCharts(); };
 byId("log").onchange = (event) => { settings.log = event.target.checked; showCharts(); };
 byId("search").oninput = (event) => { settings.search = event.target.value; showCharts(); };
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showCharts);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { showCharts(); timeline.draw(); });
 
 const SECONDS_BETWEEN = 3;
 

@@ -143,29 +143,18 @@ const FILTERS = {
 };
 
 // The section with the groups of a step.
-class Rollouts {
+class Rollouts extends StepSection {
   constructor(section, load) {
-    this.section = section;
-    this.load = load;  // gives the groups of a run's step
-    this.run = 0;
-    this.step = null;  // null: the newest
-    const title = section.appendChild(make("h2", "", "Rollouts"));
-    title.onclick = () => section.classList.toggle("closed");
-    const bar = section.appendChild(make("div", "bar"));
-    this.runs = bar.appendChild(make("select"));
-    this.runs.onchange = () => { this.run = Number(this.runs.value); this.step = null; this.show(); };
-    this.slider = bar.appendChild(make("input"));
-    this.slider.type = "range";
-    this.slider.setAttribute("aria-label", "step");
-    this.slider.oninput = () => { this.step = this.steps[this.slider.value]; this.show(); };
-    this.label = bar.appendChild(make("span"));
-    this.filter = bar.appendChild(make("select"));
+    super(section, "Rollouts", "steps_with_rollouts", load);
+    this.filter = this.bar.appendChild(make("select"));
     Object.keys(FILTERS).forEach((name) => this.filter.appendChild(make("option", "", name)));
     this.filter.onchange = () => this.show();
-    this.least = this._limit(bar, "reward from");
-    this.most = this._limit(bar, "to");
+    this.least = this._limit(this.bar, "reward from");
+    this.most = this._limit(this.bar, "to");
     this.groups = section.appendChild(make("div"));
   }
+
+  get key() { return `${super.key} ${this.filter.value} ${this.least.value} ${this.most.value}`; }
 
   _limit(bar, text) {
     const label = bar.appendChild(make("label", "", `${text} `));
@@ -177,34 +166,7 @@ class Rollouts {
     return input;
   }
 
-  get steps() { return this.data[this.run].steps_with_rollouts || []; }
-
-  update(data) {
-    this.data = data;
-    const having = data.map((run, number) => [run, number]).filter(([run]) => (run.steps_with_rollouts || []).length);
-    this.section.hidden = !having.length;
-    if (!having.length) return;
-    if (!this.steps.length) this.run = having[0][1];
-    this.runs.hidden = having.length < 2;
-    this.runs.replaceChildren(...having.map(([run, number]) => {
-      const option = make("option", "", run.name);
-      option.value = number;
-      option.selected = number === this.run;
-      return option;
-    }));
-    this.show();
-  }
-
-  async show() {
-    const steps = this.steps, step = this.step ?? steps[steps.length - 1];
-    this.slider.max = steps.length - 1;
-    this.slider.value = steps.indexOf(step);
-    this.label.textContent = `step ${step}`;
-    const key = `${this.run} ${step} ${this.filter.value} ${this.least.value} ${this.most.value}`;
-    if (key === this.shownKey) return;  // so that open texts stay open while a run goes on
-    this.shownKey = key;
-    const groups = await this.load(this.run, step);
-    if (key !== this.shownKey) return;
+  draw(groups) {
     const [least, most] = [this.least, this.most].map((input) => (input.value === "" ? null : Number(input.value)));
     const isWithin = (c) => (least === null || c.reward >= least) && (most === null || c.reward <= most);
     const found = groups.filter(FILTERS[this.filter.value])

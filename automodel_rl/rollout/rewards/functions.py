@@ -1,5 +1,6 @@
 """Reward functions: (completion, example) -> score. Imports nothing heavy, as every reward has its own process."""
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +30,8 @@ def math(completion: str, example: Example) -> float:
     """1 if math-verify says that the completion's result equals the answer."""
     from math_verify import parse, verify
 
-    # math-verify's own time limits need the main thread's alarm; the call's time limit is enough.
+    # math-verify's own time limits need the main thread's alarm; the call's time limit is enough. It warns of that.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     expected = parse(f"${example['answer']}$", parsing_timeout=None)
     return float(verify(expected, parse(completion, parsing_timeout=None), timeout_seconds=None))
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from automodel_rl.batch import Microbatch
 from automodel_rl.cli import main
 from automodel_rl.engine import Engine
+from automodel_rl.observe.metrics import read_lines
 from automodel_rl.trainers.run_checkpoints import RunCheckpoints
 from tests.distributed.trainers.runs import (
     Settings,
@@ -80,6 +81,12 @@ def test_rollouts_tell_advantages_and_both_log_probabilities(
     tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
     for step in (1, 2):
         records = rollouts_of(tmp_path / "run", step)
+        lanes = {lane["lane"]: lane for lane in read_lines(tmp_path / "run" / "timelines" / f"step_{step}.jsonl")}
+        rollout = dict(zip(lanes["trainer"]["names"], lanes["trainer"]["spans"], strict=True))["rollout"]
+        spans = [span for rank in (0, 1) for span in lanes[f"generator of rank {rank}"]["spans"]]
+        within = [1 for start, end in spans if rollout[0] <= start <= end <= rollout[1]]
+        assert len(within) == len(records)  # and not those of held-out prompts
+        assert {"rollout", "train", "sync"} <= set(lanes["trainer"]["names"])
         for group in (records[start : start + 4] for start in range(0, len(records), 4)):
             rewards = torch.tensor([record["reward"] for record in group], dtype=torch.float64)
             expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)

@@ -89,8 +89,8 @@ def test_a_tied_model_is_sampled_from_as_it_is_trained(whole: Path) -> None:
     assert len(set(completions)) > 1
 
 
-def test_several_engines_write_what_one_writes(ranks: RankPool, workspace: Path, tmp_path: Path, whole: Path) -> None:
-    generator = {"kind": "vllm", "python": str(PYTHON), "engines": 2}
+def test_several_replicas_write_what_one_writes(ranks: RankPool, workspace: Path, tmp_path: Path, whole: Path) -> None:
+    generator = {"kind": "vllm", "python": str(PYTHON), "replicas": 2}
     ranks(1).run(train, values(workspace, tmp_path / "run", generator))
     assert_agreement(tmp_path / "run")
     for step in range(1, STEPS + 1):

@@ -22,8 +22,8 @@ from automodel_rl.generators import vllm_child
 from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.vllm_child import WORKER, start_early
-from automodel_rl.generators.vllm_engines import VllmEngines
 from automodel_rl.generators.vllm_process import start_vllm
+from automodel_rl.generators.vllm_replicas import VllmReplicas
 from automodel_rl.weight_sync.channel import call, expect, tell
 from tests.vllm_stand_in import NUMBERS, write_vllm
 from tests.weights import send_weights
@@ -152,13 +152,13 @@ def test_a_process_that_was_started_early_is_the_generators_with_the_devices_tha
 
 
 @pytest.mark.usefixtures("python_path")
-def test_all_engines_are_started_early() -> None:
-    start_early(spec_of(engines=3))
+def test_all_replicas_are_started_early() -> None:
+    start_early(spec_of(replicas=3))
     (children,) = [[*of_key] for of_key in vllm_child._early.values()]
-    generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS), num_engines=3)
+    generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS), num_replicas=3)
     try:
-        assert isinstance(generator, VllmEngines)
-        assert {engine.child for engine in generator.engines} == set(children)
+        assert isinstance(generator, VllmReplicas)
+        assert {replica.child for replica in generator.replicas} == set(children)
         assert not vllm_child._early
     finally:
         generator.close()

@@ -46,10 +46,21 @@ def make_grpo_run(folder: Path) -> Path:
     for step in range(1, 13):
         metrics.write({"step": step, "rollout/reward_mean": step / 12, "train/loss": 0.1, "time/step_s": 1.0})
         write_lines(directory.rollouts / f"step_{step}.jsonl", rollouts_of(step))
+        write_lines(directory.timelines / f"step_{step}.jsonl", lanes_of(step))
     stretches = [["What is <b>this</b>?", False], ["four", True]]
     write_lines(directory.examples / "step_0.jsonl", [{"where": "d.jsonl:1", "num_tokens": 9, "stretches": stretches}])
     write_lines(directory.samples / "step_12.jsonl", [{"prompt": "<b>2+2</b>", "completion": "4", "expected": "four"}])
     return folder
+
+
+def lanes_of(step: int) -> list[dict]:
+    """A step that waits for a generator, which began before it."""
+    phases = [[0.0, 2.0], [2.0, 2.1], [2.1, 3.0 + step]]
+    return [
+        {"lane": "trainer", "spans": phases, "names": ["rollout", "pack", "train"]},
+        {"lane": "generator of rank 0", "spans": [[-0.5, 1.0], [-0.5, 1.5], [0.2, 2.0]]},
+        {"lane": "rewards", "spans": [[1.0, 1.1], [1.5, 1.6], [2.0, 2.0]]},
+    ]
 
 
 def rollouts_of(step: int) -> list[dict]:

@@ -131,6 +131,22 @@ def test_rollouts_are_side_by_side_and_filtered(tab: Any, tmp_path: Path) -> Non
     assert tab.locator("#examples .given").all_inner_texts() == ["What is <b>this</b>?"]
 
 
+def test_a_timeline_shows_who_works_when(tab: Any, tmp_path: Path) -> None:
+    write_report(tmp_path / "page.html", [make_grpo_run(tmp_path / "run")])
+    tab.goto((tmp_path / "page.html").as_uri())
+    plot = tab.locator("#timeline .timeline.js-plotly-plot")
+    plot.wait_for()
+    assert tab.locator("#timeline .bar span").first.inner_text() == "step 12"
+    labels = plot.evaluate("plot => plot._fullLayout.yaxis.ticktext")
+    assert labels == ["trainer 87%", "generator of rank 0 13%", "rewards 1%"]
+    names = plot.evaluate("plot => plot.data.map(trace => trace.name)")
+    assert names[:3] == ["rollout 2 s", "pack 0.1 s", "train 12.9 s"]
+    written = plot.evaluate("plot => plot.data[3].text")
+    assert written == ["0", "1 at -0.5 s", "2 at -0.5 s", "3 at 0.2 s", "2 at 1 s", "1 at 1.5 s", "0 at 2 s"]
+    tab.locator("#timeline input[type=range]").fill("0")
+    tab.wait_for_function("document.querySelector('#timeline .timeline').data[2].name === 'train 1.9 s'")
+
+
 def test_agents_show_their_turns_as_a_tree(tab: Any, tmp_path: Path) -> None:
     run = make_grpo_run(tmp_path / "run")
     (run / "rollouts" / "step_12.jsonl").write_text(json.dumps(episode()) + "\n")

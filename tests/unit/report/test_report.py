@@ -88,6 +88,8 @@ def test_rollouts_of_some_steps_are_in_a_page_and_all_are_served(tmp_path: Path)
     assert [c["reward"] for c in first["completions"]] == [0.0, 1.0]
     assert first["completions"][1]["pieces"][0] == ["<i>", -0.5, -0.1]
     assert spread([1, 2, 3], 8) == [1, 2, 3]
+    assert found["steps_with_timelines"] == found["steps_with_rollouts"]
+    assert found["timelines"][12][0]["spans"][2] == [2.1, 15.0]
 
 
 def test_long_texts_lose_their_middle(tmp_path: Path) -> None:
@@ -132,6 +134,8 @@ def test_a_server_shows_news_alone_and_only_to_this_machine(tmp_path: Path) -> N
         again = json.loads(fetch(f"{server.url}data?state={data['state']}"))
         assert again["runs"][0]["step"] == 13
         assert len(json.loads(fetch(f"{server.url}rollouts?run=0&step=2"))) == 2
+        lanes = json.loads(fetch(f"{server.url}timeline?run=0&step=2"))
+        assert [lane["lane"] for lane in lanes] == ["trainer", "generator of rank 0", "rewards"]
         for wrong, host in (("rollouts?run=7&step=1", None), ("../config.yaml", None), ("data", "evil.example:80")):
             with pytest.raises(urllib.error.HTTPError) as error:
                 fetch(f"{server.url}{wrong}", host)

@@ -1,0 +1,129 @@
+"""Several vLLM replicas on one device as a single generator.
+
+vLLM schedules sequences and takes their tokens in one Python thread: for 512 sequences of a small model that takes five
+times as long as the device computes (benchmarks/README.md, "Several vLLM on a device"). Replicas do it side by side.
+"""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from automodel_rl.generator_messages import Failure, Message, Request
+from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+
+
+class VllmReplicas:
+    """A `Generator`, and the `VllmChannel` of its weights: each replica gets the same messages, and a part of the
+    requests. Requests with the same prompt, and turns of a conversation, go to one replica, which has their beginning
+    cached. If one replica is lost, the generator is.
+
+    Args:
+        replicas: the replicas, not started yet.
+    """
+
+    def __init__(self, replicas: Sequence[GeneratorProcess]):
+        self.replicas = replicas
+        self.works_alone, self.warning = True, ""
+        self.addresses: list[str] = []
+        self._open = Counter[int]()  # number of requests that each replica still writes
+        self._counting = threading.Lock()
+
+    @property
+    def num_workers(self) -> int:
+        """Number of processes that hold weights."""
+        return sum(replica.num_workers for replica in self.replicas)
+
+    def start(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Starts one replica after the other, since each measures the memory that is free.
+
+        Args:
+            meanwhile: called while the first one starts. What it raises, this raises.
+
+        Raises:
+            NotStartedError: an replica does not start.
+        """
+        try:
+            for number, replica in enumerate(self.replicas):
+                replica.start(*([meanwhile] if number == 0 else []))
+        except BaseException:
+            self.close()
+            raise
+        self.warning = self.replicas[0].warning
+
+    def submit(
+        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
+    ) -> Callable[[], list[Completion]]:
+        told = threading.Lock()
+
+        def tell_once(error: BaseException) -> None:
+            if told.acquire(blocking=False):
+                on_lost(error)
+
+        shares = self._shares(requests)
+        waits = {
+            replica: self._submit(replica, [requests[place] for place in places], places, on_finished, tell_once)
+            for replica, places in shares.items()
+        }
+
+        def completions() -> list[Completion]:
+            found: dict[int, Completion] = {}
+            for replica, places in shares.items():
+                found |= dict(zip(places, waits[replica](), strict=True))
+            return [found[place] for place in range(len(requests))]
+
+        return completions
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self.submit(requests)()
+
+    def sleep(self, level: int, seconds: float) -> None:
+        """Makes all replicas give their memory back. Arguments and errors are those of `GeneratorProcess.sleep`."""
+        for replica in self.replicas:
+            replica.sleep(level, seconds)
+
+    def wake(self, what: Literal["weights", "kv_cache"], seconds: float) -> None:
+        """Gives all replicas their memory again. Arguments and errors are those of `GeneratorProcess.wake`."""
+        for replica in self.replicas:
+            replica.wake(what, seconds)
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.close()
+
+    def send(self, message: Message) -> None:
+        for replica in self.replicas:
+            replica.send(message)
+
+    def ready(self) -> bool:
+        return all(replica.ready() for replica in self.replicas)
+
+    def receive(self) -> Message:
+        answers = [replica.receive() for replica in self.replicas]
+        return next((answer for answer in answers if isinstance(answer, Failure)), answers[0])
+
+    def _shares(self, requests: Sequence[Request]) -> dict[int, list[int]]:
+        """Places of the requests that each replica gets. Prompts go where the fewest requests are."""
+        shares: defaultdict[int, list[int]] = defaultdict(list)
+        of_prompts: dict[tuple[int, ...], int] = {}
+        with self._counting:
+            for place, request in enumerate(requests):
+                if request.conversation is not None:
+                    replica = request.conversation % len(self.replicas)
+                else:
+                    emptiest = min(range(len(self.replicas)), key=lambda number: self._open[number])
+                    replica = of_prompts.setdefault(tuple(request.prompt), emptiest)
+                shares[replica].append(place)
+                self._open[replica] += 1
+        return shares
+
+    def _submit(
+        self, replica: int, requests: list[Request], places: list[int], on_finished: OnFinished, on_lost: OnLost
+    ) -> Callable[[], list[Completion]]:
+        def finish(place: int, completion: Completion) -> None:
+            with self._counting:
+                self._open[replica] -= 1
+            on_finished(places[place], completion)
+
+        return self.replicas[replica].submit(requests, finish, on_lost)
