@@ -77,6 +77,8 @@ def _line(asked: RunConfig, decided: RunConfig, fit: Fit) -> str:
         f"{section}.{key}={as_yaml(getattr(getattr(decided, section), key))}" for section, key in _left_open(asked)
     ]
     plan = f"the plan is {fit.planned / GIB:.0f} of {fit.room / GIB:.0f} GiB that a step may fill"
+    if fit.beside >= GIB:
+        plan += f", beside {fit.beside / GIB:.0f} GiB for rollouts"
     if not fit.fits:
         plan += ": if memory runs out, lower batch.microbatch_tokens"
     return f"{' '.join(chosen)} (auto: {plan})"

@@ -38,6 +38,10 @@ estimate leaves out."""
 MOST_IN_A_PIPELINE = 8192
 """Largest capacity in a pipeline, which needs several microbatches for each of its ranks."""
 
+MOST_BESIDE_A_GENERATOR = 2**15
+"""Largest capacity on a device where a generator keeps its memory while the model trains. Larger ones would be hardly
+faster, and leave nothing for what neither side has planned."""
+
 RECOMPUTED: dict[Recomputed, float] = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
 """Work of a step with recomputation, in units of a forward and a backward without it. Attention does not count."""
 
@@ -61,6 +65,7 @@ class Fit:
         needed: tokens that a microbatch must hold.
         room: bytes that a step may fill.
         planned: bytes of a step on the fullest rank.
+        beside: bytes that a generator on the device and buffers of weight syncs have meanwhile.
     """
 
     parallel: ParallelConfig
@@ -69,6 +74,7 @@ class Fit:
     needed: int
     room: float
     planned: int
+    beside: float = 0
 
     @property
     def fits(self) -> bool:
@@ -154,6 +160,8 @@ def _try(
     num_tokens = largest_microbatch(model, parallel, memory, room) if given == "auto" else given
     if parallel.pp > 1 and given == "auto":
         num_tokens = min(num_tokens, max(MOST_IN_A_PIPELINE, -(-longest // STEP) * STEP))
+    if phases.shares_memory and given == "auto":
+        num_tokens = min(num_tokens, max(MOST_BESIDE_A_GENERATOR, -(-longest // STEP) * STEP))
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
 
     def busiest(tokens: int) -> int:
@@ -164,7 +172,8 @@ def _try(
             _largest(-(-longest // STEP), num_tokens // STEP, lambda steps: busiest(steps * STEP) <= room) * STEP
         )
     planned = max(_peak(model, parallel, memory, max(num_tokens, STEP)), busiest(num_tokens))
-    return Fit(parallel, memory, num_tokens, max(longest, STEP) if given == "auto" else given, room, planned)
+    needed = max(longest, STEP) if given == "auto" else given
+    return Fit(parallel, memory, num_tokens, needed, room, planned, phases.beside_training)
 
 
 def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:

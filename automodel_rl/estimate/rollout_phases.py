@@ -24,11 +24,13 @@ class RolloutPhases:
         beside_training: the generator's part and the buffers of weight syncs while the model trains.
         weight_sync: everything while the generator gets weights.
         rollout: everything while the generator writes.
+        shares_memory: whether a generator keeps its memory of the device while the model trains.
     """
 
     beside_training: float = 0
     weight_sync: float = 0
     rollout: float = 0
+    shares_memory: bool = False
 
     @property
     def peak(self) -> float:
@@ -76,6 +78,7 @@ def rollout_phases(
         beside_training=buffers + (ASLEEP if run.sleep_level else awake),
         weight_sync=always + in_sync + weights + without_moments,
         rollout=in_rollouts + awake,
+        shares_memory=not run.sleep_level,
     )
 
 

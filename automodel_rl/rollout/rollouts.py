@@ -21,7 +21,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.media_inputs import prompt_media
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.observe.timeline import REWARDS, StepTimeline, generator_lane
+from automodel_rl.launch.timeline import REWARDS, StepTimeline, generator_lane
 from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.protocol import Promptlike, Rollout

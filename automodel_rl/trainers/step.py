@@ -14,11 +14,11 @@ from automodel_rl.compat.compilation import Compiled, compiled_so_far
 from automodel_rl.config import RunConfig
 from automodel_rl.engine import TrainOutput
 from automodel_rl.launch.flight import flight
+from automodel_rl.launch.timeline import TRAINER, StepTimeline
 from automodel_rl.losses.disagreement import EXTREMES
 from automodel_rl.model.flops import peak_flops
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.peak_memory import peak_memory
-from automodel_rl.observe.timeline import TRAINER, StepTimeline
 
 NEARLY_FULL = 0.95
 """Share of a device's memory above which a step warns."""

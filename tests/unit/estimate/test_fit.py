@@ -4,9 +4,16 @@ import pytest
 from transformers import Qwen3Config
 
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.algorithms import SFTConfig
+from automodel_rl.config.algorithms import GRPOConfig, SFTConfig
 from automodel_rl.config.model import MemoryConfig
-from automodel_rl.estimate.fit import MOST_TOKENS, STEP, Fit, fit_to_device, largest_microbatch
+from automodel_rl.estimate.fit import (
+    MOST_BESIDE_A_GENERATOR,
+    MOST_TOKENS,
+    STEP,
+    Fit,
+    fit_to_device,
+    largest_microbatch,
+)
 from automodel_rl.estimate.memory import MemoryModel
 from tests.tiny_families import DENSE
 
@@ -95,6 +102,29 @@ def test_a_model_that_fits_nowhere_is_said_not_to_fit() -> None:
     found = fit({}, 24)
     assert not found.fits
     assert chosen(found) == ("reshard", "full", True)
+
+
+def test_beside_a_generator_that_keeps_its_memory_microbatches_are_bounded() -> None:
+    def found(**generator: object) -> Fit:
+        vllm = {"kind": "vllm", "memory_fraction": 0.4, **generator}
+        config = GRPOConfig.model_validate(
+            {
+                "model": {"path": "x"},
+                "data": {"train": "x.jsonl"},
+                "length": {"steps": 1},
+                "output": "out",
+                "batch": {"microbatch_tokens": "auto"},
+                "rollout": {"prompts": 8, "max_prompt_tokens": 64, "max_new_tokens": 64, "generator": vllm},
+                "rewards": [{"function": "math"}],
+            }
+        )
+        return fit_to_device(config, Qwen3Config(**DENSE, num_hidden_layers=4), 79 * 2**30)
+
+    beside = found()
+    assert beside.num_tokens == MOST_BESIDE_A_GENERATOR
+    assert 0.4 * 79 * 2**30 < beside.beside < 0.41 * 79 * 2**30
+    assert found(sleep=2).num_tokens == MOST_TOKENS
+    assert found(place=[1]).num_tokens == MOST_TOKENS
 
 
 def test_what_is_decided_holds_for_the_language_model_of_components() -> None:

@@ -2,7 +2,7 @@
 
 import time
 
-from automodel_rl.observe.timeline import REWARDS, TRAINER, StepTimeline, generator_lane
+from automodel_rl.launch.timeline import REWARDS, TRAINER, StepTimeline, generator_lane
 
 
 def test_lanes_come_with_the_trainer_first_and_times_from_the_step_on() -> None:
