@@ -186,7 +186,9 @@ class Engine:
             return 0.0, {}
         with self._adding_gradients():
             totals = self.runner.forward_backward(microbatches, loss_fn, readout, counts)
-        return self._shared(totals, counts)
+            indexing = self.runner.indexer_metric()
+        loss, metrics = self._shared(totals, counts)
+        return loss, {**metrics, **indexing}
 
     def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
         """Takes one optimizer step with the gradients that `forward_backward` has added up, and clears the gradients.

@@ -71,11 +71,13 @@ def rollout_phases(
         return RolloutPhases(buffers, always + weights + without_moments, in_rollouts)
     if isinstance(generator, VllmGeneratorConfig):
         awake = generator.memory_fraction * device_bytes
-        in_sync = model_bytes / generator.tensor_parallel if run.sleep_level else awake
+        replicas = generator.replicas
+        in_sync = replicas * model_bytes / generator.tensor_parallel if run.sleep_level else awake
     else:
         awake = in_sync = float(model_bytes)
+        replicas = 1
     return RolloutPhases(
-        beside_training=buffers + (ASLEEP if run.sleep_level else awake),
+        beside_training=buffers + (replicas * ASLEEP if run.sleep_level else awake),
         weight_sync=always + in_sync + weights + without_moments,
         rollout=in_rollouts + awake,
         shares_memory=not run.sleep_level,

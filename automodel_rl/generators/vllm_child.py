@@ -5,6 +5,7 @@ This file imports little, so that it can do that.
 """
 
 import atexit
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -42,13 +43,11 @@ def start_early(spec: GeneratorSpec) -> None:
     if not leads:
         return
     python, sleeps = choice.python or sys.executable, spec.sleep_level > 0
-    try:
-        children = [ChildProcess([python, str(WORKER)], _environment(sleeps)) for _ in range(choice.replicas)]
-    except OSError:
-        return
-    _early[python, sleeps] = children
-    for child in children:
-        atexit.register(child.close)
+    children = _early[python, sleeps] = []
+    with contextlib.suppress(OSError):
+        for _ in range(choice.replicas):
+            children.append(ChildProcess([python, str(WORKER)], _environment(sleeps)))
+            atexit.register(children[-1].close)
 
 
 def vllm_child(python: str, sleeps: bool) -> ChildProcess:

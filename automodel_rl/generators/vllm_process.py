@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import VllmSettings
+from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.generator_process import GeneratorProcess, NotStartedError
 from automodel_rl.generators.vllm_child import vllm_child
 from automodel_rl.generators.vllm_replicas import VllmReplicas
@@ -37,9 +38,13 @@ def start_vllm(
     options = {**settings.options, "logprobs_mode": "raw_logprobs" if drafts else "processed_logprobs"}
     num_workers = int(options.get("tensor_parallel_size", 1))
     sleeps = bool(options.get("enable_sleep_mode"))
+    children: list[ChildProcess] = []
     try:
-        children = [vllm_child(python or sys.executable, sleeps) for _ in range(num_replicas)]
+        for _ in range(num_replicas):
+            children.append(vllm_child(python or sys.executable, sleeps))
     except OSError as error:
+        for child in children:
+            child.close()
         raise InputError(f"generator.python={python}: cannot start it ({error.strerror})") from None
     replicas = [
         GeneratorProcess(

@@ -28,6 +28,7 @@ class VllmReplicas:
         self.works_alone, self.warning = True, ""
         self.addresses: list[str] = []
         self._open = Counter[int]()  # number of requests that each replica still writes
+        self._of_conversations: dict[int, int] = {}
         self._counting = threading.Lock()
 
     @property
@@ -109,10 +110,11 @@ class VllmReplicas:
         of_prompts: dict[tuple[int, ...], int] = {}
         with self._counting:
             for place, request in enumerate(requests):
+                emptiest = min(range(len(self.replicas)), key=lambda number: self._open[number])
                 if request.conversation is not None:
-                    replica = request.conversation % len(self.replicas)
+                    # The fleet deals conversations by their number: the same here would leave replicas idle.
+                    replica = self._of_conversations.setdefault(request.conversation, emptiest)
                 else:
-                    emptiest = min(range(len(self.replicas)), key=lambda number: self._open[number])
                     replica = of_prompts.setdefault(tuple(request.prompt), emptiest)
                 shares[replica].append(place)
                 self._open[replica] += 1

@@ -14,6 +14,12 @@ def generator_lane(rank: int | None) -> str:
     return "generators" if rank is None else f"generator of rank {rank}"
 
 
+def _order(lane: str) -> tuple[int, int]:
+    """The trainer comes first, then rewards, then generators by their ranks."""
+    rank = lane.rpartition(" ")[2]
+    return (TRAINER, REWARDS).index(lane) if lane in (TRAINER, REWARDS) else 2, int(rank) if rank.isdecimal() else -1
+
+
 class StepTimeline:
     """Collects spans of work from any thread, each in a lane. Times are those of `time.time()`."""
 
@@ -43,5 +49,5 @@ class StepTimeline:
                 "spans": [[round(start - zero, 3), round(end - zero, 3)] for start, end, _ in of_lane],
                 **({"names": [name for _, _, name in of_lane]} if lane == TRAINER else {}),
             }
-            for lane, of_lane in sorted(spans.items(), key=lambda item: (item[0] != TRAINER, item[0] == REWARDS, item))
+            for lane, of_lane in sorted(spans.items(), key=lambda item: _order(item[0]))
         ]

@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
 from torch.nn.attention import varlen  # noqa: F401 (it registers its operator)
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_rl.model import flash_sinks  # noqa: F401 (likewise)
 
@@ -25,6 +26,8 @@ KEPT = (
 )
 """Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work."""
 
+_keeps_nothing: ContextVar[bool] = ContextVar("keeps_nothing", default=False)
+
 OPTIONAL = ("flash_attn_3",)
 """Libraries whose operators are only there once the library has been imported."""
 
@@ -35,9 +38,26 @@ def checkpoint_layers(layers: Iterable[Any], mode: Literal["none", "selective", 
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _kept_operators())
+        policy = functools.partial(_policy, frozenset(_kept_operators()))
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Selective checkpointing keeps nothing of this block, such as products from which only a choice or a gradient
+    follows."""
+    token = _keeps_nothing.set(True)
+    try:
+        yield
+    finally:
+        _keeps_nothing.reset(token)
+
+
+def _policy(kept: frozenset[Any], _: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    keeps = operator in kept and not _keeps_nothing.get()
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _kept_operators() -> list[Any]:

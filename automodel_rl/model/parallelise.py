@@ -80,6 +80,9 @@ class PartInProgress:
         model: the model's config: its precision, and how routers are trained.
         memory: what is recomputed or compiled.
         whole: the config of the whole model.
+
+    Attributes:
+        counts: whether layers count something once for each microbatch: loads of experts, or losses of indexers.
     """
 
     def __init__(self, part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, whole: PretrainedConfig):
@@ -90,7 +93,8 @@ class PartInProgress:
         self.accurate = _fp32_modules(part, self.family)
         self.tp = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
         self.partial: list[tuple[nn.Module, str]] = []
-        self.scope = MicrobatchScope(tells_first=bool(routers_of(self.layers, self.family)))
+        self.counts = bool(routers_of(self.layers, self.family)) or model.indexer is not None
+        self.scope = MicrobatchScope(tells_first=self.counts)
         sharing = [group for group in (layout.cp_group, layout.tp_group) if group is not None]
         routed = {number: layer for number, layer in self.layers.items() if number < part.config.num_hidden_layers}
         self.watch = RouterWatch(routed, self.family, self.scope, model.moe, sharing)
@@ -164,17 +168,17 @@ def watch_routers(work: PartInProgress) -> None:
 def compile_and_recompute(work: PartInProgress) -> None:
     """Compiles layers, makes them compute again in the backward, and notes their microbatch for adapters and routers.
 
-    A recomputation notes the microbatch, too, so it is always around that. A graph of a dense layer holds both: then
-    its recomputation sees what is to be kept. Around the layers of a mixture they come after the graph, which cannot
+    A recomputation notes the microbatch, too, so it is always around that. A graph of a layer that counts nothing holds
+    both: then its recomputation sees what is to be kept. Around other layers they come after the graph, which cannot
     tell whether a microbatch is computed for the first time.
     """
-    layers, is_mixture = work.layers.values(), bool(work.watch.routers)
-    if work.compiled and is_mixture:
+    layers = work.layers.values()
+    if work.compiled and work.counts:
         compile_layers(layers)
-    if is_mixture or work.model.lora is not None:
+    if work.counts or work.model.lora is not None:
         work.scope.follow(work.layers)
     checkpoint_layers(layers, work.memory.recomputed)
-    if work.compiled and not is_mixture:
+    if work.compiled and not work.counts:
         compile_layers(layers)
 
 

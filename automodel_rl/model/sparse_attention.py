@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automodel_rl.families.family import Family
+from automodel_rl.model.activation_checkpointing import nothing_kept
 from automodel_rl.model.head import accurate_matmul
 from automodel_rl.model.indexer_loss import IndexerLoss
 from automodel_rl.parallel.collectives import AllGatherCP
@@ -68,6 +69,11 @@ class KeyIndex:
         """
         if causal.shape[1] <= self.most:
             return causal
+        with nothing_kept():
+            return self._chosen(queries, keys, causal)
+
+    def _chosen(self, queries: slice, keys: slice, causal: Tensor) -> Tensor:
+        """The keys that are chosen. The arguments are those of `seen`."""
         rows = max(1, PRODUCTS_AT_ONCE // (self.queries.shape[1] * causal.shape[1]))
         own = (self.queries[queries].split(rows), self.weights[queries].split(rows), causal.split(rows))
         return torch.cat(
@@ -75,6 +81,7 @@ class KeyIndex:
         )
 
     @torch.no_grad()
+    @nothing_kept()
     def gradients(self, attention: Iterable["SequenceAttention"], is_real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's summands of the gradients of the indexer's loss by queries, keys and weights, of their dtypes.
 

@@ -21,7 +21,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.media_inputs import prompt_media
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.launch.timeline import REWARDS, StepTimeline, generator_lane
+from automodel_rl.launch.timeline import REWARDS, generator_lane
 from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.protocol import Promptlike, Rollout
@@ -68,6 +68,8 @@ class Rollouts:
         rewards: the rewards.
         template: the chat template, with the tokenizer.
         logs: folder for the log of what environments print.
+        worked: called from any thread when a completion was written or scored: with the lane of whoever did it
+            (launch/timeline.py), and when that began, by `time.time()`.
 
     Attributes:
         schemas: JSON schemas of the tools that prompts offer.
@@ -75,7 +77,6 @@ class Rollouts:
         config: the config, whose completions also stop at the tokens with which the chat template ends turns, if there
             are several.
         errors: warns of rewards whose calls fail.
-        timeline: when completions were written and scored.
 
     Example:
         >>> def program(policy, fleet, run):
@@ -101,11 +102,12 @@ class Rollouts:
         rewards: Sequence[RewardConfig],
         template: ChatTemplate,
         logs: Path,
+        worked: Callable[[str, float], None] = lambda lane, began: None,
     ):
         self.config, self.fleet, self.tokenizer = config, fleet, template.tokenizer
         self.schemas: tuple[dict[str, object], ...] = ()
         self.warning = ""
-        self.timeline = StepTimeline()
+        self._worked = worked
         self._numbers, self._pending = 0, dict[int, _Pending]()
         self._taken: set[int] = set()
         self.conversations: Conversations | Agents | None = None
@@ -217,7 +219,7 @@ class Rollouts:
 
         def finished(number: int, completion: Completion) -> None:
             """Begins to score a completion while others are still written."""
-            self.timeline.add(generator_lane(completion.rank), began)
+            self._worked(generator_lane(completion.rank), began)
             place = places[number]
             if completion.finish != "error":
                 example = scored_example(pending.asked[place][0], completion)
@@ -294,9 +296,7 @@ class Rollouts:
         """Begins to score a completion."""
         began = time.time()
         scoring = self.scorer.submit(text, example)
-        for result in scoring.results:
-            if result is not None:
-                result.add_done_callback(lambda _: self.timeline.add(REWARDS, began))
+        scoring.when_done(lambda: self._worked(REWARDS, began))
         return scoring
 
     def _text(self, completion: Completion) -> str:
@@ -315,7 +315,8 @@ class Rollouts:
             scorings.append(scoring if scoring and is_same else self._scoring(text, example))
         began = time.time()
         scores = self.scorer.take(scorings)
-        self.timeline.add(REWARDS, began)
+        if self.scorer.takes_batches:
+            self._worked(REWARDS, began)
         return [
             Rollout(completion, text, score, (number, place))
             for place, (completion, text, score) in enumerate(zip(completions, texts, scores, strict=True))

@@ -134,8 +134,6 @@ class OnlineRun:
         step.metrics |= effective_sample_size(step.metrics)
         self._collected.warn(step)
         self.validation.measure_in(step)
-        lanes = [*step.timeline.take(step.began), *self.rollouts.timeline.take(step.began)]
-        self.run.write_beside("timeline", self.run.directory.timelines, lanes)
 
     def finish(self) -> Path:
         """Ends generators and the run. Returns the folder of the trained checkpoint."""

@@ -19,6 +19,7 @@ from automodel_rl.errors import JobEndedError, StoppedError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
+from automodel_rl.launch.timeline import TRAINER, StepTimeline
 from automodel_rl.observe.console import Progress
 from automodel_rl.observe.metrics import MetricsFile, write_lines
 from automodel_rl.observe.trackers import Tracker, make_trackers
@@ -111,6 +112,7 @@ class Run:
         self.goal = Goal(0)
         self._parts: dict[str, Resumable] = {}
         self._open = contextlib.ExitStack()
+        self.timeline = StepTimeline()
         self.step = 0
         self.is_finished = False
         self.mentioned_overlong = False
@@ -152,7 +154,9 @@ class Run:
         Raises:
             InputError: tools, the environment or a reward cannot be started.
         """
-        rollouts = Rollouts(self.config, fleet, rewards, self.chat.template, self.directory.environments)
+        rollouts = Rollouts(
+            self.config, fleet, rewards, self.chat.template, self.directory.environments, self.timeline.add
+        )
         self._open.callback(rollouts.close)
         return rollouts
 
@@ -239,15 +243,24 @@ class Run:
             if self.step == 0 and baseline is not None:
                 with flight.top_phase("baseline"):
                     self._write({"step": 0, **baseline()})
+                    self.timeline.take(time.time())  # which belongs to no step
             first = self.step + 1
             while not self.is_over:
                 self.step += 1
-                step = Step(self.step, self.handle, self.config, self.say, is_early=self.step < first + EARLY)
+                is_early = self.step < first + EARLY
+                step = Step(self.step, self.handle, self.config, self.say, self.timeline, is_early)
                 with flight.top_phase(f"step {self.step}"):
                     yield step
                     self._write(step.metrics)
+                    self._write_timeline(step)
                     self._end_step(step, stop)
             self._warn(self.checkpoints.finish())
+
+    def _write_timeline(self, step: Step) -> None:
+        """Writes who worked when, of a step with completions."""
+        lanes = self.timeline.take(step.began)
+        if any(lane["lane"] != TRAINER for lane in lanes):
+            self.write_beside("timeline", self.directory.timelines, lanes)
 
     def _end_step(self, step: Step, stop: StopSignal) -> None:
         """Saves a checkpoint if one is due, and stops the run if that was asked for or its time is up."""

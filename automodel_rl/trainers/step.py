@@ -32,19 +32,26 @@ class Step:
         handle: the model that trains.
         config: the run's config.
         say: prints a line on the console.
+        timeline: gets the phases of the step.
         is_early: whether layers may still be compiled, as in the first steps of a process.
 
     Attributes:
         metrics: the step's record for metrics.jsonl.
-        timeline: who worked when in the step.
+        began: when it began, by `time.time()`.
     """
 
     def __init__(
-        self, number: int, handle: ModelHandle, config: RunConfig, say: Callable[[str], None], is_early: bool = False
+        self,
+        number: int,
+        handle: ModelHandle,
+        config: RunConfig,
+        say: Callable[[str], None],
+        timeline: StepTimeline,
+        is_early: bool = False,
     ):
         self.number, self.handle, self.config, self.say, self.is_early = number, handle, config, say, is_early
         self.metrics: dict[str, Any] = {"step": number}
-        self.timeline, self.began = StepTimeline(), time.time()
+        self.timeline, self.began = timeline, time.time()
         self.compiled_before = compiled_so_far() if handle.memory.compile else None
         self.started = time.perf_counter()
 

@@ -101,11 +101,11 @@ FAULTS: dict[str, Fault] = {
         "unit/losses/test_critic.py::test_advantages_and_returns_have_the_numbers_of_other_packages[nrl_gae]",
     ),
     "indexers by attention's weights of one tp rank": Fault(
-        _weights_of_one_tp_rank, f"{INDEXER}[deepseek_v32-{{'cp': 2, 'tp': 2}}-none]"
+        _weights_of_one_tp_rank, f"{INDEXER}[deepseek_v32-{{'cp': 2, 'tp': 2}}-none-0]"
     ),
-    "indexers by keys that queries do not see": Fault(_loss_over_all_keys, f"{INDEXER}[deepseek_v32-{{}}-full]"),
+    "indexers by keys that queries do not see": Fault(_loss_over_all_keys, f"{INDEXER}[deepseek_v32-{{}}-full-0]"),
     "indexers without gradients of other ranks' queries": Fault(
-        _gathered_without_gradients, f"{INDEXER}[deepseek_v32-{{'cp': 2, 'tp': 2}}-none]"
+        _gathered_without_gradients, f"{INDEXER}[deepseek_v32-{{'cp': 2, 'tp': 2}}-none-0]"
     ),
     "multi-token prediction of the next token": Fault(
         lambda: patch("step.local_microbatches.mtp_targets", lambda microbatch: microbatch.targets),

@@ -36,7 +36,7 @@ class Timeline extends StepSection {
     const shownLanes = lanes.slice(0, MOST_LANES);
     const left = lanes.length - shownLanes.length;
     this.note.textContent = left > 0 ? `${left} further generators are left out` : "";
-    const end = Math.max(...lanes.flatMap((lane) => lane.spans.map(([, stop]) => stop)));
+    const end = lanes.reduce((last, lane) => lane.spans.reduce((most, [, stop]) => Math.max(most, stop), last), 0);
     const traces = shownLanes.flatMap((lane, row) => lane.names ? this._phases(lane, row) : [this._open(lane, row)]);
     const labels = shownLanes.map((lane) => `${escaped(lane.lane)} ${Math.round(100 * busyShare(lane, end))}%`);
     const line = style("--line");
@@ -70,7 +70,7 @@ class Timeline extends StepSection {
   // How many completions a generator writes, or rewards score, as a filled curve that is as high as its row at its peak.
   _open(lane, row) {
     const steps = openSpans(lane.spans);
-    const most = Math.max(...steps.map(([, open]) => open));
+    const most = steps.reduce((highest, [, open]) => Math.max(highest, open), 1);
     const height = (open) => row + 0.4 - 0.8 * open / most;
     const points = [[steps[0][0], row + 0.4], ...steps.map(([second, open]) => [second, height(open)])];
     return {

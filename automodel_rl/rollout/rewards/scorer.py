@@ -1,7 +1,8 @@
 """Scores completions with reward functions that may fail, run too long or return nonsense."""
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,13 @@ class Scoring:
     example: dict[str, Any]
     results: list["Future[list[Result]] | None"]
 
+    def when_done(self, tell: Callable[[], None]) -> None:
+        """Calls a function, from any thread, when the last of the results that have begun is there."""
+        begun = [result for result in self.results if result is not None]
+        left = itertools.count(len(begun) - 1, -1)  # its steps are atomic
+        for result in begun:
+            result.add_done_callback(lambda _: None if next(left) else tell())
+
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
     """Starts every reward once with its options, to find errors before anything else starts.
@@ -69,6 +77,11 @@ class Scorer:
     def __init__(self, rewards: Sequence[RewardConfig]):
         self.rewards = rewards
         self.pools = [RewardPool(config) for config in rewards]
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether a reward scores completions together, once they are taken."""
+        return any(pool.takes_batches for pool in self.pools)
 
     def submit(self, completion: str, example: Mapping[str, Any]) -> Scoring:
         """Begins to score a completion."""

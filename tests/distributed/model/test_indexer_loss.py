@@ -28,10 +28,12 @@ def sequences_of(rank: int) -> list[TokenSequence]:
     return [*make_sequences(3 + rank, rank), *short]
 
 
-def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig, trained: bool = True) -> Found:
+def train(
+    folder: Path, parallel: ParallelConfig, memory: MemoryConfig, trained: bool = True, dtype: str = "float64"
+) -> Found:
     """The metric and the gradient norm of a step, and whole gradients of the same batch, on rank 0 of a stage."""
     indexer = IndexerConfig(weight=WEIGHT) if trained else None
-    model = ModelConfig(path=str(folder), dtype="float64", indexer=indexer)
+    model = ModelConfig.model_validate({"path": str(folder), "dtype": dtype, "indexer": indexer})
     handle = ModelHandle.from_pretrained(model, parallel, memory)
     engine = Engine(handle, OptimizerConfig(), total_steps=1)
     sequences = sequences_of(handle.layout.data_rank)
@@ -44,18 +46,21 @@ def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig, trained:
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "recomputed"),
+    ("family", "sizes", "recomputed", "num_dense"),
     [
-        ("deepseek_v32", {}, "full"),
-        ("deepseek_v32", {"cp": 2, "tp": 2}, "none"),
-        ("deepseek_v32", {"tp": 2, "sequence_parallel": True, "pp": 2}, "selective"),
-        ("glm_moe_dsa", {"dp_shard": 2, "ep": 2, "fsdp": "reshard"}, "full"),
-        ("glm_moe_dsa", {"pp": 2, "cp": 2}, "none"),
+        ("deepseek_v32", {}, "full", 0),
+        ("deepseek_v32", {"cp": 2, "tp": 2}, "none", 0),
+        ("deepseek_v32", {"tp": 2, "sequence_parallel": True, "pp": 2}, "selective", 0),
+        ("deepseek_v32", {"pp": 2}, "full", 2),  # a stage without a mixture
+        ("glm_moe_dsa", {"dp_shard": 2, "ep": 2, "fsdp": "reshard"}, "full", 0),
+        ("glm_moe_dsa", {"pp": 2, "cp": 2}, "none", 0),
     ],
     ids=str,
 )
-def test_layouts_equal_transformers(ranks: RankPool, tmp_path: Path, family: str, sizes: dict, recomputed: str) -> None:
-    save_tiny_model(tmp_path, family)
+def test_layouts_equal_transformers(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict, recomputed: str, num_dense: int
+) -> None:
+    save_tiny_model(tmp_path, family, **({"first_k_dense_replace": num_dense} if num_dense else {}))
     parallel = ParallelConfig(**sizes)
     memory = MemoryConfig.model_validate({"activation_checkpointing": recomputed})
     found = ranks(parallel.world_size).run(train, tmp_path, parallel, memory)
@@ -79,3 +84,19 @@ def test_the_model_is_trained_as_with_frozen_indexers(ranks: RankPool, tmp_path:
     assert norm == pytest.approx(plain_norm, rel=1e-12)
     assert {name for name in gradients if name not in plain} == {name for name in gradients if ".indexer." in name}
     assert all(torch.equal(gradients[name], gradient) for name, gradient in plain.items())
+
+
+@pytest.mark.parametrize("indexer", [True, False])
+def test_selective_checkpointing_keeps_nothing_of_the_choice(ranks: RankPool, tmp_path: Path, indexer: bool) -> None:
+    """In float32, where scores are no copy of products."""
+    save_tiny_model(tmp_path, "deepseek_v32")
+    found = [
+        ranks(1).run(
+            train, tmp_path, ParallelConfig(), MemoryConfig(activation_checkpointing=recomputed), indexer, "float32"
+        )[0]
+        for recomputed in ("none", "selective")
+    ]
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    largest = max(float(gradient.abs().max()) for gradient in found[0][2].values())
+    for name, gradient in found[0][2].items():
+        assert float((found[1][2][name] - gradient).abs().max()) < 1e-5 * largest, name

@@ -92,7 +92,13 @@ def test_turns_of_a_conversation_go_to_one_engine() -> None:
     several, replicas = two()
     for token in range(1, 5):
         several.submit([request(token, conversation=3)])
-    assert [len(replica.requests) for replica in replicas] == [0, 4]
+    assert [len(replica.requests) for replica in replicas] == [4, 0]
+
+
+def test_conversations_that_a_fleet_has_dealt_by_their_number_are_shared_evenly() -> None:
+    several, replicas = two()
+    several.submit([request(number, conversation=2 * number) for number in range(8)])
+    assert [len(replica.requests) for replica in replicas] == [4, 4]
 
 
 def test_it_is_lost_once_if_engines_are() -> None:

@@ -71,7 +71,7 @@ def laid_out(*, compiled: bool, mixture: bool, lora: bool, recomputed: str) -> t
     layer = Layer(scope)
     work: Any = SimpleNamespace(
         layers={0: layer},
-        watch=SimpleNamespace(routers={0: object()} if mixture else {}),
+        counts=mixture,
         model=SimpleNamespace(lora=object() if lora else None),
         memory=MemoryConfig.model_validate({"activation_checkpointing": recomputed}),
         compiled=compiled,
