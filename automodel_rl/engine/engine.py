@@ -44,7 +44,8 @@ class TrainOutput:
         skipped: True when no weight changed: loss or gradient were not finite, or there was nothing to train.
         nothing_to_train: True when the global batch had no microbatches, or no trained token and no gradient. A step
             would have moved the weights only by the optimizer's memory of earlier steps.
-        metrics: the loss's own metrics and, for a mixture, those of its routers.
+        metrics: the loss's own metrics and, for a mixture, those of its routers; `indexer/cross_entropy` of trained
+            indexers.
 
     Example:
         >>> TrainOutput(loss=0.5, grad_norm=1.0, num_tokens=2, lr=1e-5, skipped=False).metrics
@@ -504,7 +505,7 @@ class Engine:
             self.optimizer.step(lr)
 
     def _norm_apart(self) -> float:
-        """The global norm of the gradients of the layer that is trained apart. A collective."""
+        """The global norm of the gradients of what is trained apart (`ModelHandle.is_apart`). A collective."""
         shared = share_totals(LossTotals(), self.runner.square_norm(of_apart=True), self.handle.layout)
         return math.sqrt(shared.square_norm)
 

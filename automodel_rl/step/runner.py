@@ -189,7 +189,7 @@ class StepRunner:
         """This rank's part of the squared global gradient norm, float64. The sum over all ranks is the square.
 
         Args:
-            of_apart: whether that of the layer that is trained apart is meant (`ModelHandle.is_apart`).
+            of_apart: whether that of what is trained apart is meant (`ModelHandle.is_apart`).
         """
         norms = [
             local_square_norm(
