@@ -43,11 +43,11 @@ def start_early(spec: GeneratorSpec) -> None:
     if not leads:
         return
     python, sleeps = choice.python or sys.executable, spec.sleep_level > 0
-    children = _early[python, sleeps] = []
     with contextlib.suppress(OSError):
         for _ in range(choice.replicas):
-            children.append(ChildProcess([python, str(WORKER)], _environment(sleeps)))
-            atexit.register(children[-1].close)
+            child = ChildProcess([python, str(WORKER)], _environment(sleeps))
+            _early.setdefault((python, sleeps), []).append(child)
+            atexit.register(child.close)
 
 
 def vllm_child(python: str, sleeps: bool) -> ChildProcess:
