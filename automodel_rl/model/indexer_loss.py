@@ -98,8 +98,7 @@ def cross_entropy(losses: Sequence[IndexerLoss], num_layers: int, layout: Layout
         layout: this rank's place.
     """
     total = torch.stack([loss.total for loss in losses]).sum().cpu()
-    dist.all_reduce(total, group=layout.stage_control)
-    dist.all_reduce(total, group=layout.pp_control)
+    dist.all_reduce(total, group=layout.world_control)
     return {CROSS_ENTROPY: total.item() / (losses[0].num_tokens * num_layers)}
 
 

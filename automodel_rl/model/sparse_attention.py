@@ -60,6 +60,7 @@ class KeyIndex:
         return KeyIndex(own, self.keys.index_select(0, keys), weights, self.most, self.loss)
 
     @torch.no_grad()
+    @nothing_kept()
     def seen(self, queries: slice, keys: slice, causal: Tensor) -> Tensor:
         """The keys of a sequence that its queries see: True for those, bool [q, k].
 
@@ -69,11 +70,6 @@ class KeyIndex:
         """
         if causal.shape[1] <= self.most:
             return causal
-        with nothing_kept():
-            return self._chosen(queries, keys, causal)
-
-    def _chosen(self, queries: slice, keys: slice, causal: Tensor) -> Tensor:
-        """The keys that are chosen. The arguments are those of `seen`."""
         rows = max(1, PRODUCTS_AT_ONCE // (self.queries.shape[1] * causal.shape[1]))
         own = (self.queries[queries].split(rows), self.weights[queries].split(rows), causal.split(rows))
         return torch.cat(
