@@ -27,13 +27,20 @@ def last_number(completion: str, example: Example) -> float:
 
 
 def math(completion: str, example: Example) -> float:
-    """1 if math-verify says that the completion's result equals the answer."""
+    """1 if math-verify says that the completion's result equals the answer.
+
+    A result that is still a calculation scores 0, such as 15 - 26 for -11. Otherwise a policy learns within some twenty
+    steps to repeat the problem.
+    """
     from math_verify import parse, verify
 
     # math-verify's own time limits need the main thread's alarm; the call's time limit is enough. It warns of that.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     expected = parse(f"${example['answer']}$", parsing_timeout=None)
-    return float(verify(expected, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    found = parse(completion, parsing_timeout=None)
+    if expected and found and _is_calculation(found[0]) and not _is_calculation(expected[0]):
+        return 0.0
+    return float(verify(expected, found, timeout_seconds=None))
 
 
 def format(completion: str, example: Example, pattern: str) -> float:
@@ -99,6 +106,21 @@ def find_reward(name: str) -> RewardFn:
     if ":" not in name:
         raise InputError(f"rewards.function={name}: use one of {', '.join(BUILT_IN)}, or package.module:function")
     return import_function("rewards.function", name)
+
+
+def _is_calculation(result: Any) -> bool:
+    """Whether a number is written as a sum, as a product of numbers or as a quotient without remainder. Other
+    fractions, percentages, powers and scientific notation are results. math-verify leaves calculations as they are
+    written.
+    """
+    from sympy import Add, Mul, Pow
+
+    if not isinstance(result, Add | Mul) or not result.doit().is_Number:
+        return False
+    factors = Mul.make_args(result)
+    numbers = [factor for factor in factors if factor.is_Number and abs(factor) != 1]
+    divides = any(isinstance(factor, Pow) and factor.exp == -1 for factor in factors)
+    return result.has(Add) or len(numbers) > 1 or (divides and bool(result.doit().is_Integer))
 
 
 def _last_number(text: str) -> float | None:
