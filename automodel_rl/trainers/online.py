@@ -78,7 +78,7 @@ class OnlineRun:
         config, run = self.config, self.run
         self._probe = WeightProbe(config, self.policy, self.fleet, run.handle, run.tokenizer)
         queue = RolloutQueue(self.prompts, self.rollouts)
-        self._collected = StepRollouts(config, run, self.fleet, queue, self._probe, self.validation.num_overlong)
+        self._collected = StepRollouts(config, run, self.fleet, queue, self._probe, self.validation)
         parts: dict[str, Resumable] = {"prompts": queue, "signal": self._collected.signal}
         run.resume(Goal(self.total_steps, "val/reward_mean", True), parts)
         if self.rollouts.warning:

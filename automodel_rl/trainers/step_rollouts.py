@@ -18,11 +18,13 @@ from automodel_rl.rollout.groups import (
     rollout_records,
     shaped_rewards,
 )
+from automodel_rl.rollout.protocol import Promptlike
 from automodel_rl.trainers.reward_watch import RewardWatch
 from automodel_rl.trainers.rollout_batch import Details, batch_of, missing_routes
 from automodel_rl.trainers.rollout_queue import RolloutQueue
 from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.step import Step
+from automodel_rl.trainers.validation import Validation
 
 
 class StepRollouts:
@@ -34,7 +36,7 @@ class StepRollouts:
         fleet: the generators.
         queue: draws prompts and lets generators write.
         probe: compares generators with the model.
-        num_held_out_overlong: number of held-out prompts that are too long.
+        validation: the validation, whose prompts are not to be trained on.
 
     Attributes:
         signal: ends a run that learns nothing.
@@ -47,11 +49,12 @@ class StepRollouts:
         fleet: Fleet,
         queue: RolloutQueue,
         probe: WeightProbe,
-        num_held_out_overlong: int,
+        validation: Validation,
     ):
         self.config, self.run, self.fleet, self.queue, self.probe = config, run, fleet, queue, probe
         self.signal = RewardWatch(run.directory.rollouts)
-        self.num_held_out_overlong = num_held_out_overlong
+        self.validation = validation
+        self._held_out = {_problem_of(prompt) for prompt in validation.prompts}
         self._generated: list[Group] = []
         self._mentioned: set[str] = set()
 
@@ -96,6 +99,7 @@ class StepRollouts:
             step.metrics["rollout/lost_generators"] = len(self.fleet.given_up)
         step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
         self._mention_overlong()
+        self._mention_held_out()
         self.write({})  # at once, so that they are there if the step fails
         return groups, batch
 
@@ -143,13 +147,23 @@ class StepRollouts:
         return chosen
 
     def _mention_overlong(self) -> None:
-        training, held_out = self.prompts.num_overlong, self.num_held_out_overlong
+        training, held_out = self.prompts.num_overlong, self.validation.num_overlong
         if training + held_out:
             self._say_once(
                 "overlong",
                 f"warning: {training} of the first {self.prompts.num_drawn} prompts and {held_out} held-out ones are "
                 f"longer than rollout.max_prompt_tokens={self.config.rollout.max_prompt_tokens} and left out; "
                 "data/num_overlong_prompts counts them",
+            )
+
+    def _mention_held_out(self) -> None:
+        prompts = [group.prompt for group in self._generated if not group.prompt.media]  # tokens do not tell pictures
+        count = sum(_problem_of(prompt) in self._held_out for prompt in prompts)
+        if count:
+            self._say_once(
+                "held out",
+                f"warning: {count} of the step's {len(self._generated)} prompts are held-out prompts, too, so that "
+                "val/ measures what was trained: keep data.validation apart from data.train",
             )
 
     def _say_once(self, what: str, text: str) -> None:
@@ -194,3 +208,8 @@ class StepRollouts:
                 f"rollout.warn_logprob_error={most}: the generator and the model that learns from its completions "
                 "disagree"
             )
+
+
+def _problem_of(prompt: Promptlike) -> str:
+    """Equal for the same problem from two files, whatever else their records have."""
+    return repr((prompt.token_ids, prompt.example.get("answer", prompt.example)))

@@ -102,13 +102,14 @@ def test_rollouts_tell_advantages_and_both_log_probabilities(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_validation_samples_several_times_and_long_prompts_are_mentioned(
+def test_validation_samples_several_times_and_prompts_that_are_long_or_held_out_are_mentioned(
     workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = values(workspace, tmp_path / "run", length={"steps": 1, "validate_every": 1})
     settings["rewards"] = [{"function": "last_number"}]
     settings["rollout"] |= {"validation_samples": 3, "validation_temperature": 1.0, "max_prompt_tokens": 56}
     settings["rollout"] |= {"validation_top_p": 0.9}
+    settings["data"]["validation"] += settings["data"]["train"]
     assert main(["grpo", write(settings, tmp_path)]) in (0, 1)  # random weights may give no reward that differs
     baseline = metrics_of(tmp_path / "run")[0]
     assert {"val/mean@3", "val/pass@3"} <= baseline.keys()
@@ -116,6 +117,7 @@ def test_validation_samples_several_times_and_long_prompts_are_mentioned(
     assert baseline["val/mean@3"] <= baseline["val/pass@3"] <= 1
     said = capsys.readouterr().out
     assert "are longer than rollout.max_prompt_tokens=56 and left out" in said
+    assert "warning: 4 of the step's 4 prompts are held-out prompts, too, so that val/ measures what was" in said
     settings["rollout"]["validation_temperature"] = 0.0
     assert main(["grpo", write(settings, tmp_path), "--output", str(tmp_path / "other")]) == 2
     assert "validation_samples=3 with validation_temperature=0" in capsys.readouterr().err
