@@ -118,7 +118,7 @@ class VllmGeneratorConfig(VllmSamplerConfig):
     replicas: Positive = 1
     """Number of vLLM on each rank's device, which share `memory_fraction`; each has a copy of the weights. vLLM works
     through its sequences in one Python thread, and a small model's GPU waits for that: 2 then write in two thirds of
-    the time of one. Each takes about twelve seconds more to start."""
+    the time of one."""
 
     sleep: Literal["none", 1, 2, "auto"] = "none"
     """Whether vLLM on a rank's device gives its memory back between rollouts. none: it keeps it. 1: its weights wait on

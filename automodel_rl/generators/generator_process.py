@@ -98,20 +98,30 @@ class GeneratorProcess:
             NotStartedError: the generator does not start; the text says why.
         """
         try:
-            self._ask_to_start()
+            self.ask_to_start()
             meanwhile()
-            self._wait_for_start()
+            self.wait_for_start()
         except BaseException:
             self.close()
             raise
 
-    def _ask_to_start(self) -> None:
+    def ask_to_start(self) -> None:
+        """The first half of `start`, for who starts several at the same time.
+
+        Raises:
+            NotStartedError: its process is gone.
+        """
         try:
             self.child.send(Start(self._settings))
         except ChildEndedError as error:
             raise NotStartedError(str(error)) from None
 
-    def _wait_for_start(self) -> None:
+    def wait_for_start(self) -> None:
+        """The second half of `start`.
+
+        Raises:
+            NotStartedError: the generator does not start; the text says why.
+        """
         try:
             self._wait_for(lambda: bool(self._answers))
         except ChildEndedError as error:

@@ -30,7 +30,7 @@ from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
 from automodel_rl.generators.vllm_checks import connect_servers
 from automodel_rl.generators.vllm_process import start_vllm
-from automodel_rl.generators.vllm_replicas import VllmReplicas
+from automodel_rl.generators.vllm_replicas import SAMPLED_AT_ONCE, VllmReplicas, cache_bytes
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.support.description import num_mixed_layers
@@ -215,6 +215,7 @@ def _vllm_options(
         "dtype": name_of(sync_dtype(spec.weight_sync, handle)),
         "max_model_len": spec.longest_sequence,
         "gpu_memory_utilization": choice.memory_fraction / _num_replicas(choice),
+        **_cache_of_replica(choice, handle),
         **({"tokenizer": str(tokenizer.name_or_path)} if needs_tokenizer else {"skip_tokenizer_init": True}),
         **(transfer if origin is None else adapter_options(origin.config.rank, spec.num_adapters)),
         **(reads_images(spec.pixels) if handle.has_encoder else {}),
@@ -228,6 +229,17 @@ def _vllm_options(
         **({"enable_prefix_caching": False} if device.type == "cpu" and num_mixed_layers(handle.config) else {}),
         **choice.options,
     }
+
+
+def _cache_of_replica(choice: VllmSamplerConfig, handle: ModelHandle) -> dict[str, int]:
+    """The argument of vllm.LLM for the size of its cache, if several start at the same time on one GPU."""
+    device, replicas = handle.layout.device, _num_replicas(choice)
+    if replicas == 1 or device.type != "cuda":
+        return {}
+    share = torch.cuda.get_device_properties(device).total_memory * choice.memory_fraction / replicas
+    weights = sum(file.stat().st_size for file in handle.source.glob("*.safetensors"))
+    at_once = int(choice.options.get("max_num_seqs", SAMPLED_AT_ONCE))
+    return {"kv_cache_memory_bytes": cache_bytes(share, weights, handle.description.vocab_size, at_once)}
 
 
 def _num_replicas(choice: VllmSamplerConfig) -> int:

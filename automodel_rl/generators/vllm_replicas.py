@@ -9,9 +9,41 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Failure, Message, Request
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+
+WORKING_BYTES = 2 * 2**30
+"""Memory of a vLLM for what is neither weights, cache nor logits: its CUDA context, graphs and activations."""
+
+BYTES_OF_LOGIT = 24
+"""Bytes for each token of the vocabulary and sequence that is sampled at once: logits in fp32, sorted, with places."""
+
+SAMPLED_AT_ONCE = 1024
+"""Most sequences that vLLM samples at once on a large GPU, unless its option max_num_seqs says otherwise."""
+
+
+def cache_bytes(share: float, weights: int, vocab_size: int, sampled_at_once: int = SAMPLED_AT_ONCE) -> int:
+    """Bytes of a replica's cache. Alone, vLLM measures what it needs besides; what starts at the same time on the same
+    device would be measured with it.
+
+    Args:
+        share: bytes of the device's memory for the replica.
+        weights: bytes of the model's weights.
+        vocab_size: size of the model's vocabulary.
+        sampled_at_once: most sequences that are sampled at once.
+
+    Raises:
+        InputError: nothing is left for a cache.
+    """
+    others = weights + WORKING_BYTES + BYTES_OF_LOGIT * vocab_size * sampled_at_once
+    if others >= share:
+        raise InputError(
+            f"rollout.generator.replicas: each vLLM has {share / 2**30:.1f} GiB, of which weights, logits and graphs "
+            f"take {others / 2**30:.1f}: use fewer replicas or a larger memory_fraction"
+        )
+    return int(share - others)
 
 
 class VllmReplicas:
@@ -37,17 +69,20 @@ class VllmReplicas:
         return sum(replica.num_workers for replica in self.replicas)
 
     def start(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Starts one replica after the other, since each measures the memory that is free.
+        """Starts all replicas at the same time, and waits until they have started.
 
         Args:
-            meanwhile: called while the first one starts. What it raises, this raises.
+            meanwhile: called before the wait. What it raises, this raises.
 
         Raises:
-            NotStartedError: an replica does not start.
+            NotStartedError: a replica does not start.
         """
         try:
-            for number, replica in enumerate(self.replicas):
-                replica.start(*([meanwhile] if number == 0 else []))
+            for replica in self.replicas:
+                replica.ask_to_start()
+            meanwhile()
+            for replica in self.replicas:
+                replica.wait_for_start()
         except BaseException:
             self.close()
             raise

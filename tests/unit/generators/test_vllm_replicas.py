@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from automodel_rl.errors import WeightSyncError
+from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Message, Request, Sampling
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.generators.vllm_replicas import VllmReplicas
+from automodel_rl.generators.vllm_replicas import WORKING_BYTES, VllmReplicas, cache_bytes
 from automodel_rl.weight_sync.channel import call
 
 
@@ -21,12 +21,14 @@ class Replica:
         self.requests: list[Request] = []
         self.answers: list[Message] = []
         self.sent: list[Message] = []
-        self.started = self.closed = 0
+        self.asked = self.started = self.closed = 0
         self.warning = "old"
         self.lost: Callable[[BaseException], None] | None = None
 
-    def start(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        meanwhile()
+    def ask_to_start(self) -> None:
+        self.asked += 1
+
+    def wait_for_start(self) -> None:
         self.started += 1
 
     def submit(self, requests: Sequence[Request], on_finished: Any, on_lost: Any) -> Callable[[], list[Completion]]:
@@ -111,11 +113,11 @@ def test_it_is_lost_once_if_engines_are() -> None:
     assert len(told) == 1
 
 
-def test_all_engines_start_and_get_weights() -> None:
+def test_all_engines_start_at_the_same_time_and_get_weights() -> None:
     several, replicas = two()
-    compiled: list[int] = []
-    several.start(lambda: compiled.append(1))
-    assert compiled == [1]
+    meanwhile: list[list[tuple[int, int]]] = []
+    several.start(lambda: meanwhile.append([(replica.asked, replica.started) for replica in replicas]))
+    assert meanwhile == [[(1, 0), (1, 0)]]
     assert [replica.started for replica in replicas] == [1, 1]
     for replica in replicas:
         replica.answers.append(Answer("commit", Committed(4)))
@@ -134,7 +136,19 @@ def test_a_weight_sync_fails_if_one_engine_fails() -> None:
 
 def test_if_one_does_not_start_all_are_closed() -> None:
     several, replicas = two()
-    replicas[1].start = lambda: (_ for _ in ()).throw(RuntimeError("no memory"))  # type: ignore[method-assign,misc]
+    replicas[1].wait_for_start = lambda: (_ for _ in ()).throw(RuntimeError("no memory"))  # type: ignore[method-assign,misc]
     with pytest.raises(RuntimeError, match="no memory"):
         several.start()
     assert [replica.closed for replica in replicas] == [1, 1]
+
+
+def test_a_replica_has_a_cache_of_what_remains_of_its_share() -> None:
+    gib = 2**30
+    bytes_of = cache_bytes(16 * gib, 1 * gib, vocab_size=2**15)
+    assert bytes_of == 16 * gib - 1 * gib - WORKING_BYTES - 24 * 2**25
+    assert cache_bytes(16 * gib, 1 * gib, vocab_size=2**15, sampled_at_once=256) > bytes_of
+
+
+def test_replicas_without_room_for_a_cache_are_refused() -> None:
+    with pytest.raises(InputError, match=r"each vLLM has 2\.0 GiB, of which .* take 4\.8: use fewer replicas"):
+        cache_bytes(2 * 2**30, 2**31, vocab_size=2**15)
