@@ -4,21 +4,26 @@
     python benchmarks/peers/grpo.py MODEL TRAIN.jsonl --vllm-python PYTHON --steps 5 --seeds 0     times alone
 
 PYTHON is an environment with vLLM and TRL, which has vLLM in its own process. Files have `prompt` (messages) and
-`answer`; the reward is 1 if math-verify says that the completion's result equals the answer. Each run is a process of
-its own. Prints a line for each run (seconds, memory, accuracy on held-out prompts of the model it exports) and the
-table; with --picture FILE.png also the curves of rewards.
+`answer`; the reward is 1 if the completion's last number is the answer. Each run is a process of
+its own; with --devices 0 1 2 each of these GPUs takes one run after the other. Prints a line for each run (seconds,
+memory, accuracy on held-out prompts of the model it exports) and the table; with --picture FILE.png also the curves of
+rewards.
 """
 
 import argparse
+import itertools
 import json
 import os
+import queue
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +49,38 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-6)
     parser.add_argument("--of-device", type=int, default=64, help="completions of TRL's microbatch")
     parser.add_argument("--replicas", type=int, default=1, help="vLLM replicas of this package on the device")
+    parser.add_argument("--devices", nargs="+", default=["0"], help="GPUs, with a run at a time on each")
     parser.add_argument("--output", type=Path, default=None, help="a folder for lines of all runs")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     folder = options.output or Path(tempfile.mkdtemp(prefix="peers_grpo_"))
     folder.mkdir(parents=True, exist_ok=True)
-    runs = []
-    for seed in options.seeds:
-        for peer in options.peers:
-            run = one_run(peer, seed, folder / f"{peer}_{seed}", options)
-            print(json.dumps({key: value for key, value in run.items() if key != "steps"}), flush=True)
-            runs.append(run)
-            (folder / "runs.json").write_text(json.dumps(runs))
+    free, runs = queue.Queue[str](), list[Record]()
+    for device in options.devices:
+        free.put(device)
+
+    def run_next(seed: int, peer: str) -> None:
+        device = free.get()
+        run = one_run(peer, seed, device, folder / f"{peer}_{seed}", options)
+        free.put(device)
+        print(json.dumps({key: value for key, value in run.items() if key != "steps"}), flush=True)
+        runs.append(run)
+        (folder / "runs.json").write_text(json.dumps(runs))
+
+    with ThreadPoolExecutor(len(options.devices)) as threads:
+        list(threads.map(run_next, *zip(*itertools.product(options.seeds, options.peers), strict=True)))
     print(table(runs))
     if options.picture:
         draw(runs, options.picture)
 
 
-def one_run(peer: str, seed: int, output: Path, options: argparse.Namespace) -> Record:
-    """A run of one of the packages, and what it reached."""
+def one_run(peer: str, seed: int, device: str, output: Path, options: argparse.Namespace) -> Record:
+    """A run of one of the packages on a GPU, and what it reached."""
     output.mkdir(parents=True, exist_ok=True)
-    command, environment = (ours if peer == "ours" else trl)(seed, output, options)
+    command = (ours if peer == "ours" else trl)(seed, output, options)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
     peak, ended = [0.0], threading.Event()
-    threading.Thread(target=watch_memory, args=(peak, ended), daemon=True).start()
+    threading.Thread(target=watch_memory, args=(device, peak, ended), daemon=True).start()
     started = time.monotonic()
     code, lines = run_with_times(command, environment, output / "log.txt")
     seconds = time.monotonic() - started
@@ -86,7 +100,7 @@ def one_run(peer: str, seed: int, output: Path, options: argparse.Namespace) -> 
         "mismatch": statistics.median(step["mismatch"] for step in steps),
         "reward_first": steps[0]["reward"],
         "reward_last": statistics.mean(step["reward"] for step in steps[-5:]),
-        "held_out": held_out(exported, options),
+        "held_out": held_out(exported, environment, options),
         "steps": steps,
     }
 
@@ -110,8 +124,8 @@ def tokens_per_second(step: Record, options: argparse.Namespace) -> float:
     return options.prompts * options.group * step["length"] / step["step_s"]
 
 
-def ours(seed: int, output: Path, options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command of this package's run, and its environment."""
+def ours(seed: int, output: Path, options: argparse.Namespace) -> list[str]:
+    """The command of this package's run."""
     config = {
         "algorithm": "grpo",
         "output": str(output / "run"),
@@ -120,7 +134,7 @@ def ours(seed: int, output: Path, options: argparse.Namespace) -> tuple[list[str
         "optimizer": {"lr": options.lr, "decay": "constant"},
         "length": {"steps": options.steps},
         "data": {"train": [{"path": str(options.train)}]},
-        "rewards": [{"function": "math"}],
+        "rewards": [{"function": "last_number"}],
         "batch": {"optimizer_steps": 1},
         "rollout": {
             "prompts": options.prompts,
@@ -137,7 +151,7 @@ def ours(seed: int, output: Path, options: argparse.Namespace) -> tuple[list[str
     }
     file = output / "config.yaml"
     file.write_text(json.dumps(config))  # JSON is YAML
-    return [sys.executable, "-m", "automodel_rl", "grpo", str(file)], dict(os.environ)
+    return [sys.executable, "-m", "automodel_rl", "grpo", str(file)]
 
 
 def steps_of_ours(output: Path, lines: list[tuple[float, str]]) -> tuple[list[Record], Path]:
@@ -160,8 +174,8 @@ def steps_of_ours(output: Path, lines: list[tuple[float, str]]) -> tuple[list[Re
     return steps, output / "run" / "final"
 
 
-def trl(seed: int, output: Path, options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command of TRL's run, and its environment."""
+def trl(seed: int, output: Path, options: argparse.Namespace) -> list[str]:
+    """The command of TRL's run."""
     settings = {
         "model": str(options.model),
         "train": str(options.train),
@@ -174,10 +188,17 @@ def trl(seed: int, output: Path, options: argparse.Namespace) -> tuple[list[str]
         "longest_prompt": LONGEST_PROMPT,
         "lr": options.lr,
         "of_device": options.of_device,
+        "port": free_port(),
     }
     file = output / "settings.json"
     file.write_text(json.dumps(settings))
-    return [options.vllm_python, str(HERE / "run_grpo_trl.py"), str(file)], dict(os.environ)
+    return [options.vllm_python, str(HERE / "run_grpo_trl.py"), str(file)]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
 
 
 def steps_of_trl(output: Path, lines: list[tuple[float, str]]) -> tuple[list[Record], Path]:
@@ -186,20 +207,20 @@ def steps_of_trl(output: Path, lines: list[tuple[float, str]]) -> tuple[list[Rec
     return found, output / "model"
 
 
-def watch_memory(peak: list[float], ended: threading.Event) -> None:
-    """Notes the most memory of the first GPU in use, in GiB, until the event."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+def watch_memory(device: str, peak: list[float], ended: threading.Event) -> None:
+    """Notes the most memory of a GPU in use, in GiB, until the event."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={device}"]
     while not ended.wait(1.0):
         found = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         peak[0] = max(peak[0], float(found) / 1024 if found else 0.0)
 
 
-def held_out(model: Path, options: argparse.Namespace) -> float | None:
+def held_out(model: Path, environment: dict[str, str], options: argparse.Namespace) -> float | None:
     """Share of held-out prompts whose likeliest completion is right; None if there are no such prompts."""
     if options.held_out is None:
         return None
     command = [options.vllm_python, str(HERE / "score.py"), str(model), str(options.held_out), str(options.tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"accuracy"')]
     return json.loads(lines[-1])["accuracy"] if lines else None
 
