@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from automodel_rl.quickstart.model import train_tokenizer
 from tests.tiny import save_tiny_model
@@ -58,6 +59,35 @@ def save_mxfp4_model(folder: Path) -> None:
         tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
     _write(folder, tensors, {"quant_method": "mxfp4"})
+
+
+NF4_SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+"""Multiples of nf4's blocks."""
+
+
+def save_nf4_model(
+    folder: Path, family: str = "llama", *, is_nested: bool, storage: torch.dtype = torch.uint8, **sizes: Any
+) -> Any:
+    """A tiny model whose linear layers transformers has quantized to nf4 by bitsandbytes. Returns the quantized model.
+
+    Args:
+        folder: the folder to write.
+        family: the model's family.
+        is_nested: whether scales are quantized, too.
+        storage: the dtype as which codes are stored.
+        sizes: sizes of the model.
+    """
+    save_tiny_model(folder / "plain", family, dtype=torch.bfloat16, vocab_size=VOCAB, **NF4_SIZES | sizes)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=is_nested,
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return model
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import LayerActivations, LayerForward, keeps_attention, layer_activations
 from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, parameter_sizes, stage_parameters
 from automodel_rl.families.known import language_config
+from automodel_rl.few_bits import nf4
 from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
@@ -134,8 +135,11 @@ class MemoryModel:
         states = OPTIMIZERS[optimizer.name].state_names(self._model)
         self._num_moments = {name: len(names.moments) for name, names in states.items()}
         # In a pipeline a tied head has a weight of its own.
-        self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2)))
+        self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2), model.lora))
         self.parameters = sum(size.gathered for size in self._whole)
+        frozen = [size for size in self._whole if not size.is_trained]
+        num_frozen = max(sum(size.gathered for size in frozen), 1)
+        self._frozen = sum(size.gathered * self._kept(size) for size in frozen) / num_frozen
         self._trained_share = sum(size.gathered for size in self._whole if size.is_trained) / self.parameters
         self.active_parameters = sum(_active(size, config) for size in self._whole)
         self._activations: Callable[..., LayerActivations] = cache(partial(layer_activations, config))
@@ -151,10 +155,11 @@ class MemoryModel:
         whole = self.parameters / (parallel.pp * parallel.tp * parallel.ep)
         trained, sharded = self._trained_share * whole, parallel.expert_ranks / parallel.ep
         moments = 0.0 if memory.offloads_optimizer else trained * max(self._num_moments.values(), default=0)
-        shards = ((trained + moments) * self.master + (whole - trained) * self.compute) / sharded
-        gathered = 0.0 if parallel.reshards else whole if sharded > 1 else trained
+        shards = ((trained + moments) * self.master + (whole - trained) * self._frozen) / sharded
+        gathered = 0.0 if parallel.reshards else trained * self.compute
+        gathered += (whole - trained) * self._frozen if sharded > 1 and not parallel.reshards else 0.0
         gradients = trained / sharded if parallel.reduces_each else trained
-        return gathered * self.compute + shards + gradients * self.master
+        return gathered + shards + gradients * self.master
 
     def least_activations(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
         """Bytes that the fullest rank of a supported layout needs at least for activations of several microbatches. The
@@ -166,7 +171,7 @@ class MemoryModel:
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
         """The plan of a step on one layout, with so many microbatches on each data rank."""
         layers = layers_per_stage(self.config.num_hidden_layers, parallel)
-        stages = stage_parameters(list(parameter_sizes(self._model, parallel)), layers)
+        stages = stage_parameters(list(parameter_sizes(self._model, parallel, self._model_config.lora)), layers)
         how = self._how(parallel, memory)
         of_layer = [self._of_layer(layer, parallel, how) for layer in range(self.config.num_hidden_layers)]
         held: list[float] = []
@@ -207,14 +212,15 @@ class MemoryModel:
         sizes = [size for stage in stages for size in stage]
         trained = [size for size in sizes if size.is_trained]
         trained_shards = sum(size.largest_shard for size in trained)
-        frozen_shards = sum(size.largest_shard for size in sizes if not size.is_trained)
-        weights = trained_shards * self.master + frozen_shards * self.compute
+        frozen = sum(size.largest_shard * self._kept(size) for size in sizes if not size.is_trained)
+        weights = trained_shards * self.master + round(frozen)
         moments = self.master * sum(size.largest_shard * self._num_moments.get(size.name, 0) for size in trained)
-        units = [_units(stage, lambda size: size.is_trained) for stage in stages]
+        units = [_units(stage, lambda size: size.gathered if size.is_trained else 0) for stage in stages]
         layer = max(_largest_layer(of_stage) for of_stage in units)
         reduction = 2 * layer * self.master if parallel.pp == 1 or parallel.reduces_each else 0
         has_head = parallel.num_stages - 1 in indices
         head = self.config.vocab_size // parallel.tp * self.config.hidden_size if self.trains_head and has_head else 0
+        plain = self.compute * max((size.gathered for size in sizes if size.is_in_nf4), default=0)  # one at a time
         messages = head * self.master + layer * (self.master + self.compute) if parallel.reduces_each else 0
         adds_up = timeline.num_microbatches > 1 or parallel.pp > 1
         sums_whole = adds_up and not parallel.reduces_each
@@ -229,7 +235,7 @@ class MemoryModel:
             activations=round(timeline.most_held[rank]),
             buffers=self._buffers(indices, parallel),
             head=self._head(parallel, head, sums_whole) if has_head else 0,
-            backward=max(most_backward + messages, reduction),
+            backward=max(most_backward + plain + messages, reduction),
             shards_at_once=not adds_up,
             optimizer=weights + moments + trained_shards * self.master if offloads else 0,
             reference=trained_shards * self.compute if memory.reference == "device" else 0,
@@ -239,10 +245,18 @@ class MemoryModel:
     def _gathered(self, stages: list[list[ParameterSize]], parallel: ParallelConfig) -> int:
         """Bytes of gathered weights."""
         if not parallel.reshards:
-            return self.compute * sum(size.gathered for stage in stages for size in stage if size.is_gathered)
-        units = [_units(stage, lambda size: size.is_gathered) for stage in stages]
+            return sum(self._gathered_bytes(size) for stage in stages for size in stage)
+        units = [_units(stage, self._gathered_bytes) for stage in stages]
         tied = max(of_stage.get((None, ""), 0) for of_stage in units)
-        return self.compute * (4 * max(map(_largest_layer, units)) + tied)
+        return 4 * max(map(_largest_layer, units)) + tied
+
+    def _gathered_bytes(self, size: ParameterSize) -> int:
+        """Bytes of the copy of a parameter that a step gathers."""
+        return round(size.gathered * self._kept(size)) if size.is_gathered else 0
+
+    def _kept(self, size: ParameterSize) -> float:
+        """Bytes of a value of a parameter as layers use it."""
+        return nf4.BYTES if size.is_in_nf4 else self.compute
 
     def _message(self, parallel: ParallelConfig) -> int:
         """Bytes of a message between stages, with the embeddings of next tokens if the MTP layer is trained."""
@@ -300,17 +314,17 @@ class MemoryModel:
 
 
 def _units(
-    stage: list[ParameterSize], counts: Callable[[ParameterSize], bool] = lambda _: True
+    stage: list[ParameterSize], measure: Callable[[ParameterSize], int] = lambda size: size.gathered
 ) -> dict[tuple[int | None, str], int]:
-    """Gathered elements of every FSDP unit: each layer, its experts if they are a unit of their own, embedding and head
-    if they are not tied, and the rest."""
+    """The sum of a measure, by default of gathered elements, in every FSDP unit: each layer, its experts if they are a
+    unit of their own, embedding and head if they are not tied, and the rest."""
     units: dict[tuple[int | None, str], int] = {}
     layer_fsdp = max(size.fsdp_size for size in stage)
     is_untied = HEAD in (size.name for size in stage)
     for size in stage:
         own = size.name if is_untied and size.name in (HEAD, EMBEDDING) else ""
         unit = (size.layer, "experts" if size.fsdp_size != layer_fsdp else own)
-        units[unit] = units.get(unit, 0) + (size.gathered if counts(size) else 0)
+        units[unit] = units.get(unit, 0) + measure(size)
     return units
 
 

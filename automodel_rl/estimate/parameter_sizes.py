@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, Pretrai
 
 from automodel_rl.compat.modules import text_model
 from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.config.model import LoraConfig
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import FAMILIES, language_config, language_family, multimodal_family
 from automodel_rl.families.text import TEXT_FAMILIES
+from automodel_rl.few_bits.linear import frozen_linears
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.mixture.experts import transpose_experts
 from automodel_rl.model.build import rename_modules
@@ -37,6 +39,7 @@ class ParameterSize:
         shape: its shape on a rank before FSDP shards it.
         fsdp_size: number of ranks over which FSDP shards it.
         is_trained: False if it is frozen.
+        is_in_nf4: whether it is frozen and kept in nf4.
     """
 
     name: str
@@ -44,6 +47,7 @@ class ParameterSize:
     shape: tuple[int, ...]
     fsdp_size: int
     is_trained: bool
+    is_in_nf4: bool = False
 
     @property
     def gathered(self) -> int:
@@ -111,8 +115,18 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
     return [language, *encoders.values()]
 
 
-def parameter_sizes(model: Any, parallel: ParallelConfig) -> Iterator[ParameterSize]:
-    """The size of every parameter on one rank. In a pipeline, a tied head counts as a parameter of its own."""
+def parameter_sizes(model: Any, parallel: ParallelConfig, lora: LoraConfig | None = None) -> Iterator[ParameterSize]:
+    """The size of every parameter on one rank. In a pipeline, a tied head counts as a parameter of its own.
+
+    Args:
+        model: the model, on the meta device.
+        parallel: the layout.
+        lora: the adapters' config, which says how the base is kept; None if there are no adapters.
+    """
+    kept_in_nf4 = set()
+    if lora is not None and lora.base == "nf4":
+        layers = enumerate(model.model.layers)
+        kept_in_nf4 = {f"model.layers.{n}.{name}.weight" for n, layer in layers for name, _ in frozen_linears(layer)}
     tied = model.config.tie_word_embeddings
     plan = FAMILIES[model.config.model_type].whole_tp_plan(model.config.base_model_tp_plan)
     for name, parameter in model.named_parameters(remove_duplicate=not (tied and parallel.pp > 1)):
@@ -125,7 +139,8 @@ def parameter_sizes(model: Any, parallel: ParallelConfig) -> Iterator[ParameterS
             if dim is not None:
                 shape[dim] //= parallel.tp
         layer = LAYER.match(name)
-        yield ParameterSize(name, int(layer.group(1)) if layer else None, tuple(shape), fsdp, parameter.requires_grad)
+        number = int(layer.group(1)) if layer else None
+        yield ParameterSize(name, number, tuple(shape), fsdp, parameter.requires_grad, name in kept_in_nf4)
 
 
 def _split_dim(name: str, plan: dict[str, str]) -> int | None:

@@ -1,18 +1,19 @@
 """Tensors of a checkpoint, plain or quantized. All are read as plain values, only the part that is asked for.
 
-Two kinds of quantized tensors are known: fp8 weights with a scale for each block, row or tensor (DeepSeek-V3,
-arXiv:2412.19437, section 3.3.2), and MXFP4 (OCP Microscaling Formats 1.0), in which gpt-oss keeps its experts.
+Three kinds of quantized tensors are known: fp8 weights with a scale for each block, row or tensor (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2), MXFP4 (OCP Microscaling Formats 1.0), in which gpt-oss keeps its experts, and nf4 of
+bitsandbytes (few_bits/nf4.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from automodel_rl.errors import InputError
+from automodel_rl.hf.bitsandbytes import nf4_tensors
+from automodel_rl.hf.stored import Opened, PlainTensor, StoredTensor
 from automodel_rl.parallel.sharding import Box
 
 FP8 = ("F8_E4M3", "F8_E5M2")
@@ -29,44 +30,6 @@ MXFP4_BLOCK = 32
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of E2M1, by their bits."""
-
-Opened = Callable[[Path], Any]
-"""Gives a weight file with `get_slice` and `get_tensor`."""
-
-
-class StoredTensor(Protocol):
-    """A tensor of a checkpoint.
-
-    Attributes:
-        shape: the shape of its plain values.
-    """
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def read(self, opened: Opened, box: Box) -> Tensor:
-        """The values in a box: in the file's dtype, or float32 if they are quantized."""
-        ...
-
-
-@dataclass(frozen=True)
-class PlainTensor:
-    """A tensor as it is in its file.
-
-    Attributes:
-        name: its name there.
-        file: the file.
-        dtype: safetensors' name of its dtype.
-    """
-
-    name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-    def read(self, opened: Opened, box: Box) -> Tensor:
-        tensors = opened(self.file)
-        return tensors.get_slice(self.name)[box] if self.shape else tensors.get_tensor(self.name)
 
 
 @dataclass(frozen=True)
@@ -146,19 +109,28 @@ class MXFP4Tensor:
         return values[..., start : start + inputs.stop - inputs.start].transpose(1, 2)
 
 
-def stored_tensors(plain: Mapping[str, PlainTensor], block: tuple[int, int] | None) -> dict[str, StoredTensor]:
+def stored_tensors(
+    plain: Mapping[str, PlainTensor], block: tuple[int, int] | None, opened: Opened
+) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by name, quantized ones put together from their parts.
 
     Args:
         plain: all tensors of the files.
         block: rows and columns of a block of fp8 weights; None if config.json does not say.
+        opened: the files.
 
     Raises:
-        InputError: an fp8 tensor has no scales, or scales that do not fit it.
+        InputError: an fp8 tensor has no scales, or scales that do not fit it; a tensor is of another kind of
+            bitsandbytes'.
     """
     found: dict[str, StoredTensor] = {}
     parts: set[str] = set()
+    for name, (tensor_nf4, names) in nf4_tensors(plain, opened).items():
+        found[name] = tensor_nf4
+        parts.update(names)
     for name, tensor in plain.items():
+        if name in found or name in parts:
+            continue
         weight = name.removesuffix(BLOCKS)
         if weight != name and f"{weight}{EXPONENTS}" in plain:
             found[weight] = MXFP4Tensor(tensor, plain[f"{weight}{EXPONENTS}"])

@@ -15,9 +15,13 @@ from transformers import AutoConfig, PretrainedConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
 from automodel_rl.families.known import COMPOSITES, SAME_AS, TEXT, checkpoint_family, left_out, text_model_config
+from automodel_rl.few_bits.linear import NF4Weight, is_few_bits, nf4_layers
+from automodel_rl.few_bits.nf4 import BLOCK, quantize
+from automodel_rl.hf.bitsandbytes import NF4Tensor
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
-from automodel_rl.hf.quantized import Opened, PlainTensor, TurnedTensor, stored_tensors
+from automodel_rl.hf.quantized import TurnedTensor, stored_tensors
+from automodel_rl.hf.stored import Opened, PlainTensor
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
@@ -100,7 +104,8 @@ class Checkpoint:
                 for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                     part = tensors.get_slice(name)
                     plain[name] = PlainTensor(name, file, tuple(part.get_shape()), part.get_dtype())
-        self._tensors = stored_tensors(plain, _block_of_fp8(self.folder))
+        with self._opened() as opened:
+            self._tensors = stored_tensors(plain, _block_of_fp8(self.folder), opened)
         self.family = checkpoint_family(config, plain)
         self._lacks_head = is_classifier(config) and HEAD_IN_FILES not in self._tensors
         self._foreign = {TIED_HEAD} if is_classifier(config) else set[str]()
@@ -161,7 +166,7 @@ class Checkpoint:
             for piece in pieces(name, tuple(tensor.shape), self.family):
                 if self.family.file_names.turns_experts and is_stack(name):
                     self._turn(piece)
-                self._check_piece(piece, type(model).__name__)
+                self._check_piece(piece, type(model).__name__, is_real=tensor.is_floating_point())
         head, embedding = (next(pieces(name, (1, 1), self.family)).name for name in (TIED_HEAD, EMBEDDING))
         if is_tied and head in self._tensors and not torch.equal(self.read(head), self.read(embedding)):
             raise InputError(
@@ -195,13 +200,18 @@ class Checkpoint:
         if stored is not None and stored.shape[1:] == (columns, rows):
             self._tensors[piece.name] = TurnedTensor(stored)
 
-    def _check_piece(self, piece: Piece, needed_by: str) -> None:
+    def _check_piece(self, piece: Piece, needed_by: str, *, is_real: bool) -> None:
         if piece.name not in self._tensors:
             raise InputError(f"{self.folder}: the checkpoint has no tensor {piece.name}, which {needed_by} needs")
-        found = self._tensors[piece.name].shape
-        if found != piece.shape:
+        stored = self._tensors[piece.name]
+        if is_real and isinstance(stored, PlainTensor) and stored.dtype.startswith(("I", "U")):
             raise InputError(
-                f"{self.folder}: {piece.name} has shape {found} in the weights but {piece.shape} by config.json"
+                f"{self.folder}: {piece.name} is stored in integers ({stored.dtype}), a quantization that is not read: "
+                "use a checkpoint in bfloat16, fp8, MXFP4 or nf4"
+            )
+        if stored.shape != piece.shape:
+            raise InputError(
+                f"{self.folder}: {piece.name} has shape {stored.shape} in the weights but {piece.shape} by config.json"
             )
 
     def fill(self, part: Any, device: torch.device) -> None:
@@ -214,7 +224,7 @@ class Checkpoint:
             for name, tensor in persistent_tensors(part):
                 if is_adapter(name) and self.files.adapters is None:
                     initialise(name, tensor)
-                if is_adapter(name):
+                if is_adapter(name) or is_few_bits(name):
                     continue
                 if name == HEAD_IN_MODEL and self._lacks_head:
                     _initialise_head(tensor, part.config.initializer_range)
@@ -225,9 +235,30 @@ class Checkpoint:
                     overlap = piece.overlap(box) if box else ((), ())
                     if overlap is not None:
                         local[overlap[1]].copy_(self._tensors[piece.name].read(opened, overlap[0]))
+            for name, layer in nf4_layers(part):
+                self._fill_nf4(f"{name}.weight", layer.few_bits, opened)
             if self.files.adapters is not None:
                 for name, tensor in part.named_parameters():
                     self.files.adapters.fill(name, tensor, self.family)
+
+    def _fill_nf4(self, name: str, weight: NF4Weight, opened: Opened) -> None:
+        """Fills a weight in nf4. Blocks that the files have in nf4 are copied; others are quantized."""
+        plain, codes = weight.plain(), local_tensor(weight.codes)
+        box = local_box(plain)
+        for piece in pieces(name, tuple(plain.shape), self.family):
+            overlap = piece.overlap(box)
+            if overlap is None:
+                continue
+            stored, (inside, (rows, columns)) = self._tensors[piece.name], overlap
+            if isinstance(stored, NF4Tensor) and stored.block == BLOCK and stored.shape[-1] % BLOCK == 0:
+                found = stored.read_packed(opened, inside)
+                weight.rounded_to = stored.dtype
+            else:
+                values = stored.read(opened, inside)
+                found = quantize(values.to(codes.device))
+                weight.rounded_to = values.dtype
+            for target, part, size in ((codes, found[0], 2), (weight.scales, found[1], BLOCK)):
+                target[rows, slice(columns.start // size, columns.stop // size)].copy_(part)
 
 
 def _initialise_head(weight: Tensor, deviation: float) -> None:

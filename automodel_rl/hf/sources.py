@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.families.known import CheckpointFamily
+from automodel_rl.few_bits.linear import NF4Linear, is_few_bits, nf4_layers
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import stored_buffers
 from automodel_rl.lora.experts import adapted_stacks, merge_stack
-from automodel_rl.lora.layers import adapted_weights, is_adapter, merge
+from automodel_rl.lora.layers import adapted_layers, adapted_weights, is_adapter, merge
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import local_tensor
 
@@ -32,7 +33,7 @@ def merged_sources(
         layout: the component's layout.
     """
     linears = {weight: linear for part in parts for weight, linear in adapted_weights(part)}
-    downs = _whole_downs(linears.values(), family, layout)
+    downs = _whole_downs([linear for part in parts for linear in adapted_layers(part)], family, layout)
     adapted: dict[Tensor, Callable[[], Tensor]] = {
         weight: functools.partial(merge, linear, downs[linear]) for weight, linear in linears.items()
     }
@@ -42,10 +43,19 @@ def merged_sources(
     for name, parameter in named:
         if parameter in adapted:
             sources.append(Source(name, parameter, dtype, adapted[parameter]))
-        elif not is_adapter(name):
+        elif not is_adapter(name) and not is_few_bits(name):
             sources.append(Source.of(name, parameter, dtype, is_frozen=not parameter.requires_grad))
+    for part in parts:
+        sources += [_nf4_source(name, layer, dtype, downs) for name, layer in nf4_layers(part)]
     buffers = [named_buffer for part in parts for named_buffer in stored_buffers(part)]
     return sources + [Source.of(name, buffer, buffer.dtype) for name, buffer in buffers]
+
+
+def _nf4_source(name: str, layer: NF4Linear, dtype: torch.dtype, downs: dict[Any, Tensor]) -> Source:
+    """The source of a weight in nf4, as plain values, with its adapter merged if it has one."""
+    adapted = layer in downs
+    read = functools.partial(merge, layer, downs[layer]) if adapted else layer.few_bits.values
+    return Source(f"{name}.weight", layer.few_bits.plain(), dtype, read, is_frozen=not adapted)
 
 
 def adapters_alone(named: Named, dtype: torch.dtype) -> list[Source]:

@@ -32,13 +32,13 @@ def install_adapters(part: Any, scope: MicrobatchScope | None = None) -> None:
         scope: shows which microbatch a layer computes, and with it which training a token belongs to; None where all
             tokens belong to one.
     """
-    for _, linear in adapted_weights(part):
+    for linear in adapted_layers(part):
         linear.microbatch_scope = scope or MicrobatchScope()
         linear.forward = MethodType(_forward, linear)
 
 
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
-    base = F.linear(hidden, linear.weight, linear.bias)
+    base = type(linear).forward(linear, hidden)
     if linear.lora_dropout and torch.is_grad_enabled():  # log-probabilities and evaluations are not random
         hidden = F.dropout(hidden, linear.lora_dropout)
     low, factors = linear.lora_A(hidden), linear.microbatch_scope.input(ADAPTER_GATE)
@@ -48,11 +48,16 @@ def _forward(linear: Any, hidden: Tensor) -> Tensor:
 
 
 def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
-    """The weights of a part that have adapters, and their layers."""
-    linears: list[Any] = [module for module in part.modules() if isinstance(module, nn.Linear)]
-    for linear in linears:
-        if "lora_A" in dict(linear.named_children()):
+    """The plain weights of a part that have adapters, and their layers."""
+    for linear in adapted_layers(part):
+        if "weight" in dict(linear.named_parameters(recurse=False)):
             yield linear.weight, linear
+
+
+def adapted_layers(part: nn.Module) -> list[Any]:
+    """The linear layers of a part that have adapters."""
+    linears = (module for module in part.modules() if isinstance(module, nn.Linear))
+    return [linear for linear in linears if "lora_A" in dict(linear.named_children())]
 
 
 @torch.no_grad()
@@ -78,7 +83,7 @@ def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float, is_transposed
         scale: the factor of the adapter's output.
         is_transposed: whether the weight is [inputs, outputs] instead.
     """
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = torch.promote_types(torch.promote_types(weight.dtype, up.dtype), torch.float32)
     own = weight.mT if is_transposed else weight
     result = own.to(wide) + scale * (up.to(wide) @ down.to(wide))
     return result.mT if is_transposed else result

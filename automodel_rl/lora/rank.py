@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.lora.experts import adapted_stacks, adapter_of
-from automodel_rl.lora.layers import adapted_weights
+from automodel_rl.lora.layers import adapted_layers
 from automodel_rl.parallel.sharding import local_box
 
 ATTENTION = re.compile(r"\.(self_attn|attn|attention|linear_attn)\.")
@@ -28,8 +28,8 @@ def set_scale(parts: Iterable[Any], scale: float) -> None:
     """Sets the factor of the output of every adapter of a model's parts. It is a tensor: for a number, compiled layers
     would need graphs for each that comes."""
     for part in parts:
-        for weight, linear in adapted_weights(part):
-            linear.lora_scale = _beside(weight, scale)
+        for linear in adapted_layers(part):
+            linear.lora_scale = _beside(linear.lora_A.weight, scale)
         for weight, (experts, name) in adapted_stacks(part):
             adapter_of(experts, name).scale = _beside(weight, scale)
 

@@ -18,6 +18,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import CheckpointFamily, checkpoint_family, language_family, num_deepstack
+from automodel_rl.few_bits.linear import nf4_layers
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.hf.read import Checkpoint, read_whole_config
@@ -474,8 +475,14 @@ class ModelHandle:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
+    def _weights_or_scales(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's weights; of those in few bits the scales, which are not finite if a value was not."""
+        yield from ((name, local_tensor(parameter)) for name, parameter in self.named_parameters())
+        for part in self.parts:
+            yield from ((f"{name}.weight", layer.few_bits.scales) for name, layer in nf4_layers(part))
+
     def _check_finite(self) -> None:
-        bad = next((name for name, p in self.named_parameters() if not local_tensor(p).isfinite().all()), None)
+        bad = next((name for name, tensor in self._weights_or_scales() if not tensor.isfinite().all()), None)
         for name in gather_objects(bad, self.layout.world_control):
             if name is not None:
                 raise InputError(

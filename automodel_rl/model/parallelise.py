@@ -16,6 +16,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES, num_deepstack, padded_ids
+from automodel_rl.few_bits.linear import keep_in_nf4
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.mixture.experts import experts_of
 from automodel_rl.mixture.router_replay import RouterReplay
@@ -141,6 +142,12 @@ def replace_layer_forwards(work: PartInProgress) -> None:
         hand_on_arguments(work.layers.values())
 
 
+def keep_base_in_few_bits(work: PartInProgress) -> None:
+    """Keeps frozen linear layers of decoder layers in few bits, if adapters are to have such a base."""
+    if work.model.lora is not None and work.model.lora.base == "nf4":
+        keep_in_nf4(work.layers.values())
+
+
 def add_adapters_and_float8(work: PartInProgress) -> None:
     """Sets the forwards of linear layers with adapters, or makes them fp8 layers."""
     install_adapters(work.part, work.scope)
@@ -194,6 +201,7 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
     replace_token_mixers,
     replace_indexers,
     replace_layer_forwards,
+    keep_base_in_few_bits,
     add_adapters_and_float8,
     replace_part_forward,
     fuse_norms,

@@ -272,5 +272,7 @@ def _shared_expert_size(values: dict[str, Any]) -> int:
 def _quantization(values: dict[str, Any]) -> str:
     settings = values.get("quantization_config") or {}
     method = settings.get("quant_method", "unnamed" if settings else "")
+    if method == "bitsandbytes" and settings.get("load_in_4bit") and settings.get("bnb_4bit_quant_type") == "nf4":
+        return "nf4"
     # compressed-tensors has many kinds; this one is fp8 with scales.
     return "fp8" if method == "compressed-tensors" and settings.get("format") == "float-quantized" else method

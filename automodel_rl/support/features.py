@@ -65,6 +65,11 @@ def _saved_modules(asked: Combination) -> str:
     return "" if lora is None or not lora.modules_to_save else f"model.lora.modules_to_save={[*lora.modules_to_save]}"
 
 
+def _nf4_base(asked: Combination) -> str:
+    lora = asked.model.lora
+    return "" if lora is None or lora.base == "plain" else f"model.lora.base={lora.base}"
+
+
 def _aux_loss(asked: Combination) -> str:
     loss = asked.model.moe.aux_loss
     return _when(bool(loss) and asked.family.is_moe, f"model.moe.aux_loss={loss}")
@@ -165,6 +170,7 @@ LORA = Feature("LoRA", _lora)
 LORA_DROPOUT = Feature("dropout of adapters", _lora_dropout)
 EXPERT_ADAPTERS = Feature("adapters of experts", _expert_adapters)
 SAVED_MODULES = Feature("modules to save", _saved_modules)
+NF4_BASE = Feature("a base in nf4", _nf4_base)
 FROZEN = Feature("frozen parts", lambda asked: _when(bool(asked.model.frozen), "model.frozen"))
 AUX_LOSS = Feature("the auxiliary loss of routers", _aux_loss)
 WINDOWED_MIXTURE = Feature("sliding windows of mixtures", _windowed_mixture)
@@ -173,6 +179,7 @@ FSDP_EACH = Feature("fsdp=reduce, reshard", _fsdp_each)
 SELECTIVE = Feature("selective recomputation", _selective)
 SELECTIVE_MIXTURE = Feature("selective recomputation of mixtures", _selective_mixture)
 COMPILED = Feature("compiled layers", lambda asked: _when(asked.memory.compile is True, "memory.compile=true"))
+MIXTURE = Feature("mixtures", lambda asked: _when(asked.family.is_moe, f"a {asked.description.family!r} model"))
 MULTIMODAL = Feature("multimodal models", _media)
 UNNAMED_PARTS = Feature(
     ", ".join(name for name, family in MULTIMODAL_FAMILIES.items() if not family.has_peft_names), _unnamed_parts

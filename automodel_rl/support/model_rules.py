@@ -62,7 +62,7 @@ def _quantized(asked: Combination) -> str | None:
     )
 
 
-QUANTIZATIONS = ("fp8", "mxfp4")
+QUANTIZATIONS = ("fp8", "mxfp4", "nf4")
 
 QUANTIZED = Rule(
     "quantized checkpoints",
@@ -247,5 +247,11 @@ LORA = Rule(
     f"{GROUPED_MULTIPLE}; with pp, cp, ep, dp",
     _lora,
     features=(f.LORA,),
+)
+NF4_BASE = Rule(
+    "adapters on a base in nf4",
+    "linear layers of decoder layers, with inputs that are multiples of 64; published weights in nf4 keep their codes; "
+    "with pp, cp, dp",
+    features=(f.NF4_BASE,),
 )
 LORA_DROPOUT = Rule("dropout of adapters", "in training", features=(f.LORA_DROPOUT,))

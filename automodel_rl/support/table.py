@@ -38,6 +38,7 @@ RULES = (
     layout_rules.COMPILED,
     model_rules.LORA,
     model_rules.LORA_DROPOUT,
+    model_rules.NF4_BASE,
     model_rules.FLOAT8,
     model_rules.ROUTERS,
     model_rules.MTP,

@@ -84,7 +84,7 @@ def test_every_argument_of_trl_and_transformers_is_answered(algorithm: str, file
         ("sft", "--warmup_steps 1", "warmup_steps: unknown key; did you mean optimizer.warmup_steps?"),
         ("sft", "--optimizer adamw_torch", "not 'adamw_torch'; did you mean optimizer.name? (adamw or muon)"),
         ("sft", "--logging_steps 1", "there is no such setting: every step is printed"),
-        ("sft", "--load_in_4bit true", "there is no such setting: weights are not quantized for training"),
+        ("sft", "--load_in_8bit true", "there is no such setting: adapters may have a base in nf4"),
         ("grpo", "--policy.train_global_batch_size 8", "did you mean rollout.prompts? (the global batch"),
         ("grpo", "--grpo.num_generations_per_prompt 8", "did you mean rollout.group_size?"),
         (

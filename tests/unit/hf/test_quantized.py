@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.find import find_model
-from automodel_rl.hf.quantized import PlainTensor, stored_tensors
+from automodel_rl.hf.quantized import stored_tensors
 from automodel_rl.hf.read import Checkpoint, read_config
+from automodel_rl.hf.stored import PlainTensor
 from automodel_rl.hf.weight_files import open_tensors
 from tests.quantized import BLOCK, save_fp8_model, save_mxfp4_model, to_fp8
 
@@ -42,7 +43,8 @@ def test_every_part_of_an_fp8_matrix_is_the_product_of_value_and_scale(tmp_path:
         "w": PlainTensor("w", file, (50, 40), "F8_E4M3"),
         "w_scale_inv": PlainTensor("w_scale_inv", file, tuple(scales.shape), "F32"),
     }
-    (tensor,) = stored_tensors(plain, block).values()
+    with open_tensors(file) as opened:
+        (tensor,) = stored_tensors(plain, block, lambda _: opened).values()
     rows, columns = torch.arange(50) // block[0], torch.arange(40) // block[1]
     whole = values.float() * scales[rows][:, columns]
     with open_tensors(file) as opened:

@@ -313,6 +313,21 @@ EXAMPLES = (
         {"model.lora": {"targets": ["experts"]}},
     ),
     Breach(
+        "model.lora.base=nf4 with a 'qwen3_moe' model: experts, most of its weights, stay plain: use plain",
+        {"model.lora": {"base": "nf4"}},
+        {**MIXTURE, "model.lora": {}},
+    ),
+    Breach(
+        "model.lora.base=nf4 with a 'llava' model: its layers stay plain: use plain, or train its language model alone",
+        {"model.lora": {"base": "nf4"}},
+        {**LLAVA, "model.lora": {}},
+    ),
+    Breach(
+        "model.lora.base=nf4 with weight_sync.adapters=alone: generators would keep another base than the trainer",
+        {"model.lora": {"base": "nf4"}},
+        {**_GRPO, "model.lora": {}, "weight_sync.adapters": "alone"},
+    ),
+    Breach(
         "model.lora.dropout=0.1 with an algorithm that compares log-probabilities: dropout would change",
         {"model.lora": {"dropout": 0.1}},
         {"algorithm": "dpo"},

@@ -1,0 +1,143 @@
+"""Weights in the files of bitsandbytes, as transformers, Unsloth and others write them: nf4 is read, other kinds are
+refused.
+
+A weight's codes are bytes without its shape. Beside them are the scales of its blocks, which may be quantized again
+(double quantization), and a state in JSON that says shape, dtype and sizes of blocks. What is in the files decides, not
+the list of skipped modules in config.json: mixed files exist.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from automodel_rl.errors import InputError
+from automodel_rl.few_bits.nf4 import quantiles_of
+from automodel_rl.hf.stored import Opened, PlainTensor
+from automodel_rl.parallel.sharding import Box
+
+STATE = ".quant_state.bitsandbytes__"
+"""What the name of a state adds to that of its weight, before the kind."""
+
+SCALES, NESTED_SCALES, NESTED_MAP = ".absmax", ".nested_absmax", ".nested_quant_map"
+"""What the names of scales add, of the scales of quantized scales, and of the values that these stand for."""
+
+PARTS = (SCALES, NESTED_SCALES, NESTED_MAP, ".quant_map")
+
+INT8_SCALES = ".SCB"
+"""What the name of scales of 8-bit weights adds to that of the module."""
+
+
+@dataclass(frozen=True)
+class NF4Tensor:
+    """A weight whose codes are stored in the order of its flattened values.
+
+    Attributes:
+        codes: two codes in a byte.
+        scales: a scale for each block, float32; or a code of it in a byte.
+        nested: scales and values of these codes; None if scales are plain.
+        offset: what is added to scales that are quantized.
+        shape: the shape of the values.
+        block: number of values that share a scale.
+        nested_block: number of scales that share a scale.
+        dtype: the dtype of the weight that was quantized, to which values are rounded.
+    """
+
+    codes: PlainTensor
+    scales: PlainTensor
+    nested: tuple[PlainTensor, PlainTensor] | None
+    offset: float
+    shape: tuple[int, ...]
+    block: int
+    nested_block: int
+    dtype: torch.dtype
+
+    def read(self, opened: Opened, box: Box) -> Tensor:
+        row = math.prod(self.shape[1:])
+        start, stop = box[0].start * row // self.block, -(-box[0].stop * row // self.block)
+        codes, scales = self._blocks(opened, start, stop)
+        values = quantiles_of(codes)  # the last block of a tensor may be short
+        values = values * scales.repeat_interleave(self.block)[: len(values)]
+        first = box[0].start * row - start * self.block
+        rows = values[first : first + (box[0].stop - box[0].start) * row].view(-1, *self.shape[1:])
+        return rows[(slice(None), *box[1:])].to(self.dtype)
+
+    def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
+        """Codes, uint8 [..., I / 2], and scales, float32 [..., I / B], of a box of whole blocks. Rows must be whole
+        blocks."""
+        row = math.prod(self.shape[1:])
+        start, stop = box[0].start * row // self.block, box[0].stop * row // self.block
+        codes, scales = self._blocks(opened, start, stop)
+
+        def part(packed: Tensor, size: int) -> Tensor:
+            columns = slice(box[-1].start // size, box[-1].stop // size)
+            return packed.view(-1, *self.shape[1:-1], self.shape[-1] // size)[(slice(None), *box[1:-1], columns)]
+
+        return part(codes, 2), part(scales, self.block)
+
+    def _blocks(self, opened: Opened, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Codes, uint8, and scales, float32, of consecutive blocks."""
+        # Other storage dtypes than bytes are views of the same bytes.
+        num_values = math.prod(self.shape)
+        per_element = num_values // math.prod(self.codes.shape)
+        first, last = start * self.block // per_element, min(stop * self.block, num_values) // per_element
+        stored = self.codes.read(opened, (slice(first, last), slice(0, 1)))
+        codes = stored.contiguous().view(torch.uint8).flatten()
+        scales = self.scales.read(opened, (slice(start, stop),))
+        if self.nested is None:
+            return codes, scales.float()
+        group = self.nested_block
+        of_groups, values = (part.read(opened, tuple(slice(0, n) for n in part.shape)) for part in self.nested)
+        factors = of_groups[torch.arange(start, stop) // group]
+        return codes, values[scales.int()] * factors + self.offset
+
+
+def nf4_tensors(plain: Mapping[str, PlainTensor], opened: Opened) -> dict[str, tuple[NF4Tensor, set[str]]]:
+    """The nf4 weights of a checkpoint by name, each with the names of its parts.
+
+    Args:
+        plain: all tensors of the files.
+        opened: the files.
+
+    Raises:
+        InputError: a weight is of another kind, or lacks a part.
+    """
+    found = {}
+    for name, tensor in plain.items():
+        weight, is_state, kind = name.partition(STATE)
+        module = name.removesuffix(INT8_SCALES)
+        if is_state and kind != "nf4":
+            raise InputError(f"{tensor.file}: {weight} is in {kind} of bitsandbytes, of whose kinds only nf4 is read: "
+                             "use a checkpoint in nf4 or bfloat16")  # fmt: skip
+        if module != name and f"{module}.weight" in plain:
+            raise InputError(f"{tensor.file}: {module}.weight is in 8 bits of bitsandbytes, of whose kinds only nf4 is "
+                             "read: use a checkpoint in nf4 or bfloat16")  # fmt: skip
+        if is_state:
+            found[weight] = (_nf4_tensor(weight, plain, opened), {name} | {weight + part for part in PARTS})
+    return found
+
+
+def _nf4_tensor(name: str, plain: Mapping[str, PlainTensor], opened: Opened) -> NF4Tensor:
+    state_tensor = plain[f"{name}{STATE}nf4"]
+    text = opened(state_tensor.file).get_tensor(state_tensor.name)
+    state = json.loads(bytes(text.tolist()))
+    is_nested = "nested_offset" in state
+    needed = [name, name + SCALES, *([name + NESTED_SCALES, name + NESTED_MAP] if is_nested else [])]
+    missing = [part for part in needed if part not in plain]
+    if missing:
+        raise InputError(
+            f"{state_tensor.file}: {name} is in nf4 and {missing[0]} is missing: copy the checkpoint again"
+        )
+    return NF4Tensor(
+        plain[name],
+        plain[name + SCALES],
+        (plain[name + NESTED_SCALES], plain[name + NESTED_MAP]) if is_nested else None,
+        float(state.get("nested_offset", 0.0)),
+        tuple(state["shape"]),
+        int(state["blocksize"]),
+        int(state.get("nested_blocksize", 1)),
+        getattr(torch, state["dtype"]),
+    )

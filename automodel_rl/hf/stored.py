@@ -1,0 +1,48 @@
+"""A tensor of a checkpoint's files, of which only the part that is asked for is read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from automodel_rl.parallel.sharding import Box
+
+Opened = Callable[[Path], Any]
+"""Gives a weight file with `get_slice` and `get_tensor`."""
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        shape: the shape of its plain values.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, opened: Opened, box: Box) -> Tensor:
+        """The values in a box: in the file's dtype, or float32 if they are quantized."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainTensor:
+    """A tensor as it is in its file.
+
+    Attributes:
+        name: its name there.
+        file: the file.
+        dtype: safetensors' name of its dtype.
+    """
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, opened: Opened, box: Box) -> Tensor:
+        tensors = opened(self.file)
+        return tensors.get_slice(self.name)[box] if self.shape else tensors.get_tensor(self.name)

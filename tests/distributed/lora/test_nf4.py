@@ -1,0 +1,180 @@
+"""Adapters on a base in nf4 against PEFT on plain transformers with bitsandbytes' dequantized weights, in float64."""
+
+from pathlib import Path
+from typing import Literal
+
+import bitsandbytes.functional
+import pytest
+import torch
+from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from automodel_rl.batch import pack_microbatch
+from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config.model import LoraConfig
+from automodel_rl.engine import Engine
+from automodel_rl.few_bits.linear import nf4_layers
+from automodel_rl.losses import sft_loss
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.optimizers import OPTIMIZERS
+from automodel_rl.tools.verify.one_process import OneProcess, Training
+from tests.quantized import NF4_SIZES, save_nf4_model
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_model
+
+STEPS = 2
+LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"), base="nf4")
+OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant")
+
+
+def sequences_of(step: int, data_rank: int, microbatch: int) -> list:
+    return make_sequences(1 + (microbatch + data_rank) % 3, 100 * step + 10 * data_rank + microbatch)
+
+
+def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains adapters and writes them before and after; the losses and the merged model."""
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=LORA), parallel, memory)
+    engine = Engine(handle, OPTIMIZER)
+    handle.save_pretrained(folder / "initial")
+    losses = []
+    for step in range(STEPS):
+        microbatches = [
+            pack_microbatch(sequences_of(step, handle.layout.data_rank, microbatch)) for microbatch in range(3)
+        ]
+        losses.append(engine.train_step(microbatches, sft_loss).loss)
+    handle.save_pretrained(folder / "trained")
+    return losses, {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}
+
+
+def train_with_peft(folder: Path, plain: Path, data_ranks: int) -> tuple[list[float], dict[str, Tensor], OneProcess]:
+    reference = OneProcess(plain, torch.float64, Training(lr=1e-2), torch.device("cpu"))
+    reference.model = PeftModel.from_pretrained(reference.model, folder / "initial", is_trainable=True)
+    reference.optimizers = OPTIMIZERS["adamw"].reference(
+        reference.model, reference.training.config, reference.run_examples
+    )
+    losses = []
+    for step in range(STEPS):
+        everyone = [
+            s for rank in range(data_ranks) for microbatch in range(3) for s in sequences_of(step, rank, microbatch)
+        ]
+        losses.append(reference.backward([everyone]))
+        reference.step()
+    named = reference.model.named_parameters()
+    return losses, {n.replace(".default", ""): p.detach() for n, p in named if p.requires_grad}, reference
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    """What bitsandbytes makes of a weight: quantized by blocks of 64, and back."""
+    codes, state = bitsandbytes.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    with torch.compiler.set_stance("force_eager"):
+        return _dequantize_4bit_compute(
+            codes.flatten(), state.absmax, state.code, 64, tuple(weight.shape), weight.dtype
+        )
+
+
+def save_dequantized(folder: Path, plain: Path) -> None:
+    """A plain checkpoint with the values that a quantized base of another has."""
+    save_tiny_model(plain, "llama", dtype=torch.float32, **NF4_SIZES)
+    tensors = load_file(folder / "model.safetensors")
+    of_layers = {name: dequantized(tensor) for name, tensor in tensors.items() if name.endswith("proj.weight")}
+    assert any(not torch.equal(tensor, tensors[name]) for name, tensor in of_layers.items())
+    save_file({**tensors, **of_layers}, plain / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "memory"),
+    [
+        ({}, {}),
+        ({}, {"activation_checkpointing": "full"}),
+        ({}, {"compile": True}),
+        ({"pp": 2}, {}),
+        ({"cp": 2}, {"activation_checkpointing": "selective"}),
+        ({"dp_shard": 2, "fsdp": "keep"}, {}),
+        ({"dp_shard": 3, "fsdp": "reshard"}, {}),  # shards of uneven numbers of rows
+        ({"pp": 2, "dp_shard": 2, "fsdp": "reshard"}, {"activation_checkpointing": "full"}),
+    ],
+)
+def test_training_is_that_of_peft_on_dequantized_weights(
+    ranks: RankPool, tmp_path: Path, sizes: dict, memory: dict
+) -> None:
+    folder, plain = tmp_path / "model", tmp_path / "plain"
+    save_tiny_model(folder, "llama", dtype=torch.float32, **NF4_SIZES)
+    save_dequantized(folder, plain)
+    parallel = ParallelConfig(**sizes)
+    of_ranks = ranks(parallel.world_size).run(train, folder, parallel, MemoryConfig(**memory))
+    losses, merged = of_ranks[0]
+    # The compiler's own float64 differs in the ninth digit, with a plain base, too.
+    rtol, atol = (1e-7, 1e-4) if memory.get("compile") else (1e-12, 1e-9)
+    expected_losses, expected, reference = train_with_peft(folder, plain, parallel.num_data_ranks)
+    assert losses == pytest.approx(expected_losses, rel=rtol)
+    saved = load_file(folder / "trained" / "adapter_model.safetensors")
+    assert saved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=atol)
+    whole = reference.model.merge_and_unload().state_dict()
+    assert {name for _, of_rank in of_ranks for name in of_rank} == whole.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("memory", [{}, {"compile": True}, {"activation_checkpointing": "selective"}])
+def test_no_plain_weight_is_kept_for_the_backward(ranks: RankPool, tmp_path: Path, memory: dict) -> None:
+    save_tiny_model(tmp_path, "llama", dtype=torch.float32, **NF4_SIZES)
+    kept = ranks(1).run(kept_for_backward, tmp_path, MemoryConfig(**memory))[0]
+    plain = {(64, 64), (32, 64), (192, 64), (64, 192)}
+    assert not {shape for shape, dtype in kept if dtype.is_floating_point} & plain
+    if "activation_checkpointing" not in memory:
+        assert {shape for shape, dtype in kept if dtype == torch.uint8} >= {(64, 32), (192, 32), (64, 96)}
+
+
+def kept_for_backward(folder: Path, memory: MemoryConfig) -> set[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what a forward keeps, but for a layer's first step, which compiles."""
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32", lora=LORA), memory=memory)
+    engine, kept = Engine(handle, OPTIMIZER), set()
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.add((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    microbatches = [pack_microbatch(make_sequences(3, seed=0))]
+    engine.train_step(microbatches, sft_loss)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        engine.train_step(microbatches, sft_loss)
+    return kept
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "phi3", "gemma2", "olmo_hybrid"])
+def test_every_kind_of_layer_computes_with_dequantized_weights(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    save_tiny_model(tmp_path / "model", family, dtype=torch.float32, **NF4_SIZES)
+    losses, in_nf4 = ranks(1).run(train_all_linear, tmp_path / "model", "nf4")[0]
+    assert len(in_nf4) > 10
+    save_tiny_model(tmp_path / "plain", family, dtype=torch.float32, **NF4_SIZES)
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    tensors |= {name: dequantized(tensors[name]) for name in in_nf4}
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    expected, _ = ranks(1).run(train_all_linear, tmp_path / "plain", "plain")[0]
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def train_all_linear(folder: Path, base: Literal["plain", "nf4"]) -> tuple[list[float], list[str]]:
+    """The losses of a training, and the names of the weights that are in nf4."""
+    lora = LoraConfig(rank=4, targets=("all-linear",), base=base)
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=lora))
+    engine = Engine(handle, OPTIMIZER)
+    losses = [engine.train_step([pack_microbatch(make_sequences(3, step))], sft_loss).loss for step in range(3)]
+    return losses, [f"{name}.weight" for name, _ in nf4_layers(handle.parts[0])]
+
+
+def test_codes_of_a_published_checkpoint_stay(ranks: RankPool, tmp_path: Path) -> None:
+    save_nf4_model(tmp_path, is_nested=True)
+    found = load_file(tmp_path / "model.safetensors")
+    for codes in ranks(1).run(codes_of, tmp_path)[0].items():
+        torch.testing.assert_close(codes[1].flatten(), found[codes[0]].flatten(), rtol=0, atol=0)
+
+
+def codes_of(folder: Path) -> dict[str, Tensor]:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=LORA))
+    (part,) = handle.parts
+    return {f"{name}.weight": layer.few_bits.codes.detach().clone() for name, layer in nf4_layers(part)}

@@ -1,0 +1,70 @@
+"""Bugs of weights in few bits."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.faults.fault import Fault, patch
+
+
+def _halves_swapped() -> Any:
+    from automodel_rl.few_bits.nf4 import quantiles_of
+
+    return patch("few_bits.nf4.quantiles_of", lambda codes: quantiles_of(codes << 4 | codes >> 4))
+
+
+def _scales_of_another_row() -> Any:
+    from automodel_rl.few_bits.nf4 import quantize
+
+    def rolled(values: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = quantize(values)
+        return codes, scales.roll(1, 0)
+
+    return patch("hf.read.quantize", rolled)
+
+
+def _scales_rounded() -> Any:
+    from automodel_rl.few_bits.nf4 import quantize
+
+    def rounded(values: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = quantize(values)
+        return codes, scales.to(torch.bfloat16).float()
+
+    return patch("hf.read.quantize", rounded)
+
+
+def _scaled_twice() -> Any:
+    from automodel_rl.few_bits.nf4 import dequantize
+
+    return patch("few_bits.linear.dequantize", lambda codes, scales: dequantize(codes, scales * scales))
+
+
+def _without_offset() -> Any:
+    from automodel_rl.hf.bitsandbytes import _nf4_tensor
+
+    return patch("hf.bitsandbytes._nf4_tensor", lambda *of: dataclasses.replace(_nf4_tensor(*of), offset=0.0))
+
+
+def _backward_by_rows() -> Any:
+    from automodel_rl.few_bits.linear import nf4_product
+
+    def other(tokens: Tensor, codes: Tensor, scales: Tensor, rounded_to: torch.dtype, turned: bool) -> Tensor:
+        return nf4_product(tokens if turned else tokens.flip(-1), codes, scales, rounded_to, turned)
+
+    return patch("few_bits.linear.nf4_product", other)
+
+
+TRAINING = "distributed/lora/test_nf4.py::test_training_is_that_of_peft_on_dequantized_weights[sizes0-memory0]"
+
+FAULTS: dict[str, Fault] = {
+    "halves of nf4's bytes swapped": Fault(_halves_swapped, TRAINING),
+    "scales of nf4 of another row": Fault(_scales_of_another_row, TRAINING),
+    "scales of nf4 rounded to bfloat16": Fault(_scales_rounded, TRAINING),
+    "scales of nf4 multiplied twice": Fault(_scaled_twice, TRAINING),
+    "backward of a weight in nf4 by other rows": Fault(_backward_by_rows, TRAINING),
+    "nested offset of nf4 forgotten": Fault(
+        _without_offset, "unit/hf/test_bitsandbytes.py::test_values_are_those_of_bitsandbytes"
+    ),
+}

@@ -1,0 +1,112 @@
+"""Checkpoints of bitsandbytes, as transformers writes them, against bitsandbytes' own values."""
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional
+import pytest
+import torch
+from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from automodel_rl.config import ModelConfig
+from automodel_rl.errors import InputError
+from automodel_rl.few_bits.nf4 import dequantize, quantize
+from automodel_rl.hf.bitsandbytes import NF4Tensor
+from automodel_rl.hf.find import find_model
+from automodel_rl.hf.read import Checkpoint, read_config
+from automodel_rl.hf.weight_files import open_tensors
+from tests.quantized import save_nf4_model
+
+UP, DOWN = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
+
+
+def checkpoint(folder: Path) -> Checkpoint:
+    return Checkpoint(find_model(ModelConfig(path=str(folder))), read_config(folder))
+
+
+def values_of(weight: Any) -> torch.Tensor:
+    """What bitsandbytes makes of a weight. Its kernel for CPUs with AVX-512 is wrong for some widths; this is not."""
+    state = weight.quant_state
+    scales = state.absmax
+    if state.nested:
+        scales = bitsandbytes.functional.dequantize_blockwise(scales, state.state2) + state.offset
+    codes, shape = weight.data.view(torch.uint8).flatten(), tuple(state.shape)
+    with torch.compiler.set_stance("force_eager"):
+        return _dequantize_4bit_compute(codes, scales, state.code, state.blocksize, shape, state.dtype)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_values_are_those_of_bitsandbytes(tmp_path: Path, is_nested: bool, storage: torch.dtype) -> None:
+    model = save_nf4_model(tmp_path, is_nested=is_nested, storage=storage)
+    found = checkpoint(tmp_path)
+    assert sorted(found.names) == sorted(model.state_dict().keys() & {*found.names})
+    for name, parameter in model.named_parameters():
+        expected = values_of(parameter) if hasattr(parameter, "quant_state") else parameter
+        assert torch.equal(found.read(name), expected), name
+
+
+def test_every_part_of_a_weight_is_read_by_itself(tmp_path: Path) -> None:
+    save_nf4_model(tmp_path, is_nested=True)
+    tensor = checkpoint(tmp_path)._tensors[DOWN]  # rows of three blocks
+    assert isinstance(tensor, NF4Tensor)
+    rows, columns = tensor.shape
+    with open_tensors(tmp_path / "model.safetensors") as opened:
+        whole = tensor.read(lambda _: opened, (slice(0, rows), slice(0, columns)))
+        for box in (
+            (slice(5, 9), slice(0, columns)),
+            (slice(0, rows), slice(3, 70)),
+            (slice(rows - 1, rows), slice(1)),
+        ):
+            box = tuple(slice(part.start or 0, part.stop) for part in box)
+            assert torch.equal(tensor.read(lambda _: opened, box), whole[box])
+        half = (slice(3, rows), slice(64, 128))
+        codes, scales = tensor.read_packed(lambda _: opened, half)
+    assert torch.equal(dequantize(codes, scales).bfloat16(), whole[half])
+    assert codes.shape == (rows - 3, 32)
+
+
+@pytest.mark.parametrize("shape", [(33, 192), (7, 2880), (3, 64, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_and_scales_are_those_of_bitsandbytes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+    values.view(-1)[:64] = 0
+    expected, state = bitsandbytes.functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
+    codes, scales = quantize(values)
+    assert torch.equal(codes.flatten(), expected.flatten())
+    assert torch.equal(scales.flatten(), state.absmax)
+    assert codes.shape[-1] == shape[-1] // 2
+
+
+def test_codes_of_values_that_were_quantized_are_the_same() -> None:
+    codes, scales = quantize(torch.randn(5, 128, generator=torch.Generator().manual_seed(1)))
+    again = quantize(dequantize(codes, scales))
+    assert torch.equal(again[0], codes)
+    assert torch.equal(again[1], scales)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({UP + ".absmax": None}, r"up_proj.weight is in nf4 and .*up_proj.weight.absmax is missing: copy the"),
+        (
+            {UP + ".quant_state.bitsandbytes__nf4": None, UP + ".quant_state.bitsandbytes__fp4": torch.zeros(1)},
+            "up_proj.weight is in fp4 of bitsandbytes, of whose kinds only nf4 is read: use a checkpoint in nf4",
+        ),
+        ({UP.replace("weight", "SCB"): torch.zeros(1)}, "up_proj.weight is in 8 bits of bitsandbytes, of whose kinds"),
+        (
+            {"model.norm.weight": torch.zeros(64, dtype=torch.int8)},
+            r"model.norm.weight is stored in integers \(I8\), a quantization that is not read",
+        ),
+    ],
+)
+def test_other_kinds_are_refused(tmp_path: Path, changed: dict[str, torch.Tensor | None], text: str) -> None:
+    save_nf4_model(tmp_path, is_nested=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    tensors = {**load_file(tmp_path / "model.safetensors"), **changed}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=text):
+        checkpoint(tmp_path).check(model)
