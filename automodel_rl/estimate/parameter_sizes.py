@@ -19,6 +19,7 @@ from automodel_rl.families.known import FAMILIES, language_config, language_fami
 from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.few_bits.linear import frozen_linears
 from automodel_rl.lora.add import add_adapters
+from automodel_rl.lora.layers import is_adapter
 from automodel_rl.mixture.experts import transpose_experts
 from automodel_rl.model.build import rename_modules
 from automodel_rl.model.encoder import as_encoder, freeze, split_modules
@@ -146,6 +147,10 @@ def parameter_sizes(model: Any, parallel: ParallelConfig, lora: LoraConfig | Non
 def _split_dim(name: str, plan: dict[str, str]) -> int | None:
     """The dim along which tensor parallelism cuts a parameter; None if it does not."""
     module, _, kind = name.rpartition(".")
+    if is_adapter(name):
+        layer, _, side = module.rpartition(".")
+        split = _split_dim(f"{layer}.weight", plan)
+        return split if side == ("lora_A" if split == 1 else "lora_B") else None
     if name in ("model.embed_tokens.weight", "lm_head.weight"):
         return 0
     dims = (split_dim(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", n.removeprefix("model."))), kind) for n in (module, name))

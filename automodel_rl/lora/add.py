@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
@@ -91,7 +91,12 @@ def _add_adapter(layer: Any, config: LoraConfig) -> None:
     options: dict[str, Any] = {"bias": False, "dtype": layer.weight.dtype, "device": layer.weight.device}
     layer.lora_A = nn.Linear(layer.in_features, config.rank, **options)
     layer.lora_B = nn.Linear(config.rank, layer.out_features, **options)
-    layer.lora_scale, layer.lora_dropout = config.scale, config.dropout
+    layer.lora_scale, layer.lora_dropout, layer.lora_sum = config.scale, config.dropout, _as_it_is
+
+
+def _as_it_is(low: Tensor) -> Tensor:
+    """What `lora_A` gives, where it is whole."""
+    return low
 
 
 def _train_whole(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> None:

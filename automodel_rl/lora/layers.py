@@ -34,17 +34,19 @@ def install_adapters(part: Any, scope: MicrobatchScope | None = None) -> None:
     """
     for linear in adapted_layers(part):
         linear.microbatch_scope = scope or MicrobatchScope()
+        linear.base_forward = linear.forward
         linear.forward = MethodType(_forward, linear)
 
 
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
-    base = type(linear).forward(linear, hidden)
+    base = linear.base_forward(hidden)
     if linear.lora_dropout and torch.is_grad_enabled():  # log-probabilities and evaluations are not random
         hidden = F.dropout(hidden, linear.lora_dropout)
-    low, factors = linear.lora_A(hidden), linear.microbatch_scope.input(ADAPTER_GATE)
-    if factors is not None:
-        return base + linear.lora_B(low * factors.to(low.dtype))
-    return base + linear.lora_scale * linear.lora_B(low)
+    low = F.linear(hidden, local_tensor(linear.lora_A.weight))
+    factors, up = linear.microbatch_scope.input(ADAPTER_GATE), local_tensor(linear.lora_B.weight)
+    if factors is not None:  # of all tokens, of which the sum may leave a rank only its own
+        return base + F.linear(linear.lora_sum(low * factors.to(low.dtype)), up)
+    return base + linear.lora_scale * F.linear(linear.lora_sum(low), up)
 
 
 def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
@@ -64,13 +66,14 @@ def adapted_layers(part: nn.Module) -> list[Any]:
 def merge(linear: Any, whole_down: Tensor) -> Tensor:
     """This rank's shard of a layer's weight with the adapter merged in, in fp32 or wider.
 
-    Weight and `lora_B` are cut alike: the first dim of both is that of the layer's outputs.
+    Weight and `lora_B` are cut alike along the outputs, weight and `lora_A` along the inputs.
 
     Args:
         linear: a layer with an adapter.
         whole_down: the whole of its `lora_A`.
     """
-    return merged(local_tensor(linear.weight), whole_down, local_tensor(linear.lora_B.weight), linear.lora_scale)
+    down = whole_down[:, local_box(linear.lora_A.weight)[1]]
+    return merged(local_tensor(linear.weight), down, local_tensor(linear.lora_B.weight), linear.lora_scale)
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float, is_transposed: bool = False) -> Tensor:

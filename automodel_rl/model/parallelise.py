@@ -18,6 +18,7 @@ from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES, num_deepstack, padded_ids
 from automodel_rl.few_bits.linear import keep_in_nf4
 from automodel_rl.lora.layers import install_adapters
+from automodel_rl.lora.split import split_adapters
 from automodel_rl.mixture.experts import experts_of
 from automodel_rl.mixture.router_replay import RouterReplay
 from automodel_rl.mixture.routers import RouterWatch, install_router_forwards, routers_of
@@ -31,7 +32,7 @@ from automodel_rl.model.sparse_attention import install_indexers
 from automodel_rl.model.token_mixers.known import install_token_mixers
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Unit, shard_parameter, wrap_fsdp
-from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part
+from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part, styles_of
 
 
 def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
@@ -123,7 +124,8 @@ def split_weights(work: PartInProgress) -> None:
         plan = work.family.whole_tp_plan(work.part.config.base_model_tp_plan)
         mesh = work.layout.mesh["tp"]
         splits_head = not is_classifier(work.part.config)
-        work.partial += split_part(work.part, plan, mesh, work.tp, work.family.scales_embedding, splits_head)
+        adapters = split_adapters(work.part, styles_of(plan), mesh, work.tp)
+        work.partial += split_part(work.part, plan, mesh, work.tp, work.family.scales_embedding, splits_head, adapters)
 
 
 def replace_token_mixers(work: PartInProgress) -> None:

@@ -7,7 +7,7 @@ FSDP, checkpoints and exports. The computation is on plain local tensors, with t
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -92,7 +92,13 @@ class TensorParallel:
 
 
 def split_part(
-    part: Any, plan: dict[str, str], mesh: DeviceMesh, how: TensorParallel, scales_embedding: bool, splits_head: bool
+    part: Any,
+    plan: dict[str, str],
+    mesh: DeviceMesh,
+    how: TensorParallel,
+    scales_embedding: bool,
+    splits_head: bool,
+    partial_adapters: Sequence[tuple[nn.Module, str]] = (),
 ) -> list[tuple[nn.Module, str]]:
     """Splits a part's layers, embedding and head, without storage yet, and sets their forwards.
 
@@ -103,13 +109,12 @@ def split_part(
         how: how blocks are entered and left.
         scales_embedding: whether the embedding multiplies by its `embed_scale`.
         splits_head: whether the head is the vocabulary's; a linear one stays whole, and ranks share its gradient.
+        partial_adapters: whole adapters, as (module, name), for which each rank's gradient is only a summand.
 
     Returns:
         Parameters, as (module, name), for which each rank's gradient is only a summand.
     """
-    partial = split_linears(
-        part, lambda name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("model."))), mesh, how
-    )
+    partial = split_linears(part, styles_of(plan), mesh, how, partial_adapters)
     if part.model.embed_tokens is not None:
         _shard(part.model.embed_tokens, mesh, dim=0, bias_dim=None)
         part.model.embed_tokens.forward = MethodType(_embedding_forward(how, scales_embedding), part.model.embed_tokens)
@@ -130,8 +135,21 @@ def split_part(
     return partial
 
 
+def styles_of(plan: dict[str, str]) -> Callable[[str], str | None]:
+    """Gives how a module or parameter is split, by its name in a part; None for one that is not.
+
+    Args:
+        plan: pattern of a name below `model` -> how it is split.
+    """
+    return lambda name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("model.")))
+
+
 def split_linears(
-    part: nn.Module, style_of: Callable[[str], str | None], mesh: DeviceMesh, how: TensorParallel
+    part: nn.Module,
+    style_of: Callable[[str], str | None],
+    mesh: DeviceMesh,
+    how: TensorParallel,
+    partial_adapters: Sequence[tuple[nn.Module, str]] = (),
 ) -> list[tuple[nn.Module, str]]:
     """Splits linear layers, without storage yet, and sets their forwards.
 
@@ -140,12 +158,13 @@ def split_linears(
         style_of: gives how a module is split, by its name in the part; None for one that is not.
         mesh: the mesh of the tp ranks.
         how: how the blocks of these layers are entered and left.
+        partial_adapters: as for `split_part`.
 
     Returns:
         Parameters, as (module, name), for which each rank's gradient is only a summand.
     """
     assert how.group is not None
-    partial: list[tuple[nn.Module, str]] = []
+    partial = [*partial_adapters]
     whole: set[nn.Parameter] = set()
     blocks: dict[int, tuple[str, nn.Module]] = {}
     for name, module in list(part.named_modules()):

@@ -244,7 +244,7 @@ def _lora(asked: Combination) -> str | None:
 LORA = Rule(
     "LoRA",
     "linear layers and experts of transformers models, experts in bfloat16 with ranks that are multiples of "
-    f"{GROUPED_MULTIPLE}; with pp, cp, ep, dp",
+    f"{GROUPED_MULTIPLE}; with pp, tp, cp, ep, dp",
     _lora,
     features=(f.LORA,),
 )

@@ -50,17 +50,28 @@ def train(folder: Path, parallel: ParallelConfig, optimizer: OptimizerName, lora
     return losses
 
 
-def hf_tensors_of_trained(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
-    """The whole model after some training of lively adapters, which are also written."""
-    save_lively_adapters(folder, EXPERTS, parallel)
+def hf_tensors_of_trained(folder: Path, parallel: ParallelConfig, lora: LoraConfig) -> dict[str, Tensor]:
+    """The whole model with lively adapters, which are also written."""
+    save_lively_adapters(folder, lora, parallel)
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder / "adapters"), dtype="float64"), parallel)
     return {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_adapters_of_experts_are_merged_on_every_rank_as_in_files(ranks: RankPool, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes", "targets"),
+    [
+        ("qwen3_moe", {"dp_shard": 2, "ep": 2}, ("q_proj", "experts")),
+        ("gpt_oss", {"dp_shard": 2, "ep": 2}, ("q_proj", "experts")),
+        ("qwen3", {"tp": 2}, ("q_proj", "o_proj", "down_proj")),
+        ("llama", {"tp": 2, "dp_shard": 2}, ("q_proj", "o_proj", "up_proj")),
+    ],
+)
+def test_adapters_are_merged_on_every_rank_as_in_files(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict, targets: tuple[str, ...]
+) -> None:
     save_tiny_model(tmp_path, family)
-    own = ranks(2).run(hf_tensors_of_trained, tmp_path, ParallelConfig(dp_shard=2, ep=2))
+    parallel, lora = ParallelConfig(**sizes), LoraConfig(rank=4, alpha=8.0, targets=targets)
+    own = ranks(parallel.world_size).run(hf_tensors_of_trained, tmp_path, parallel, lora)
     adapters = AdapterFolder(tmp_path / "adapters", merges=True)
     files = ModelFiles(tmp_path, str(tmp_path), adapters)
     merged = merged_tensors(
@@ -104,6 +115,13 @@ DOWN_OF_EXPERTS = LoraConfig(rank=2, targets=("experts.down_proj",))
         ("qwen3", {}, {"cp": 2}, "adamw", LAYERS),
         ("qwen3", {}, {"cp": 2}, "muon", LAYERS),
         ("llama", {}, {"pp": 2, "dp_shard": 2, "fsdp": "reshard"}, "adamw", LAYERS),
+        ("qwen3", {}, {"tp": 2}, "adamw", LAYERS),
+        ("qwen3", {}, {"tp": 2}, "muon", LAYERS),
+        ("llama", {}, {"tp": 2, "pp": 2, "sequence_parallel": True}, "adamw", LAYERS),
+        ("qwen2", {}, {"tp": 2, "dp_shard": 2, "fsdp": "reshard"}, "adamw", LAYERS),
+        ("qwen3_moe", {}, {"tp": 2, "cp": 2, "ep": 2, "sequence_parallel": True}, "adamw", LAYERS),
+        ("qwen3_moe", {}, {"tp": 2, "ep": 2, "sequence_parallel": True}, "adamw", EXPERTS),
+        ("qwen3_moe", {}, {"tp": 2}, "adamw", EXPERTS),
         ("qwen3_moe", {}, {"cp": 2, "ep": 2}, "adamw", LAYERS),
         ("qwen3_moe", DENSE_LAYERS, {"pp": 2}, "adamw", LAYERS),
         ("qwen3_moe", {}, {"pp": 2, "dp_shard": 2, "ep": 2, "fsdp": "reduce"}, "adamw", EXPERTS),
@@ -184,3 +202,12 @@ def test_peft_computes_with_the_files_what_was_trained(
         # transformers' Nemotron-H gives fp32.
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance, check_dtype=False)
         assert (expected - untouched).abs().max() > 1e-3
+
+
+def test_adapters_of_several_layers_in_one_are_refused_with_tp(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "phi3")
+    model = ModelConfig(path=str(tmp_path), lora=LoraConfig(targets=("qkv_proj",)))
+    with pytest.raises(
+        AssertionError, match=r"layers\.0\.self_attn\.qkv_proj is several layers in one, whose adapters"
+    ):
+        ranks(2).run(ModelHandle.from_pretrained, model, ParallelConfig(tp=2))

@@ -140,6 +140,7 @@ def both_ways(folder: Path, sizes: dict[str, Any], options: dict[str, Any], loss
         ({"pp": 2}, {"activation_checkpointing": "full"}, LOSSES),
         ({"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}, {}, dict.fromkeys(SHAPES, LOSSES["a"])),
         ({"dp_shard": 2}, {}, LOSSES),
+        ({"tp": 2, "sequence_parallel": True}, {}, LOSSES),
         ({"dp_shard": 2}, {}, SOFT),
         ({"cp": 2}, {}, ALL_SOFT),
         ({"cp": 2}, {"activation_checkpointing": "selective"}, LOSSES),

@@ -291,7 +291,16 @@ EXAMPLES = (
         {**MIXTURE, "parallel.tp": 2},
     ),
     Breach("parallel.ep=4 must divide the model's 6 experts", {"parallel.ep": 4}, {**MIXTURE, "parallel.cp": 4}),
-    Breach("model.lora with parallel.tp=2: adapters are not split", {"parallel.tp": 2}, {"model.lora": {}}),
+    Breach(
+        "model.lora.dropout=0.1 with parallel.tp=2: ranks would drop other inputs",
+        {"parallel.tp": 2},
+        {"model.lora": {"dropout": 0.1}},
+    ),
+    Breach(
+        "model.lora.base=nf4 with parallel.tp=2: weights in nf4 are not split",
+        {"parallel.tp": 2},
+        {"model.lora": {"base": "nf4"}},
+    ),
     Breach(
         "model.lora with model.implementation=nemo_automodel: adapters are added to transformers' classes only",
         NEMO_CLASSES,
