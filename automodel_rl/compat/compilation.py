@@ -93,6 +93,12 @@ def _prepare_once() -> _CompileWatch:
     return _CompileWatch()
 
 
+def compiler_cache() -> str:
+    """The folder of the compiler's cache, in which the next run finds what this one compiles."""
+    _prepare()
+    return os.environ.get(CACHE_VARIABLE) or default_cache_dir()
+
+
 def compiled_so_far() -> Compiled:
     """What this process has compiled."""
     watch = _prepare()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_rl.batch import StepSize
-from automodel_rl.compat.compilation import Compiled, compiled_so_far
+from automodel_rl.compat.compilation import Compiled, compiled_so_far, compiler_cache
 from automodel_rl.config import RunConfig
 from automodel_rl.engine import TrainOutput
 from automodel_rl.launch.flight import flight
@@ -113,7 +113,12 @@ class Step:
 
     def _record_compilation(self, compiled: Compiled) -> None:
         self.metrics |= {"perf/graphs": compiled.graphs, "perf/compile_s": compiled.seconds}
-        if compiled.graphs and not self.is_early:
+        if compiled.graphs and self.is_early:
+            self.say(
+                f"step {self.number} compiled {compiled.graphs} graphs in {compiled.seconds:.0f} s; the next run finds "
+                f"them in {compiler_cache()}"
+            )
+        elif compiled.graphs:
             self.say(
                 f"warning: step {self.number} compiled {compiled.graphs} graphs anew, in {compiled.seconds:.0f} s; "
                 "graphs fit microbatches of any size, so this should not be: report it, or set memory.compile=false"
