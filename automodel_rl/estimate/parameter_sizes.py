@@ -17,7 +17,7 @@ from automodel_rl.config.model import LoraConfig
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import FAMILIES, language_config, language_family, multimodal_family
 from automodel_rl.families.text import TEXT_FAMILIES
-from automodel_rl.few_bits.linear import frozen_linears
+from automodel_rl.few_bits.linear import names_of_base
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.layers import is_adapter
 from automodel_rl.mixture.experts import transpose_experts
@@ -126,8 +126,7 @@ def parameter_sizes(model: Any, parallel: ParallelConfig, lora: LoraConfig | Non
     """
     kept_in_nf4 = set()
     if lora is not None and lora.base == "nf4":
-        layers = enumerate(model.model.layers)
-        kept_in_nf4 = {f"model.layers.{n}.{name}.weight" for n, layer in layers for name, _ in frozen_linears(layer)}
+        kept_in_nf4 = {name for name, _ in names_of_base(model)}
     tied = model.config.tie_word_embeddings
     plan = FAMILIES[model.config.model_type].whole_tp_plan(model.config.base_model_tp_plan)
     for name, parameter in model.named_parameters(remove_duplicate=not (tied and parallel.pp > 1)):

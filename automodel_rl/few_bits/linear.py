@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.errors import InputError
 from automodel_rl.few_bits.nf4 import BLOCK, dequantize
+from automodel_rl.lora.layers import is_adapter
 from automodel_rl.parallel.sharding import local_tensor
 
 HOLDER = "few_bits"
@@ -154,8 +155,16 @@ def keep_in_nf4(layers: Iterable[nn.Module]) -> None:
 def frozen_linears(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers of a decoder layer that a base in few bits is made of, by their names."""
     for name, module in layer.named_modules():
-        if type(module) is nn.Linear and not module.weight.requires_grad and "indexer" not in name.split("."):
+        is_base = type(module) is nn.Linear and not is_adapter(f"{name}.weight")
+        if is_base and not module.weight.requires_grad and "indexer" not in name.split("."):
             yield name, module
+
+
+def names_of_base(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights that a base in few bits is made of, of a causal language model."""
+    for number, layer in enumerate(model.model.layers):
+        for name, linear in frozen_linears(layer):
+            yield f"model.layers.{number}.{name}.weight", linear.weight
 
 
 def nf4_layers(part: nn.Module) -> Iterator[tuple[str, NF4Linear]]:

@@ -234,11 +234,11 @@ def _vllm_options(
 def _cache_of_replica(choice: VllmSamplerConfig, handle: ModelHandle) -> dict[str, int]:
     """The argument of vllm.LLM for the size of its cache, if several start at the same time on one GPU."""
     device, replicas = handle.layout.device, _num_replicas(choice)
-    if replicas == 1 or device.type != "cuda":
+    if replicas == 1 or device.type != "cuda" or "kv_cache_memory_bytes" in choice.options:
         return {}
     share = torch.cuda.get_device_properties(device).total_memory * choice.memory_fraction / replicas
-    weights = sum(file.stat().st_size for file in handle.source.glob("*.safetensors"))
-    at_once = int(choice.options.get("max_num_seqs", SAMPLED_AT_ONCE))
+    weights = handle.num_values * handle.dtype.itemsize
+    at_once = int(choice.options.get("max_num_seqs") or SAMPLED_AT_ONCE)
     return {"kv_cache_memory_bytes": cache_bytes(share, weights, handle.description.vocab_size, at_once)}
 
 

@@ -138,14 +138,14 @@ def _lora_of(model: ModelConfig, adapters: AdapterFolder) -> LoraConfig | None:
         return None
     if model.lora is None:
         return adapters.config
-    for key in sorted(model.lora.model_fields_set - {"dropout"}):
+    for key in sorted(model.lora.model_fields_set - {"dropout", "base"}):
         asked, there = getattr(model.lora, key), getattr(adapters.config, key)
         if _sorted(asked) != _sorted(there):
             raise InputError(
                 f"model.lora.{key}={_sorted(asked)}: the adapters of {adapters.folder} have {_sorted(there)}: leave "
                 f"model.lora.{key} out, or set model.merge_adapters to true"
             )
-    return adapters.config.model_copy(update={"dropout": model.lora.dropout})
+    return adapters.config.model_copy(update={"dropout": model.lora.dropout, "base": model.lora.base})
 
 
 def _sorted(value: Any) -> Any:

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from automodel_rl.errors import InputError
-from automodel_rl.hf.bitsandbytes import nf4_tensors
+from automodel_rl.hf.bitsandbytes import NF4Tensor, nf4_tensors
 from automodel_rl.hf.stored import Opened, PlainTensor, StoredTensor
 from automodel_rl.parallel.sharding import Box
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 """safetensors' names of fp8 dtypes."""
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+"""safetensors' names of further dtypes of plain values."""
 
 SCALES = ("_scale_inv", "_scale")
 """What the names of scales add to that of their weight. Both multiply it."""
@@ -143,6 +146,13 @@ def stored_tensors(
             found[name] = ScaledTensor(tensor, scales, _block(tensor, scales, block))
             parts.add(scales.name)
     return {**{name: tensor for name, tensor in plain.items() if name not in parts}, **found}
+
+
+def stored_dtype(stored: StoredTensor) -> torch.dtype:
+    """The dtype of the values that are read of a tensor of real numbers."""
+    if isinstance(stored, NF4Tensor):
+        return stored.dtype
+    return DTYPES.get(stored.dtype, torch.float32) if isinstance(stored, PlainTensor) else torch.float32
 
 
 def _block(weight: PlainTensor, scales: PlainTensor, block: tuple[int, int] | None) -> tuple[int, ...]:

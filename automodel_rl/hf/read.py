@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
 from automodel_rl.families.known import COMPOSITES, SAME_AS, TEXT, checkpoint_family, left_out, text_model_config
 from automodel_rl.few_bits.linear import NF4Weight, is_few_bits, nf4_layers
-from automodel_rl.few_bits.nf4 import BLOCK, quantize
+from automodel_rl.few_bits.nf4 import BLOCK, dequantize, quantize
 from automodel_rl.hf.bitsandbytes import NF4Tensor
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
-from automodel_rl.hf.quantized import TurnedTensor, stored_tensors
+from automodel_rl.hf.quantized import TurnedTensor, stored_dtype, stored_tensors
 from automodel_rl.hf.stored import Opened, PlainTensor
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
@@ -120,6 +121,18 @@ class Checkpoint:
         stored = self._tensors[name]
         with self._opened() as opened:
             return stored.read(opened, tuple(slice(0, size) for size in stored.shape))
+
+    def read_in_nf4(self, name: str) -> Tensor:
+        """A whole tensor as a base in nf4 has it: as it is if it is stored so, else quantized and made plain again."""
+        tensor, stored = self.read(name), self._tensors[name]
+        if isinstance(stored, NF4Tensor) and stored.block == BLOCK:
+            return tensor
+        return dequantize(*quantize(tensor)).to(tensor.dtype)
+
+    @property
+    def num_values(self) -> int:
+        """Number of values of all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
 
     def read_untrained(self, name: str, dtype: torch.dtype) -> Tensor:
         """A whole tensor that belongs to no part of the model, for exports to keep: as it is in its file, or in `dtype`
@@ -246,17 +259,15 @@ class Checkpoint:
         plain, codes = weight.plain(), local_tensor(weight.codes)
         box = local_box(plain)
         for piece in pieces(name, tuple(plain.shape), self.family):
-            overlap = piece.overlap(box)
+            overlap, stored = piece.overlap(box), self._tensors[piece.name]
+            weight.rounded_to = stored_dtype(stored)  # also on a rank without rows
             if overlap is None:
                 continue
-            stored, (inside, (rows, columns)) = self._tensors[piece.name], overlap
+            inside, (rows, columns) = overlap
             if isinstance(stored, NF4Tensor) and stored.block == BLOCK and stored.shape[-1] % BLOCK == 0:
                 found = stored.read_packed(opened, inside)
-                weight.rounded_to = stored.dtype
             else:
-                values = stored.read(opened, inside)
-                found = quantize(values.to(codes.device))
-                weight.rounded_to = values.dtype
+                found = quantize(stored.read(opened, inside).to(codes.device))
             for target, part, size in ((codes, found[0], 2), (weight.scales, found[1], BLOCK)):
                 target[rows, slice(columns.start // size, columns.stop // size)].copy_(part)
 

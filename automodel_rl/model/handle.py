@@ -245,6 +245,11 @@ class ModelHandle:
         return "" if self._checkpoint is None else self._checkpoint.fingerprint()
 
     @property
+    def num_values(self) -> int:
+        """Number of values of all tensors of the checkpoint that it was loaded from."""
+        return 0 if self._checkpoint is None else self._checkpoint.num_values
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the model computes."""
         return dtypes_of(self.model)[0]

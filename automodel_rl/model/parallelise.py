@@ -11,8 +11,10 @@ from transformers import PretrainedConfig
 
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.compat.modules import hand_on_arguments
+from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
+from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES, num_deepstack, padded_ids
@@ -145,8 +147,17 @@ def replace_layer_forwards(work: PartInProgress) -> None:
 
 
 def keep_base_in_few_bits(work: PartInProgress) -> None:
-    """Keeps frozen linear layers of decoder layers in few bits, if adapters are to have such a base."""
+    """Keeps frozen linear layers of decoder layers in few bits, if adapters are to have such a base.
+
+    Raises:
+        InputError: this torch cannot gather bytes.
+    """
     if work.model.lora is not None and work.model.lora.base == "nf4":
+        if work.layout.parallel.fsdp_size > 1 and TORCH < (2, 13):  # checked with 2.13; 2.11 casts them
+            raise InputError(
+                "model.lora.base=nf4 with parallel.dp_shard x cp of 2 or more: FSDP of this torch cannot gather bytes: "
+                "use torch 2.13 or newer, base=plain, or parallel.pp"
+            )
         keep_in_nf4(work.layers.values())
 
 

@@ -1,7 +1,7 @@
 """`automodel-rl export`: a Hugging Face folder from any checkpoint of a run, by one process, tensor by tensor."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +20,11 @@ from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import language_config
+from automodel_rl.few_bits.linear import names_of_base
 from automodel_rl.files import check_place, new_folder
 from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
 from automodel_rl.hf.find import ModelFiles, find_model
-from automodel_rl.hf.names import to_hf
+from automodel_rl.hf.names import pieces, to_hf
 from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config, read_whole_config
 from automodel_rl.hf.tokenizer import load_tokenizer
 from automodel_rl.hf.write import write_description, write_weights
@@ -95,11 +96,8 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
             _write_adapters(folder, _trained(reader), AdapterOrigin(alone, files.name, weights.family), adapters)
             save_tokenizer(tokenizer, folder)
             return {}
-        if model.lora is not None:
-            tensors = merged_tensors(weights, _trained(reader), model.lora.scale, dtypes_of(model)[0])
-        else:
-            tensors = _model_tensors(reader, model, weights, whole_config)
-        written = write_weights(folder, tensors)
+        tensors_of = _model_tensors if model.lora is None else _merged_run
+        written = write_weights(folder, tensors_of(reader, model, weights, whole_config))
         exported = read_whole_config(files.folder) if weights.is_composite else whole_config
         write_description(folder, _in_dtype(exported, dtypes_of(model)[0]), tokenizer, files.folder, ends.ids)
         return written
@@ -232,7 +230,7 @@ def _trained(reader: SafetensorsReader) -> dict[str, Tensor]:
 
 
 def merged_tensors(
-    source: Checkpoint, trained: Mapping[str, Tensor], scale: float, dtype: torch.dtype
+    source: Checkpoint, trained: Mapping[str, Tensor], scale: float, dtype: torch.dtype, in_nf4: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a checkpoint, by their names in files, with adapters merged in and modules to save in place.
 
@@ -241,6 +239,7 @@ def merged_tensors(
         trained: adapters and modules to save, by the names that they have in the model.
         scale: the factor of the adapters' output.
         dtype: the dtype of the result; buffers of other kinds keep theirs.
+        in_nf4: names of the tensors that the base had in nf4.
     """
     adapted = adapter_pieces(trained, source.family)
     saved = {
@@ -250,11 +249,28 @@ def merged_tensors(
         for piece, tensor in to_hf(name, whole, source.family)
     }
     for name in source.names:
-        tensor = saved.pop(name) if name in saved else source.read(name)
+        read = source.read_in_nf4 if name in in_nf4 else source.read
+        tensor = saved.pop(name) if name in saved else read(name)
         if name in adapted:
             tensor = adapted[name].merged_into(tensor, scale)
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
     yield from ((name, tensor.to(dtype)) for name, tensor in saved.items())
+
+
+def _merged_run(
+    reader: SafetensorsReader, model: ModelConfig, source: Checkpoint, config: PretrainedConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by their Hugging Face names, with a run's adapters merged into the base that it had."""
+    assert model.lora is not None
+    in_nf4 = _names_in_nf4(config, model, source) if model.lora.base == "nf4" else ()
+    return merged_tensors(source, _trained(reader), model.lora.scale, dtypes_of(model)[0], in_nf4)
+
+
+def _names_in_nf4(config: PretrainedConfig, model: ModelConfig, source: Checkpoint) -> set[str]:
+    """Names in files of the weights that a run's base had in nf4."""
+    part = empty_parts(config, dtypes_of(model)[0], model)[0]
+    names = ((name, tuple(weight.shape)) for name, weight in names_of_base(part))
+    return {piece.name for name, shape in names for piece in pieces(name, shape, source.family)}
 
 
 def _model_tensors(

@@ -210,6 +210,6 @@ class StepRollouts:
             )
 
 
-def _problem_of(prompt: Promptlike) -> str:
-    """Equal for the same problem from two files, whatever else their records have."""
-    return repr((prompt.token_ids, prompt.example.get("answer", prompt.example)))
+def _problem_of(prompt: Promptlike) -> int:
+    """Equal for the same problem from two files: the same prompt and answer, or record if there is no answer."""
+    return hash(repr((prompt.token_ids, prompt.example.get("answer", prompt.example))))

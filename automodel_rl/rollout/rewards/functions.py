@@ -12,6 +12,9 @@ from automodel_rl.rollout.rewards.reward_model import open_reward_model, served_
 Example = Mapping[str, Any]
 RewardFn = Callable[..., Any]
 
+QUOTIENT = re.compile(r"(x\s*=\s*)?-?(\\[dt]?frac\{-?\d+\}\{-?\d+\}|\d+\s*(/|\\div)\s*\d+)")
+"""A fraction of integers, of which math-verify gives the result where it is one."""
+
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -38,7 +41,7 @@ def math(completion: str, example: Example) -> float:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     expected = parse(f"${example['answer']}$", parsing_timeout=None)
     found = parse(completion, parsing_timeout=None)
-    if expected and found and _is_calculation(found[0]) and not _is_calculation(expected[0]):
+    if expected and found and _is_calculation(found[0], str(found[-1])) and not _is_calculation(expected[0]):
         return 0.0
     return float(verify(expected, found, timeout_seconds=None))
 
@@ -108,19 +111,37 @@ def find_reward(name: str) -> RewardFn:
     return import_function("rewards.function", name)
 
 
-def _is_calculation(result: Any) -> bool:
-    """Whether a number is written as a sum, as a product of numbers or as a quotient without remainder. Other
-    fractions, percentages, powers and scientific notation are results. math-verify leaves calculations as they are
-    written.
-    """
-    from sympy import Add, Mul, Pow
+def _is_calculation(result: Any, text: str = "") -> bool:
+    """Whether a number, also one in a set, a tuple or on the right of an equation, is written as a sum, as a product of
+    numbers or as a quotient without remainder. Other fractions, percentages, powers and scientific notation are
+    results.
 
+    Args:
+        result: what math-verify reads, which leaves sums and products as they are written.
+        text: where it reads it, for it divides fractions of LaTeX.
+    """
+    from sympy import Add, Equality, FiniteSet, Integer, Mul, Pow, Tuple
+
+    if isinstance(result, Equality):
+        return _is_calculation(result.rhs, text)
+    if isinstance(result, FiniteSet | Tuple):
+        return any(_is_calculation(part) for part in result.args)
+    if isinstance(result, Integer):
+        return QUOTIENT.fullmatch(text.strip()) is not None
     if not isinstance(result, Add | Mul) or not result.doit().is_Number:
         return False
-    factors = Mul.make_args(result)
-    numbers = [factor for factor in factors if factor.is_Number and abs(factor) != 1]
-    divides = any(isinstance(factor, Pow) and factor.exp == -1 for factor in factors)
-    return result.has(Add) or len(numbers) > 1 or (divides and bool(result.doit().is_Integer))
+    factors = [factor for factor in Mul.make_args(result) if factor not in (1, -1)]
+    powers = [factor for factor in factors if isinstance(factor, Pow) and factor.base.is_Number]
+    tens = [power for power in powers if power.base == 10 and power.exp.is_Integer]
+    whole = [power for power in powers if power.exp.is_Integer and power.exp > 0]
+    numbers = [factor for factor in factors if factor.is_Number]
+    is_scientific = len(numbers) == 1 and len(whole) == len(tens) == 1
+    divides = any(power.exp == -1 and power.base != 10 for power in powers)
+    return bool(
+        result.has(Add)
+        or (len(numbers) + len(whole) > 1 and not is_scientific)
+        or (divides and result.doit().is_Integer)
+    )
 
 
 def _last_number(text: str) -> float | None:

@@ -1,5 +1,6 @@
 """Checkpoints of bitsandbytes, as transformers writes them, against bitsandbytes' own values."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from automodel_rl.config import ModelConfig
+from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
+from automodel_rl.estimate.parameter_sizes import causal_model
+from automodel_rl.few_bits.linear import names_of_base
 from automodel_rl.few_bits.nf4 import dequantize, quantize
 from automodel_rl.hf.bitsandbytes import NF4Tensor
 from automodel_rl.hf.find import find_model
-from automodel_rl.hf.read import Checkpoint, read_config
+from automodel_rl.hf.opened_model import OpenedModel
+from automodel_rl.hf.read import Checkpoint, read_config, read_whole_config
 from automodel_rl.hf.weight_files import open_tensors
-from tests.quantized import save_nf4_model
+from automodel_rl.lora.add import add_adapters
+from automodel_rl.tools.export import _names_in_nf4, merged_tensors
+from tests.quantized import NF4_SIZES, save_nf4_model
+from tests.tiny import tiny_config
 
 UP, DOWN = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
 
@@ -110,3 +118,42 @@ def test_other_kinds_are_refused(tmp_path: Path, changed: dict[str, torch.Tensor
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=text):
         checkpoint(tmp_path).check(model)
+
+
+def test_exports_have_what_a_base_in_nf4_stands_for(tmp_path: Path) -> None:
+    save_nf4_model(tmp_path, is_nested=True)
+    published, plain = checkpoint(tmp_path), checkpoint(tmp_path / "plain")
+    assert torch.equal(published.read_in_nf4(UP), published.read(UP))
+    assert torch.equal(plain.read_in_nf4(UP), dequantize(*quantize(plain.read(UP))).bfloat16())
+    assert not torch.equal(plain.read_in_nf4(UP), plain.read(UP))
+    whole = read_whole_config(tmp_path / "plain")
+    names = _names_in_nf4(whole, ModelConfig(path="x", lora=LoraConfig(base="nf4")), plain)
+    assert names == {name for name in plain.names if name.endswith("proj.weight")}
+    written = dict(merged_tensors(plain, {}, 1.0, torch.bfloat16, names))
+    assert all(torch.equal(written[n], plain.read_in_nf4(n) if n in names else plain.read(n)) for n in plain.names)
+
+
+def test_adapters_of_a_folder_may_be_trained_on_a_base_in_nf4(tmp_path: Path) -> None:
+    save_nf4_model(tmp_path, is_nested=False)
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    tensors = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight": torch.zeros(shape)
+        for side, shape in (("A", (4, 64)), ("B", (64, 4)))
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    asked = ModelConfig(path=str(tmp_path / "plain"), adapters=str(folder), lora=LoraConfig(base="nf4", rank=4))
+    lora = OpenedModel.open(asked).model.lora
+    assert lora is not None
+    assert (lora.base, lora.rank, lora.targets) == ("nf4", 4, ("q_proj",))
+
+
+def test_a_model_that_is_not_trained_keeps_its_adapters_plain(tmp_path: Path) -> None:
+    model = causal_model(tiny_config("llama", 2, **NF4_SIZES), dtype=torch.float32)
+    add_adapters(model, LoraConfig(rank=64))
+    model.requires_grad_(False)
+    assert {name for name, _ in names_of_base(model)} == {
+        name for name, _ in model.named_parameters() if name.endswith("proj.weight")
+    }

@@ -37,6 +37,33 @@ from automodel_rl.rollout.rewards.worker import score
         ("math", "2*3.5", {"answer": "7"}, {}, 0),
         ("math", "15/3", {"answer": "5"}, {}, 0),
         ("math", r"$\frac{3+4}{2}$", {"answer": "7/2"}, {}, 0),
+        *(
+            ("math", written, {"answer": answer}, {}, 0)
+            for answer, written in (
+                ("-11", "$x=15-26$"),
+                ("-11", r"\boxed{x = 15-26}"),
+                ("-11", r"$\{15-26\}$"),
+                ("24", "$48/2$"),
+                ("24", r"\boxed{48/2}"),
+                ("24", r"$\frac{48}{2}$"),
+                ("24", r"$48 \div 2$"),
+                ("1000000", r"$10^{3}\times10^{3}$"),
+                ("72", r"$2^3\cdot3^2$"),
+            )
+        ),
+        *(
+            ("math", written, {"answer": answer}, {}, 1)
+            for answer, written in (
+                ("-11", "$x = -11$"),
+                ("24", "$48/2 = 24$"),
+                ("0.75", r"\boxed{\frac{3}{4}}"),
+                ("0.00012", r"$1.2 \times 10^{-4}$"),
+                ("1000", "$10^3$"),
+                (r"\frac{\sqrt{2}}{2}", r"$\frac{1}{\sqrt{2}}$"),
+                ("(1,2)", "$(1, 2)$"),
+                ("72", "72"),
+            )
+        ),
         ("math", "-7/2", {"answer": "-3.5"}, {}, 1),
         ("math", r"\boxed{1\frac{1}{2}}", {"answer": "1.5"}, {}, 1),
         ("math", r"$2^{10}$", {"answer": "1024"}, {}, 1),
