@@ -25,6 +25,7 @@ def test_weights_are_cut_before_forwards_are_set_and_forwards_wrapped_before_fsd
         "replace_token_mixers",
         "replace_indexers",
         "replace_layer_forwards",
+        "keep_base_in_few_bits",
         "add_adapters_and_float8",
         "replace_part_forward",
         "fuse_norms",

@@ -16,6 +16,17 @@ from automodel_rl.tools.plan.devices import find_device
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2_135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
     "qwen3_0.6b": {
         "model_type": "qwen3",
         "vocab_size": 151936,
