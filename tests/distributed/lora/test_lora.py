@@ -82,8 +82,11 @@ def test_adapters_are_merged_on_every_rank_as_in_files(
             torch.testing.assert_close(of_rank[name], tensor, rtol=0, atol=1e-12, msg=name)
 
 
-def train_with_peft(folder: Path, data_ranks: int, optimizer: OptimizerName) -> tuple[list[float], dict[str, Tensor]]:
-    reference = OneProcess(folder, torch.float64, Training(lr=1e-2, optimizer=optimizer), torch.device("cpu"))
+def train_with_peft(
+    folder: Path, base: Path, data_ranks: int, optimizer: OptimizerName
+) -> tuple[list[float], dict[str, Tensor], OneProcess]:
+    """Trains the adapters of `folder / "initial"` on the model `base`; the losses, what is trained, and the model."""
+    reference = OneProcess(base, torch.float64, Training(lr=1e-2, optimizer=optimizer), torch.device("cpu"))
     reference.model = PeftModel.from_pretrained(reference.model, folder / "initial", is_trainable=True)
     reference.optimizers = OPTIMIZERS[optimizer].reference(
         reference.model, reference.training.config, reference.run_examples
@@ -96,7 +99,7 @@ def train_with_peft(folder: Path, data_ranks: int, optimizer: OptimizerName) -> 
         losses.append(reference.backward([everyone]))
         reference.step()
     named = reference.model.named_parameters()
-    return losses, {n.replace(".default", ""): p.detach() for n, p in named if p.requires_grad}
+    return losses, {n.replace(".default", ""): p.detach() for n, p in named if p.requires_grad}, reference
 
 
 DENSE_LAYERS = {"mlp_only_layers": [0, 2]}
@@ -136,7 +139,7 @@ def test_training_and_files_are_those_of_peft(
     save_tiny_model(tmp_path, family, **model)
     parallel = ParallelConfig(**sizes)
     losses = ranks(parallel.world_size).run(train, tmp_path, parallel, optimizer, lora)[0]
-    expected_losses, expected = train_with_peft(tmp_path, parallel.num_data_ranks, optimizer)
+    expected_losses, expected, _ = train_with_peft(tmp_path, tmp_path, parallel.num_data_ranks, optimizer)
     assert losses == pytest.approx(expected_losses, rel=1e-9)
     saved = load_file(tmp_path / "trained" / "adapter_model.safetensors")
     assert saved.keys() == expected.keys()

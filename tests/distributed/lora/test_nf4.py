@@ -7,7 +7,6 @@ import bitsandbytes.functional
 import pytest
 import torch
 from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,19 +17,13 @@ from automodel_rl.engine import Engine
 from automodel_rl.few_bits.linear import nf4_layers
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.optimizers import OPTIMIZERS
-from automodel_rl.tools.verify.one_process import OneProcess, Training
+from tests.distributed.lora.test_lora import STEPS, sequences_of, train_with_peft
 from tests.quantized import NF4_SIZES, save_nf4_model
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
-STEPS = 2
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"), base="nf4")
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant")
-
-
-def sequences_of(step: int, data_rank: int, microbatch: int) -> list:
-    return make_sequences(1 + (microbatch + data_rank) % 3, 100 * step + 10 * data_rank + microbatch)
 
 
 def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig) -> tuple[list[float], dict[str, Tensor]]:
@@ -46,23 +39,6 @@ def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig) -> tuple
         losses.append(engine.train_step(microbatches, sft_loss).loss)
     handle.save_pretrained(folder / "trained")
     return losses, {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}
-
-
-def train_with_peft(folder: Path, plain: Path, data_ranks: int) -> tuple[list[float], dict[str, Tensor], OneProcess]:
-    reference = OneProcess(plain, torch.float64, Training(lr=1e-2), torch.device("cpu"))
-    reference.model = PeftModel.from_pretrained(reference.model, folder / "initial", is_trainable=True)
-    reference.optimizers = OPTIMIZERS["adamw"].reference(
-        reference.model, reference.training.config, reference.run_examples
-    )
-    losses = []
-    for step in range(STEPS):
-        everyone = [
-            s for rank in range(data_ranks) for microbatch in range(3) for s in sequences_of(step, rank, microbatch)
-        ]
-        losses.append(reference.backward([everyone]))
-        reference.step()
-    named = reference.model.named_parameters()
-    return losses, {n.replace(".default", ""): p.detach() for n, p in named if p.requires_grad}, reference
 
 
 def dequantized(weight: Tensor) -> Tensor:
@@ -107,7 +83,7 @@ def test_training_is_that_of_peft_on_dequantized_weights(
     losses, merged = of_ranks[0]
     # The compiler's own float64 differs in the ninth digit, with a plain base, too.
     rtol, atol = (1e-7, 1e-4) if memory.get("compile") else (1e-12, 1e-9)
-    expected_losses, expected, reference = train_with_peft(folder, plain, parallel.num_data_ranks)
+    expected_losses, expected, reference = train_with_peft(folder, plain, parallel.num_data_ranks, "adamw")
     assert losses == pytest.approx(expected_losses, rel=rtol)
     saved = load_file(folder / "trained" / "adapter_model.safetensors")
     assert saved.keys() == expected.keys()
