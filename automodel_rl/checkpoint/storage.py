@@ -34,22 +34,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from automodel_rl.checkpoint.folder import INDEX, CheckpointError, read_json, write_hashed
+from automodel_rl.hf.stored import DTYPES
 from automodel_rl.manifest import StoredFile
 from automodel_rl.parallel.sharding import Box
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of dtypes in safetensors files."""
 
 ALIGNMENT = 8
 """The header of a safetensors file is padded to a multiple of this many bytes."""

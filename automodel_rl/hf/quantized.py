@@ -13,14 +13,11 @@ from torch import Tensor
 
 from automodel_rl.errors import InputError
 from automodel_rl.hf.bitsandbytes import NF4Tensor, nf4_tensors
-from automodel_rl.hf.stored import Opened, PlainTensor, StoredTensor
+from automodel_rl.hf.stored import DTYPES, Opened, PlainTensor, StoredTensor
 from automodel_rl.parallel.sharding import Box
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 """safetensors' names of fp8 dtypes."""
-
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-"""safetensors' names of further dtypes of plain values."""
 
 SCALES = ("_scale_inv", "_scale")
 """What the names of scales add to that of their weight. Both multiply it."""
@@ -152,7 +149,8 @@ def stored_dtype(stored: StoredTensor) -> torch.dtype:
     """The dtype of the values that are read of a tensor of real numbers."""
     if isinstance(stored, NF4Tensor):
         return stored.dtype
-    return DTYPES.get(stored.dtype, torch.float32) if isinstance(stored, PlainTensor) else torch.float32
+    name = stored.dtype if isinstance(stored, PlainTensor) else ""  # fp8 and MXFP4 are read as float32
+    return next((dtype for dtype, own in DTYPES.items() if own == name), torch.float32)
 
 
 def _block(weight: PlainTensor, scales: PlainTensor, block: tuple[int, int] | None) -> tuple[int, ...]:
