@@ -13,6 +13,7 @@ rewards.
 import argparse
 import itertools
 import json
+import math
 import os
 import queue
 import re
@@ -167,7 +168,7 @@ def steps_of_ours(output: Path, lines: list[tuple[float, str]]) -> tuple[list[Re
             "train_s": line["time/train_s"],
             "reward": line["rollout/reward_mean"],
             "length": line["rollout/completion_tokens_mean"],
-            "mismatch": line["train/logprob_error"],
+            "mismatch": math.log(line["train/logprob_error"]),  # TRL reports the mean difference of log-probabilities
         }
         for seconds, line in zip(times, records, strict=True)
     ]
