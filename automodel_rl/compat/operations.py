@@ -29,12 +29,13 @@ class OperationWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given, made = _tensors((args, kwargs)), _tensors(result)
+        given, made = tensors_in((args, kwargs)), tensors_in(result)
         self.see(func.overloadpacket, args, given, made)
         return result
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors of nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

@@ -11,7 +11,7 @@ Implementation = Literal["transformers", "nemo_automodel"]
 Attention = Literal["auto", "fa3", "te", "varlen", "sdpa", "eager"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 Float8 = Literal["rowwise", "tensorwise"]
-Recomputed = Literal["none", "selective", "full"]
+Recomputed = Literal["none", "selective", "full", "offload"]
 
 
 class LoraConfig(Section):
@@ -209,8 +209,10 @@ class MemoryConfig(Section):
     activation_checkpointing: Literal["auto"] | Recomputed = "auto"
     """Activations that each layer keeps for the backward; others are computed again. none: all are kept. selective:
     only results of matrix products and of attention are kept. full: only the layer's input is kept and, if dense layers
-    are compiled, attention's result. auto: the fastest that fits into the device's memory by the plan, decided with
-    parallel.fsdp, offload_optimizer and batch.microbatch_tokens; none on a CPU and without a trainer."""
+    are compiled, attention's result. offload: as full, and what is kept waits in host memory, for rows that do not fit
+    otherwise; encoders as with full. auto: the fastest of the first three that fits into the device's memory by the
+    plan, decided with parallel.fsdp, offload_optimizer and batch.microbatch_tokens; none on a CPU and without a
+    trainer."""
 
     offload_optimizer: Literal["auto"] | bool = "auto"
     """Keep the optimizer's moments in host memory, and copy them to the device only for each optimizer step. auto: only

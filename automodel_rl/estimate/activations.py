@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.compat.modules import apply_gate
 from automodel_rl.compat.operations import TorchDispatchMode, tree_leaves
 from automodel_rl.config import ParallelConfig
+from automodel_rl.config.model import Recomputed
 from automodel_rl.estimate.parameter_sizes import causal_model
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES
@@ -72,7 +73,7 @@ class LayerForward:
     """
 
     dtype: torch.dtype
-    recomputed: Literal["none", "selective", "full"]
+    recomputed: Recomputed
     compiled: bool
     trains_indexer: bool = False
 
@@ -133,7 +134,7 @@ def keeps_attention(config: PretrainedConfig, how: LayerForward) -> bool:
     recomputation.
     """
     in_graph = how.compiled and not FAMILIES[config.model_type].is_moe
-    return how.recomputed == "selective" or (how.recomputed == "full" and in_graph)
+    return how.recomputed == "selective" or (how.recomputed in ("full", "offload") and in_graph)
 
 
 def _attended(module: Any, family: Family, num_tokens: int, dtype: torch.dtype) -> int:

@@ -42,8 +42,11 @@ MOST_BESIDE_A_GENERATOR = 2**15
 """Largest capacity on a device where a generator keeps its memory while the model trains. Larger ones would be hardly
 faster, and leave nothing for what neither side has planned."""
 
-RECOMPUTED: dict[Recomputed, float] = {"none": 1.0, "selective": 1.06, "full": 4 / 3}
+RECOMPUTED: dict[Recomputed, float] = {"none": 1.0, "selective": 1.06, "full": 4 / 3, "offload": 1.4}
 """Work of a step with recomputation, in units of a forward and a backward without it. Attention does not count."""
+
+LEFT_TO_AUTO: tuple[Recomputed, ...] = ("none", "selective", "full")
+"""What memory.activation_checkpointing=auto chooses among. It does not know the host's memory, which offload needs."""
 
 SHARDED: dict[Fsdp, float] = {"keep": 1.0, "reduce": 1.04, "reshard": 1.1}
 """Time of a step by `parallel.fsdp`, in units of one that keeps weights gathered, measured with microbatches of 16,384
@@ -119,9 +122,10 @@ def fit_to_device(
 def _ways(config: RunConfig, whole: PretrainedConfig) -> Iterator[tuple[ParallelConfig, MemoryConfig]]:
     """Ways to run a step that the config allows and the table supports, the fastest first."""
     fsdp, mode, offload = config.parallel.fsdp, config.memory.activation_checkpointing, config.memory.offload_optimizer
+    modes: tuple[Recomputed, ...] = LEFT_TO_AUTO if mode == "auto" else (mode,)
     ways = itertools.product(
         tuple(SHARDED) if fsdp == "auto" else (fsdp,),
-        tuple(RECOMPUTED) if mode == "auto" else (mode,),
+        modes,
         (False, True) if offload == "auto" else (offload,),
     )
 

@@ -22,6 +22,7 @@ When no activations are left:
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -37,6 +38,7 @@ from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, pa
 from automodel_rl.families.known import language_config
 from automodel_rl.few_bits import nf4
 from automodel_rl.model.compiled_layers import are_compiled
+from automodel_rl.model.offloaded_activations import ON_DEVICE
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, stages_of_ranks
@@ -89,6 +91,7 @@ class StepPlan:
         ranks: memory of every pipeline rank.
         largest_gather: bytes of the largest all-gather.
         timeline: the schedule's timeline, with stages weighed by their work.
+        host: bytes of activations in the host memory of the fullest rank.
     """
 
     layers: tuple[int, ...]
@@ -96,6 +99,7 @@ class StepPlan:
     ranks: tuple[RankMemory, ...]
     largest_gather: int
     timeline: Timeline
+    host: int
 
     @property
     def peak(self) -> int:
@@ -166,6 +170,8 @@ class MemoryModel:
         first rank of a pipeline holds those of as many microbatches as there are ranks."""
         how, layers = self._how(parallel, memory), self.config.num_hidden_layers
         kept = min(self._of_layer(layer, parallel, how).kept for layer in (0, layers - 1))  # of two kinds, if there are
+        if memory.recomputed == "offload":
+            return ON_DEVICE * kept
         return kept * (layers // parallel.pp if SCHEDULES[parallel.schedule].is_v else layers)
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
@@ -174,19 +180,24 @@ class MemoryModel:
         stages = stage_parameters(list(parameter_sizes(self._model, parallel, self._model_config.lora)), layers)
         how = self._how(parallel, memory)
         of_layer = [self._of_layer(layer, parallel, how) for layer in range(self.config.num_hidden_layers)]
-        held: list[float] = []
-        start = 0
-        for count in layers:
-            received = self._message(parallel) if held else 0
-            held.append(float(received + sum(a.kept for a in of_layer[start : start + count])))
-            start += count
+        ends = list(itertools.accumulate(layers))
+        kept = [
+            float(sum(a.kept for a in of_layer[end - count : end])) for count, end in zip(layers, ends, strict=True)
+        ]
+        held = [float(self._message(parallel) if stage else 0) for stage in range(len(layers))]
         if self._model_config.mtp is not None:  # a layer like the last one, and what is beside it, each [t, H]:
             # embeddings, two that are joined, and final states of model and layer with gradients of both
-            held[-1] += of_layer[-1].kept + 7 * self._message(parallel) // 2
+            kept[-1] += of_layer[-1].kept
+            held[-1] += 7 * self._message(parallel) // 2
+        offloads = memory.recomputed == "offload"
+        if not offloads:
+            held = [sum(of_stage) for of_stage in zip(held, kept, strict=True)]
         whole = stage_parameters(self._whole, layers)
         work = [float(sum(_active(size, self.config) for size in stage)) for stage in whole]
         timeline = simulate(parallel, num_microbatches, work, held)
         most_backward = max(a.backward for a in of_layer)
+        if offloads:
+            most_backward += ON_DEVICE * max(a.kept for a in of_layer)
         ranks = tuple(
             self._rank(rank, stages, timeline, parallel, memory, most_backward) for rank in range(parallel.pp)
         )
@@ -196,6 +207,7 @@ class MemoryModel:
             ranks=ranks,
             largest_gather=max(_largest(_units(stage)) for stage in stages) * self.compute,
             timeline=timeline,
+            host=round(max(simulate(parallel, num_microbatches, work, kept).most_held)) if offloads else 0,
         )
 
     def _rank(

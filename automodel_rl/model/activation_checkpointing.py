@@ -4,12 +4,13 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.attention import varlen  # noqa: F401 (it registers its operator)
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from automodel_rl.config.model import Recomputed
 from automodel_rl.few_bits import linear  # noqa: F401 (likewise)
 from automodel_rl.model import flash_sinks  # noqa: F401 (likewise)
 
@@ -34,8 +35,8 @@ OPTIONAL = ("flash_attn_3",)
 """Libraries whose operators are only there once the library has been imported."""
 
 
-def checkpoint_layers(layers: Iterable[Any], mode: Literal["none", "selective", "full"]) -> None:
-    """Makes every layer recompute in its backward: everything, or all but the results of `KEPT`."""
+def checkpoint_layers(layers: Iterable[Any], mode: Recomputed) -> None:
+    """Makes every layer recompute in its backward: everything, or all but the results of `KEPT` (selective)."""
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}

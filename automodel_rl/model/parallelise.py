@@ -29,6 +29,7 @@ from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.float8 import install_float8
 from automodel_rl.model.fused_norm import install_fused_norms
 from automodel_rl.model.indexer_loss import IndexerLoss
+from automodel_rl.model.offloaded_activations import OffloadedActivations
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
 from automodel_rl.model.sparse_attention import install_indexers
 from automodel_rl.model.token_mixers.known import install_token_mixers
@@ -190,7 +191,7 @@ def compile_and_recompute(work: PartInProgress) -> None:
 
     A recomputation notes the microbatch, too, so it is always around that. A graph of a layer that counts nothing holds
     both: then its recomputation sees what is to be kept. Around other layers they come after the graph, which cannot
-    tell whether a microbatch is computed for the first time.
+    tell whether a microbatch is computed for the first time. What a layer keeps is seen from outside of all that.
     """
     layers = work.layers.values()
     if work.compiled and work.counts:
@@ -200,6 +201,8 @@ def compile_and_recompute(work: PartInProgress) -> None:
     checkpoint_layers(layers, work.memory.recomputed)
     if work.compiled and not work.counts:
         compile_layers(layers)
+    if work.memory.recomputed == "offload":
+        OffloadedActivations(work.layout.device).install(layers)
 
 
 def shard(work: PartInProgress) -> None:

@@ -158,7 +158,7 @@ CONTEXT_PARALLEL = Rule(
 )
 
 
-RECOMPUTATION = Rule("full recomputation (activation_checkpointing)", "everywhere")
+RECOMPUTATION = Rule("full recomputation (activation_checkpointing)", "everywhere, also with inputs on the host")
 SELECTIVE = Rule(
     "selective recomputation (activation_checkpointing)",
     "every layout",

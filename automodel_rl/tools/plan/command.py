@@ -236,6 +236,7 @@ def _tables(
     lines += [
         "",
         f"largest all-gather {step.largest_gather / GIB:.2f} GiB",
+        *([f"activations in the host memory of a rank {step.host / GIB:.2f} GiB"] if step.host else []),
         f"microbatches of {capacity:,} tokens",
         f"{packing.microbatches} microbatches a step, {step.timeline.num_microbatches} microbatches on each data rank; "
         f"packing efficiency {efficiency}",
@@ -256,6 +257,7 @@ def _record(
         "bytes": [{**asdict(rank), "peak": rank.peak} for rank in step.ranks],
         "peak_bytes": step.peak,
         "largest_gather_bytes": step.largest_gather,
+        "host_bytes": step.host,
         "microbatches": step.timeline.num_microbatches,
         "bubble": step.timeline.bubble,
         "packing": asdict(packing),

@@ -89,7 +89,7 @@ def _of_layers(
 ) -> float:
     """Seconds for the messages inside of layers, of all layers of a rank."""
     config = model.config
-    layers, passes = config.num_hidden_layers / parallel.pp, 3 if memory.recomputed == "full" else 2
+    layers, passes = config.num_hidden_layers / parallel.pp, 3 if memory.recomputed in ("full", "offload") else 2
     hidden = own_tokens / parallel.cp * config.hidden_size * model.compute
     seconds = 0.0
     if parallel.tp > 1:  # two all-reduces a layer and pass

@@ -91,6 +91,21 @@ def test_peaks_of_adapters_are_those_that_an_h100_had(tokens: int, measured: flo
     assert model.plan(ParallelConfig(), how, 1).peak == pytest.approx(measured * 2**30, rel=0.02)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"cp": 2}], ids=str)
+def test_offloaded_inputs_take_the_host_s_memory(sizes: dict[str, int]) -> None:
+    """Of an 8B's 36 layers with rows of 131,072 tokens; of a pipeline's first rank the inputs of two microbatches."""
+    tokens, hidden = 131_072, LARGE["8B"]["hidden_size"]
+    how = RECOMPUTED.model_copy(update={"compile": False})
+    away = how.model_copy(update={"activation_checkpointing": "offload"})
+    here, there = (plan_large("8B", ParallelConfig(**sizes), each, LoraConfig(), tokens)[1] for each in (how, away))
+    of_layer = 2 * tokens // sizes.get("cp", 1) * hidden
+    assert here.host == 0
+    assert there.host == pytest.approx(36 * of_layer, rel=0.01)
+    on_device = here.ranks[0].activations - there.ranks[0].activations
+    assert on_device == pytest.approx(36 * of_layer, rel=0.01)
+    assert there.ranks[0].backward - here.ranks[0].backward == pytest.approx(3 * of_layer, rel=0.01)
+
+
 @pytest.mark.parametrize(("fsdp", "measured"), [("keep", 45.51), ("reshard", 37.60)])
 def test_peaks_of_twelve_layers_are_those_that_two_gpus_had(fsdp: str, measured: float) -> None:
     """Allocated on each of two GPUs, several microbatches of 16,384 (benchmarks/README.md)."""
