@@ -138,6 +138,8 @@ class ServeConfig(Section):
             raise ValueError("model.lora: dropout and modules_to_save are not served: leave them out")
         if self.model.num_labels is not None:
             raise ValueError("model.num_labels: a service samples tokens and needs the vocabulary's head: leave it out")
+        if self.memory.mlp_tile is not None:
+            raise ValueError("memory.mlp_tile is not served, for a tile has tokens of several runs: leave it out")
         if self.memory.offloads_optimizer or self.memory.offload is not None:
             raise ValueError(
                 "memory: offload_optimizer and offload are not served, runs wait on the host: leave them out"

@@ -30,6 +30,7 @@ from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
 from automodel_rl.model.indexer_loss import AddGradients, IndexerLoss
 from automodel_rl.model.sparse_attention import KeyIndex, install_indexers
+from automodel_rl.model.tiled_mlp import tile_mlps
 from automodel_rl.model.token_mixers.known import TOKEN_MIXERS, last_projection, set_decays_apart
 from automodel_rl.parallel.tensor_parallel import TensorParallel
 from automodel_rl.support.description import FULL, kinds_of_layers
@@ -70,12 +71,14 @@ class LayerForward:
         recomputed: as memory.activation_checkpointing.
         compiled: whether the layer is compiled.
         trains_indexer: whether its indexer is trained, if it has one.
+        mlp_tile: as memory.mlp_tile.
     """
 
     dtype: torch.dtype
     recomputed: Recomputed
     compiled: bool
     trains_indexer: bool = False
+    mlp_tile: int | None = None
 
 
 def layer_activations(
@@ -90,6 +93,8 @@ def layer_activations(
         _stand_in_elementwise(module)
     tokens = torch.empty(num_tokens, dtype=torch.int64, device=META)
     microbatch = SimpleNamespace(restore=None, offsets=tokens, lengths=(num_tokens,), num_tokens=num_tokens)
+    if how.mlp_tile is not None:
+        tile_mlps([module], how.mlp_tile)
     checkpoint_layers([module], mode)
     hidden = torch.empty(1, num_tokens, config.hidden_size, dtype=dtype, device=META, requires_grad=True)
     with LiveBytes() as live:

@@ -322,7 +322,8 @@ class MemoryModel:
         """How layers compute on CUDA."""
         asked = Combination(self._description, self._model_config, parallel, memory)
         compiled = are_compiled(asked, torch.device("cuda"), self._dtype)
-        return LayerForward(self._dtype, memory.recomputed, compiled, self._model_config.indexer is not None)
+        trains_indexer = self._model_config.indexer is not None
+        return LayerForward(self._dtype, memory.recomputed, compiled, trains_indexer, memory.mlp_tile)
 
 
 def _units(

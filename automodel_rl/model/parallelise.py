@@ -32,6 +32,7 @@ from automodel_rl.model.indexer_loss import IndexerLoss
 from automodel_rl.model.offloaded_activations import OffloadedActivations
 from automodel_rl.model.part_forward import ForwardContext, install_part_forward, layers_of, numbered_layers
 from automodel_rl.model.sparse_attention import install_indexers
+from automodel_rl.model.tiled_mlp import tile_mlps
 from automodel_rl.model.token_mixers.known import install_token_mixers
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Unit, shard_parameter, wrap_fsdp
@@ -169,6 +170,12 @@ def add_adapters_and_float8(work: PartInProgress) -> None:
         install_float8(work.layers.values(), work.model.fp8)
 
 
+def compute_mlps_in_tiles(work: PartInProgress) -> None:
+    """Makes MLPs compute for a few tokens at a time, if the config asks for it."""
+    if work.memory.mlp_tile is not None:
+        tile_mlps(work.layers.values(), work.memory.mlp_tile)
+
+
 def replace_part_forward(work: PartInProgress) -> None:
     """Gives the part and its head a forward over microbatches."""
     install_part_forward(work.part, _context(work))
@@ -219,6 +226,7 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
     replace_layer_forwards,
     keep_base_in_few_bits,
     add_adapters_and_float8,
+    compute_mlps_in_tiles,
     replace_part_forward,
     fuse_norms,
     watch_routers,

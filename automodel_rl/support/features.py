@@ -97,6 +97,10 @@ def _selective(asked: Combination) -> str:
     return _when(asked.memory.recomputed == "selective", "memory.activation_checkpointing=selective")
 
 
+def _mlp_tiles(asked: Combination) -> str:
+    return _when(asked.memory.mlp_tile is not None, f"memory.mlp_tile={asked.memory.mlp_tile}")
+
+
 def _selective_mixture(asked: Combination) -> str:
     return _when(asked.family.is_moe, _selective(asked))
 
@@ -158,6 +162,10 @@ def _auto_microbatches(asked: Combination) -> str:
 
 TP = Feature("tensor parallelism", _tp)
 ENCODER_TP = Feature("an encoder's tensor parallelism", _encoder_tp)
+SEQUENCE_PARALLEL = Feature(
+    "sequence parallelism",
+    lambda asked: _when(asked.parallel.sequence_parallel, "parallel.sequence_parallel=true"),
+)
 NEMO = Feature("nemo_automodel's classes", _nemo)
 NEMO_MIXTURE = Feature("nemo_automodel's mixtures", _nemo_mixture)
 FLOAT64 = Feature("float64", lambda asked: _when(asked.model.dtype == "float64", "model.dtype=float64"))
@@ -178,6 +186,7 @@ SPLIT_BACKWARD = Feature("schedules that split the backward", _of_schedule)
 FSDP_EACH = Feature("fsdp=reduce, reshard", _fsdp_each)
 SELECTIVE = Feature("selective recomputation", _selective)
 SELECTIVE_MIXTURE = Feature("selective recomputation of mixtures", _selective_mixture)
+MLP_TILES = Feature("MLPs in tiles", _mlp_tiles)
 COMPILED = Feature("compiled layers", lambda asked: _when(asked.memory.compile is True, "memory.compile=true"))
 MIXTURE = Feature("mixtures", lambda asked: _when(asked.family.is_moe, f"a {asked.description.family!r} model"))
 MULTIMODAL = Feature("multimodal models", _media)

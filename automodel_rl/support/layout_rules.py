@@ -166,6 +166,13 @@ SELECTIVE = Rule(
 )
 
 
+MLP_TILES = Rule(
+    "MLPs in tiles (mlp_tile)",
+    "dense models, every layout",
+    features=(f.MLP_TILES,),
+)
+
+
 COMPILED = Rule(
     "compiled layers",
     "every model and layout",

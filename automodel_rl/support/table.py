@@ -35,6 +35,7 @@ RULES = (
     layout_rules.CONTEXT_PARALLEL,
     layout_rules.RECOMPUTATION,
     layout_rules.SELECTIVE,
+    layout_rules.MLP_TILES,
     layout_rules.COMPILED,
     model_rules.LORA,
     model_rules.LORA_DROPOUT,

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from tests.faults.fault import Fault, patch
 
 
@@ -17,10 +19,22 @@ def _pages_given_back_early() -> Any:
     return patch("model.offloaded_activations.HostPages.take", take)
 
 
+def _last_tile_alone() -> Any:
+    def last(sums: list[Tensor], of_tile: list[Tensor]) -> None:
+        for total, gradient in zip(sums, of_tile, strict=True):
+            total.copy_(gradient)
+
+    return patch("model.tiled_mlp.add_up", last)
+
+
 FAULTS: dict[str, Fault] = {
     "pages of offloaded activations given back early": Fault(
         _pages_given_back_early,
         "unit/model/test_offloaded_activations.py::"
         "test_gradients_of_microbatches_in_flight_are_equal_to_the_bit_in_any_order[False]",
+    ),
+    "gradients of the last tile alone": Fault(
+        _last_tile_alone,
+        "unit/model/test_tiled_mlp.py::test_every_dense_family_has_an_mlp_that_is_the_same_in_tiles[qwen3]",
     ),
 }

@@ -9,7 +9,7 @@ import torch
 from automodel_rl.batch import pack_microbatch
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.model import MemoryConfig
+from automodel_rl.config.model import LoraConfig, MemoryConfig
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
@@ -28,9 +28,12 @@ MODES = {
 }
 
 
-def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig) -> tuple[Numbers, int, bool]:
+def train(
+    folder: Path, parallel: ParallelConfig, memory: MemoryConfig, lora: LoraConfig | None = None
+) -> tuple[Numbers, int, bool]:
     """What three steps compute, how often a linear layer runs in the last, and whether moments wait on the host."""
-    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), parallel, memory)
+    model = ModelConfig(path=str(folder), dtype="float64", lora=lora)
+    handle = ModelHandle.from_pretrained(model, parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant"))
     microbatches = [pack_microbatch(make_sequences(2, 10 * handle.layout.data_rank + m)) for m in range(4)]
     calls = 0
@@ -77,6 +80,34 @@ def test_recomputation_and_offloading_take_place_and_change_no_number(
 ) -> None:
     save_tiny_model(tmp_path, family)
     ranks(2).run(compare_modes, tmp_path, ParallelConfig(**sizes), modes)
+
+
+def compare_tiles(folder: Path, parallel: ParallelConfig, adapters: bool) -> None:
+    """Three steps with MLPs in tiles of 5 tokens, of which microbatches have several and a rest."""
+    lora = LoraConfig(rank=2) if adapters else None
+    (numbers, weights), *_ = train(folder, parallel, MemoryConfig(), lora)
+    for mode in ("none", "full", "offload"):
+        memory = MemoryConfig(activation_checkpointing=mode, mlp_tile=5)
+        (other_numbers, other_weights), *_ = train(folder, parallel, memory, lora)
+        torch.testing.assert_close(other_numbers, numbers, rtol=1e-11, atol=0)
+        torch.testing.assert_close(other_weights, weights, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "adapters"),
+    [
+        ({}, False),
+        ({"pp": 2}, True),
+        ({"dp_shard": 2, "fsdp": "reshard"}, False),
+        ({"cp": 2}, True),
+        ({"tp": 2}, True),
+    ],
+    ids=str,
+)
+def test_mlps_in_tiles_train_the_same(ranks: RankPool, tmp_path: Path, sizes: dict, adapters: bool) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    parallel = ParallelConfig(**sizes)
+    ranks(parallel.world_size).run(compare_tiles, tmp_path, parallel, adapters)
 
 
 class PlantedError(Exception):

@@ -14,6 +14,7 @@ LORA = LoraConfig(rank=8)
     ("lora", "values", "text"),
     [
         (None, {"memory": {"offload_optimizer": True}}, "offload are not served"),
+        (None, {"memory": {"mlp_tile": 64}}, "mlp_tile is not served"),
         (LoraConfig(dropout=0.1), {}, "dropout and modules_to_save are not served"),
         (LoraConfig(modules_to_save=("lm_head",)), {}, "dropout and modules_to_save are not served"),
         (LORA, {"host": "0.0.0.0"}, "give a key of your own"),

@@ -282,6 +282,37 @@ EXAMPLES = (
         {"memory.compile": True},
         {**MIXTURE, "memory.activation_checkpointing": "selective"},
     ),
+    # layout_rules MLP_TILES
+    Breach(
+        "memory.mlp_tile=64 with model.implementation=nemo_automodel: tiles are", {"memory.mlp_tile": 64}, NEMO_CLASSES
+    ),
+    Breach("memory.mlp_tile=64 with a 'qwen3_moe' model: experts get their tokens", {"memory.mlp_tile": 64}, MIXTURE),
+    Breach(
+        "memory.compile=true with memory.mlp_tile=64: a graph does not hold tiles: set it to auto",
+        {"memory.compile": True},
+        {"memory.mlp_tile": 64},
+    ),
+    Breach(
+        "memory.activation_checkpointing=selective with memory.mlp_tile=64: products in tiles are computed again",
+        {"memory.activation_checkpointing": "selective"},
+        {"memory.mlp_tile": 64},
+    ),
+    Breach("model.fp8=rowwise with memory.mlp_tile=64: fp8 layers scale", _FP8, {"memory.mlp_tile": 64}),
+    Breach(
+        "model.lora.dropout=0.1 with memory.mlp_tile=64: a tile would drop other inputs",
+        {"model.lora": {"dropout": 0.1}},
+        {"memory.mlp_tile": 64},
+    ),
+    Breach(
+        "memory.mlp_tile=64 with parallel.schedule=ZBVZeroBubble: it goes through the backward twice",
+        {"memory.mlp_tile": 64},
+        _SPLIT_BACKWARD,
+    ),
+    Breach(
+        "memory.mlp_tile=64 with parallel.sequence_parallel=true: ranks exchange the tokens of whole microbatches",
+        {"memory.mlp_tile": 64},
+        {"parallel.tp": 2, "parallel.sequence_parallel": True},
+    ),
     # layout_rules EXPERT_PARALLEL
     Breach("parallel.ep=2: a 'qwen3' model has no experts", {"parallel.ep": 2}, {"parallel.dp_shard": 2}),
     Breach("parallel.ep=2 must divide parallel.dp_shard x parallel.cp x", {"parallel.ep": 2}, MIXTURE),

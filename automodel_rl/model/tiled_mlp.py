@@ -1,0 +1,100 @@
+"""MLPs in tiles: a few tokens at a time, in the forward and in the backward (ALST, arXiv:2506.13996).
+
+Between its linear layers an MLP has several times as many values as at its ends, for every token of a row. In tiles it
+has them for a tile's tokens alone, and computes them again in the backward.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MLP_NAMES = ("mlp", "feed_forward")
+"""Names of the MLP in layers of dense models."""
+
+
+def tile_mlps(layers: Iterable[nn.Module], num_tokens: int) -> None:
+    """Makes the MLPs of dense layers compute in tiles of so many tokens of hidden states [1, t, H]."""
+    for layer in layers:
+        for mlp in _mlps(layer):
+            mlp.forward = functools.partial(_in_tiles, mlp, mlp.forward, num_tokens)
+
+
+def _mlps(layer: nn.Module) -> Iterator[nn.Module]:
+    return (module for name, module in layer.named_modules() if name.rpartition(".")[2] in MLP_NAMES)
+
+
+def _in_tiles(mlp: nn.Module, forward: Callable[[Tensor], Tensor], num_tokens: int, hidden: Tensor) -> Tensor:
+    if hidden.shape[1] <= num_tokens:
+        return forward(hidden)
+    if not torch.is_grad_enabled():
+        return _forward(forward, hidden, num_tokens)
+    return _Tiles.apply(forward, num_tokens, mlp, hidden, *_trained(mlp))
+
+
+def _trained(mlp: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in mlp.parameters() if parameter.requires_grad]
+
+
+def _forward(forward: Callable[[Tensor], Tensor], hidden: Tensor, num_tokens: int) -> Tensor:
+    """The MLP's result, in one piece of memory."""
+    result: Tensor | None = None
+    for tile, own in zip(hidden.split(num_tokens, dim=1), _spans(hidden, num_tokens), strict=True):
+        part = forward(tile)
+        if result is None:
+            result = part.new_empty(*hidden.shape[:2], part.shape[2])
+        result[:, own] = part
+    assert result is not None
+    return result
+
+
+def _spans(hidden: Tensor, num_tokens: int) -> list[slice]:
+    return [slice(start, start + num_tokens) for start in range(0, hidden.shape[1], num_tokens)]
+
+
+class _Tiles(torch.autograd.Function):
+    """An MLP in tiles. It keeps its input alone.
+
+    Gradients of weights are added up over tiles in fp32 or wider, as they would be within one matrix product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Callable[[Tensor], Tensor],
+        num_tokens: int,
+        mlp: nn.Module,
+        hidden: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.mlp_forward, ctx.num_tokens, ctx.mlp = forward, num_tokens, mlp
+        return _forward(forward, hidden, num_tokens)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,), weights = ctx.saved_tensors, _trained(ctx.mlp)
+        of_hidden = torch.empty_like(hidden)
+        sums = [torch.zeros_like(weight, dtype=_of_sums(weight.dtype)) for weight in weights]
+        for span in _spans(hidden, ctx.num_tokens):
+            tile = hidden[:, span].detach().requires_grad_()
+            with torch.enable_grad():
+                result = ctx.mlp_forward(tile)
+            of_tile, *found = torch.autograd.grad(result, [tile, *weights], gradient[:, span])
+            of_hidden[:, span] = of_tile
+            add_up(sums, found)
+        of_weights = (total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
+        return None, None, None, of_hidden, *of_weights
+
+
+def add_up(sums: list[Tensor], of_tile: list[Tensor]) -> None:
+    """Adds a tile's gradients of weights to those of the tiles before, in place."""
+    for total, gradient in zip(sums, of_tile, strict=True):
+        total += gradient
+
+
+def _of_sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
