@@ -42,9 +42,10 @@ class LoraConfig(Section):
     and names that are not whole mean the language model alone."""
 
     base: Literal["plain", "nf4"] = "plain"
-    """How the frozen linear layers of decoder layers are kept on the device. plain: in the dtype that computes. nf4: in
-    4.5 bits a weight (QLoRA; Dettmers et al., arXiv:2305.14314); weights that the checkpoint has in nf4, in
-    blocks of 64, keep their codes, others are quantized when they are loaded. Embedding and head stay plain."""
+    """How frozen linear layers and experts of decoder layers are kept on the device. plain: in the dtype that computes.
+    nf4: in 4.5 bits a weight (QLoRA; Dettmers et al., arXiv:2305.14314); weights that the checkpoint has in nf4, in
+    blocks of 64, keep their codes, others are quantized when they are loaded. Embedding, head and routers stay plain.
+    """
 
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole beside the adapters and saved with them, such as embed_tokens and

@@ -17,7 +17,7 @@ from automodel_rl.config.model import LoraConfig
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import FAMILIES, language_config, language_family, multimodal_family
 from automodel_rl.families.text import TEXT_FAMILIES
-from automodel_rl.few_bits.linear import names_of_base
+from automodel_rl.few_bits.base import names_of_base
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.layers import is_adapter
 from automodel_rl.mixture.experts import transpose_experts

@@ -1,1 +1,1 @@
-"""Frozen weights in few bits: nf4 and the linear layers that hold them."""
+"""Frozen weights in few bits: nf4, and the linear layers and experts that hold them."""

@@ -16,8 +16,9 @@ from transformers import AutoConfig, PretrainedConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
 from automodel_rl.families.known import COMPOSITES, SAME_AS, TEXT, checkpoint_family, left_out, text_model_config
-from automodel_rl.few_bits.linear import NF4Weight, is_few_bits, nf4_layers
+from automodel_rl.few_bits.base import nf4_weights
 from automodel_rl.few_bits.nf4 import BLOCK, dequantize, quantize
+from automodel_rl.few_bits.weight import NF4Weight, is_few_bits
 from automodel_rl.hf.bitsandbytes import NF4Tensor
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
@@ -248,8 +249,8 @@ class Checkpoint:
                     overlap = piece.overlap(box) if box else ((), ())
                     if overlap is not None:
                         local[overlap[1]].copy_(self._tensors[piece.name].read(opened, overlap[0]))
-            for name, layer in nf4_layers(part):
-                self._fill_nf4(f"{name}.weight", layer.few_bits, opened)
+            for name, held, _ in nf4_weights(part):
+                self._fill_nf4(name, held, opened)
             if self.files.adapters is not None:
                 for name, tensor in part.named_parameters():
                     self.files.adapters.fill(name, tensor, self.family)
@@ -263,13 +264,13 @@ class Checkpoint:
             weight.rounded_to = stored_dtype(stored)  # also on a rank without rows
             if overlap is None:
                 continue
-            inside, (rows, columns) = overlap
+            inside, (*rows, columns) = overlap
             if isinstance(stored, NF4Tensor) and stored.block == BLOCK and stored.shape[-1] % BLOCK == 0:
                 found = stored.read_packed(opened, inside)
             else:
                 found = quantize(stored.read(opened, inside).to(codes.device))
             for target, part, size in ((codes, found[0], 2), (weight.scales, found[1], BLOCK)):
-                target[rows, slice(columns.start // size, columns.stop // size)].copy_(part)
+                target[*rows, slice(columns.start // size, columns.stop // size)].copy_(part)
 
 
 def _initialise_head(weight: Tensor, deviation: float) -> None:

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.families.known import CheckpointFamily
-from automodel_rl.few_bits.linear import NF4Linear, is_few_bits, nf4_layers
+from automodel_rl.few_bits.base import nf4_weights
+from automodel_rl.few_bits.linear import NF4Linear
+from automodel_rl.few_bits.weight import NF4Weight, is_few_bits
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import stored_buffers
-from automodel_rl.lora.experts import adapted_stacks, merge_stack
+from automodel_rl.lora.experts import adapted_stacks, adapter_of, merge_stack
 from automodel_rl.lora.layers import adapted_layers, adapted_weights, is_adapter, merge
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import local_tensor
@@ -46,16 +48,28 @@ def merged_sources(
         elif not is_adapter(name) and not is_few_bits(name):
             sources.append(Source.of(name, parameter, dtype, is_frozen=not parameter.requires_grad))
     for part in parts:
-        sources += [_nf4_source(name, layer, dtype, downs) for name, layer in nf4_layers(part)]
+        sources += [_nf4_source(*place, dtype, downs) for place in nf4_weights(part)]
     buffers = [named_buffer for part in parts for named_buffer in stored_buffers(part)]
     return sources + [Source.of(name, buffer, buffer.dtype) for name, buffer in buffers]
 
 
-def _nf4_source(name: str, layer: NF4Linear, dtype: torch.dtype, downs: dict[Any, Tensor]) -> Source:
-    """The source of a weight in nf4, as plain values, with its adapter merged if it has one."""
-    adapted = layer in downs
-    read = functools.partial(merge, layer, downs[layer]) if adapted else layer.few_bits.values
-    return Source(f"{name}.weight", layer.few_bits.plain(), dtype, read, is_frozen=not adapted)
+def _nf4_source(name: str, held: NF4Weight, module: nn.Module, dtype: torch.dtype, downs: dict[Any, Tensor]) -> Source:
+    """The source of a weight in nf4, as plain values, with its adapters merged if it has some.
+
+    Args:
+        name: its name where it is plain.
+        held: codes and scales.
+        module: the linear layer or the experts that use it.
+        dtype: the dtype in which it is sent.
+        downs: the whole `lora_A` of each linear layer with an adapter.
+    """
+    in_module = name.rpartition(".")[2]
+    read: Callable[[], Tensor] = held.values
+    if module in downs:
+        read = functools.partial(merge, module, downs[module])
+    elif not isinstance(module, NF4Linear) and adapter_of(module, in_module) is not None:
+        read = functools.partial(merge_stack, module, in_module, held.values)
+    return Source(name, held.plain(), dtype, read, is_frozen=read == held.values)
 
 
 def adapters_alone(named: Named, dtype: torch.dtype) -> list[Source]:

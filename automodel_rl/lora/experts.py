@@ -3,7 +3,7 @@
 An experts module keeps them as `adapters.gate_up_proj` and `adapters.down_proj`, beside the weights of these names.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,21 +87,27 @@ def adapter_of(experts: nn.Module, name: str) -> Any:
 
 
 def adapted_stacks(part: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[nn.Module, str]]]:
-    """The stacked weights of a part that have adapters, each with its experts module and its name there."""
+    """The plain stacked weights of a part that have adapters, each with its experts module and its name there."""
     for path, module in part.named_modules():
-        for name in STACKED if is_named(path, EXPERTS) else ():
-            if adapter_of(module, name) is not None:
+        plain = dict(module.named_parameters(recurse=False)) if is_named(path, EXPERTS) else {}
+        for name in STACKED:
+            if name in plain and adapter_of(module, name) is not None:
                 yield getattr(module, name), (module, name)
 
 
 @torch.no_grad()
-def merge_stack(experts: Any, name: str) -> Tensor:
+def merge_stack(experts: Any, name: str, plain: Callable[[], Tensor] | None = None) -> Tensor:
     """This rank's shard of a stacked weight with the adapters merged in, in fp32 or wider.
 
     Weight and adapters are cut alike, by experts.
+
+    Args:
+        experts: the experts module.
+        name: the weight's name there.
+        plain: gives the shard of a weight that the module has in few bits.
     """
     adapter = adapter_of(experts, name)
-    weight = local_tensor(getattr(experts, name))
+    weight = local_tensor(getattr(experts, name)) if plain is None else plain()
     down, up = local_tensor(adapter.lora_A.weight), local_tensor(adapter.lora_B.weight)
     return merged(weight, down, up, adapter.scale, experts.is_transposed)
 

@@ -11,16 +11,16 @@ size.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from automodel_rl.compat.modules import apply_gate
 from automodel_rl.families.family import Family
+from automodel_rl.few_bits.stack import frozen_grouped_product, grouped_product
+from automodel_rl.few_bits.weight import nf4_weight_of
 from automodel_rl.lora.experts import adapter_of
 from automodel_rl.mixture.expert_exchange import ADDED, SumRows, TakeRows, send, send_back
 from automodel_rl.parallel.sharding import local_tensor
-from automodel_rl.support.model_rules import GROUPED_MULTIPLE
 
 EXPERTS = "automodel_rl"
 """Name under which transformers knows the function."""
@@ -133,21 +133,17 @@ def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:
 
 
 def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) -> Tensor:
-    weight = local_tensor(getattr(module, name))
-    output = _grouped_product(inputs, weight if module.is_transposed else weight.mT, counts_e)
+    held = nf4_weight_of(module, name)
+    if held is None:
+        weight = local_tensor(getattr(module, name))
+        output = grouped_product(inputs, weight if module.is_transposed else weight.mT, counts_e)
+    else:
+        output = frozen_grouped_product(inputs, held, module.is_transposed, counts_e)
     adapter = adapter_of(module, name)
     if adapter is not None:
-        low_sr = _grouped_product(inputs, local_tensor(adapter.lora_A.weight).mT, counts_e)
-        output = output + adapter.scale * _grouped_product(low_sr, local_tensor(adapter.lora_B.weight).mT, counts_e)
+        low_sr = grouped_product(inputs, local_tensor(adapter.lora_A.weight).mT, counts_e)
+        output = output + adapter.scale * grouped_product(low_sr, local_tensor(adapter.lora_B.weight).mT, counts_e)
     if not module.has_bias:
         return output
     bias = local_tensor(getattr(module, f"{name}_bias"))
     return output + bias.repeat_interleave(counts_e, dim=0, output_size=len(inputs))
-
-
-def _grouped_product(inputs: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:
-    """Each expert's stretch of the slots times its own matrix; `weight` is [e, in, out]."""
-    if inputs.dtype == torch.bfloat16 and not any(size % GROUPED_MULTIPLE for size in weight.shape[1:]):
-        return F.grouped_mm(inputs, weight, offs=counts_e.cumsum(0, dtype=torch.int32))
-    stretches = inputs.split(counts_e.tolist())
-    return torch.cat([stretch @ matrix for stretch, matrix in zip(stretches, weight, strict=True)])

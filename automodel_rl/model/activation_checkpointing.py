@@ -11,7 +11,7 @@ from torch.nn.attention import varlen  # noqa: F401 (it registers its operator)
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_rl.config.model import Recomputed
-from automodel_rl.few_bits import linear  # noqa: F401 (likewise)
+from automodel_rl.few_bits import linear, stack  # noqa: F401 (likewise)
 from automodel_rl.model import flash_sinks  # noqa: F401 (likewise)
 
 KEPT = (
@@ -26,6 +26,7 @@ KEPT = (
     "flash_attn_3::_flash_attn_forward",
     "automodel_rl::flash_sinks",
     "automodel_rl::nf4_product",
+    "automodel_rl::nf4_grouped_product",
 )
 """Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work."""
 

@@ -18,7 +18,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import CheckpointFamily, checkpoint_family, language_family, num_deepstack
-from automodel_rl.few_bits.linear import nf4_layers
+from automodel_rl.few_bits.base import nf4_weights
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.hf.read import Checkpoint, read_whole_config
@@ -484,7 +484,7 @@ class ModelHandle:
         """This rank's weights; of those in few bits the scales, which are not finite if a value was not."""
         yield from ((name, local_tensor(parameter)) for name, parameter in self.named_parameters())
         for part in self.parts:
-            yield from ((f"{name}.weight", layer.few_bits.scales) for name, layer in nf4_layers(part))
+            yield from ((name, held.scales) for name, held, _ in nf4_weights(part))
 
     def _check_finite(self) -> None:
         bad = next((name for name, tensor in self._weights_or_scales() if not tensor.isfinite().all()), None)

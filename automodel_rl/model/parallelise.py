@@ -18,7 +18,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES, num_deepstack, padded_ids
-from automodel_rl.few_bits.linear import keep_in_nf4
+from automodel_rl.few_bits.base import keep_in_nf4
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.lora.split import split_adapters
 from automodel_rl.mixture.experts import experts_of
@@ -149,7 +149,7 @@ def replace_layer_forwards(work: PartInProgress) -> None:
 
 
 def keep_base_in_few_bits(work: PartInProgress) -> None:
-    """Keeps frozen linear layers of decoder layers in few bits, if adapters are to have such a base.
+    """Keeps frozen linear layers and experts of decoder layers in few bits, if adapters are to have such a base.
 
     Raises:
         InputError: this torch cannot gather bytes.

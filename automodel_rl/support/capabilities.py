@@ -134,7 +134,6 @@ LACKS = (
         "vLLM would keep them, and a weight sync sends plain ones",
         "make a plain copy with automodel-rl export and name it as model.path",
     ),
-    Lack(f.MIXTURE, f.NF4_BASE, "experts, most of its weights, stay plain", "use plain"),
     Lack(f.MULTIMODAL, f.NF4_BASE, "its layers stay plain", f"use plain{_AS_TEXT}"),
     Lack(f.ADAPTERS_ALONE, f.NF4_BASE, "generators would keep another base than the trainer", "use plain, or merged"),
     Lack(f.SERVERS, f.ADAPTERS_ALONE, "servers get whole weights", "use merged"),

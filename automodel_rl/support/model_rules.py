@@ -250,8 +250,8 @@ LORA = Rule(
 )
 NF4_BASE = Rule(
     "adapters on a base in nf4",
-    "linear layers of decoder layers, with inputs that are multiples of 64; weights that are published in nf4, in "
-    "blocks of 64, keep their codes; with pp, cp, dp",
+    "linear layers and experts of decoder layers, without routers and indexers, with rows of multiples of 64 values; "
+    "weights that are published in nf4, in blocks of 64, keep their codes; with pp, cp, ep, dp",
     features=(f.NF4_BASE,),
 )
 LORA_DROPOUT = Rule("dropout of adapters", "in training", features=(f.LORA_DROPOUT,))

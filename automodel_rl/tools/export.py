@@ -20,7 +20,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import language_config
-from automodel_rl.few_bits.linear import names_of_base
+from automodel_rl.few_bits.base import names_of_base
 from automodel_rl.files import check_place, new_folder
 from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
 from automodel_rl.hf.find import ModelFiles, find_model

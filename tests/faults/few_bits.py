@@ -38,7 +38,7 @@ def _scales_rounded() -> Any:
 def _scaled_twice() -> Any:
     from automodel_rl.few_bits.nf4 import dequantize
 
-    return patch("few_bits.linear.dequantize", lambda codes, scales: dequantize(codes, scales * scales))
+    return patch("few_bits.weight.dequantize", lambda codes, scales: dequantize(codes, scales * scales))
 
 
 def _without_offset() -> Any:
@@ -56,6 +56,18 @@ def _backward_by_rows() -> Any:
     return patch("few_bits.linear.nf4_product", other)
 
 
+def _backward_of_other_experts() -> Any:
+    from automodel_rl.few_bits.stack import nf4_grouped_product
+
+    def other(
+        inputs: Tensor, codes: Tensor, scale_bytes: Tensor, counts: Tensor, rounded_to: torch.dtype, turned: bool
+    ) -> Tensor:
+        return nf4_grouped_product(inputs, codes, scale_bytes, counts if turned else counts.flip(0), rounded_to, turned)
+
+    return patch("few_bits.stack.nf4_grouped_product", other)
+
+
+EXPERTS = "distributed/lora/test_nf4_experts.py::test_mixtures_train_as_with_dequantized_weights"
 TRAINING = "distributed/lora/test_nf4.py::test_training_is_that_of_peft_on_dequantized_weights[sizes0-memory0]"
 
 FAULTS: dict[str, Fault] = {
@@ -64,6 +76,7 @@ FAULTS: dict[str, Fault] = {
     "scales of nf4 rounded to bfloat16": Fault(_scales_rounded, TRAINING),
     "scales of nf4 multiplied twice": Fault(_scaled_twice, TRAINING),
     "backward of a weight in nf4 by other rows": Fault(_backward_by_rows, TRAINING),
+    "backward of other experts in nf4": Fault(_backward_of_other_experts, f"{EXPERTS}[qwen3_moe-sizes0-memory0]"),
     "nested offset of nf4 forgotten": Fault(
         _without_offset, "unit/hf/test_bitsandbytes.py::test_values_are_those_of_bitsandbytes"
     ),

@@ -14,7 +14,7 @@ from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
-from automodel_rl.few_bits.linear import nf4_layers
+from automodel_rl.few_bits.base import nf4_weights
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from tests.distributed.lora.test_lora import STEPS, sequences_of, train_with_peft
@@ -140,7 +140,7 @@ def train_all_linear(folder: Path, base: Literal["plain", "nf4"]) -> tuple[list[
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=lora))
     engine = Engine(handle, OPTIMIZER)
     losses = [engine.train_step([pack_microbatch(make_sequences(3, step))], sft_loss).loss for step in range(3)]
-    return losses, [f"{name}.weight" for name, _ in nf4_layers(handle.parts[0])]
+    return losses, [name for name, *_ in nf4_weights(handle.parts[0])]
 
 
 def test_codes_of_a_published_checkpoint_stay(ranks: RankPool, tmp_path: Path) -> None:
@@ -153,4 +153,4 @@ def test_codes_of_a_published_checkpoint_stay(ranks: RankPool, tmp_path: Path) -
 def codes_of(folder: Path) -> dict[str, Tensor]:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=LORA))
     (part,) = handle.parts
-    return {f"{name}.weight": layer.few_bits.codes.detach().clone() for name, layer in nf4_layers(part)}
+    return {name: held.codes.detach().clone() for name, held, _ in nf4_weights(part)}

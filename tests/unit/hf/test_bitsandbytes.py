@@ -15,7 +15,7 @@ from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import causal_model
-from automodel_rl.few_bits.linear import names_of_base
+from automodel_rl.few_bits.base import names_of_base
 from automodel_rl.few_bits.nf4 import dequantize, quantize
 from automodel_rl.hf.bitsandbytes import NF4Tensor
 from automodel_rl.hf.find import find_model

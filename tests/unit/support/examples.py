@@ -353,11 +353,6 @@ EXAMPLES = (
         {"model.lora": {"targets": ["experts"]}},
     ),
     Breach(
-        "model.lora.base=nf4 with a 'qwen3_moe' model: experts, most of its weights, stay plain: use plain",
-        {"model.lora": {"base": "nf4"}},
-        {**MIXTURE, "model.lora": {}},
-    ),
-    Breach(
         "model.lora.base=nf4 with a 'llava' model: its layers stay plain: use plain, or train its language model alone",
         {"model.lora": {"base": "nf4"}},
         {**LLAVA, "model.lora": {}},
