@@ -15,11 +15,14 @@ from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
 from automodel_rl.few_bits.base import nf4_weights
 from automodel_rl.hf.names import pieces
+from automodel_rl.hf.read import read_whole_config
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.tools.export import _names_in_nf4
 from tests.distributed.lora.test_nf4 import dequantized
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
+from tests.unit.hf.test_bitsandbytes import checkpoint
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant")
 WIDE = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
@@ -88,4 +91,9 @@ def test_mixtures_train_as_with_dequantized_weights(
         assert merged.keys() == expected_merged.keys()
         for name, tensor in merged.items():
             torch.testing.assert_close(tensor, expected_merged[name], rtol=0, atol=atol, msg=name)
+    source = checkpoint(folder)  # as exports read it
+    lora = LoraConfig(base="nf4", targets=("all-linear", "experts"))
+    asked = ModelConfig(path=str(folder), dtype="float64", lora=lora)
+    assert _names_in_nf4(read_whole_config(folder), asked, source) == in_nf4
+    assert all(torch.equal(source.read_in_nf4(name), dequantized(tensors[name])) for name in in_nf4)
     assert any(not torch.equal(dequantized(tensors[name]), tensors[name]) for name in in_nf4)
