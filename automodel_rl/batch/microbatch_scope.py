@@ -65,12 +65,18 @@ class MicrobatchScope:
 
 
 class _Followed:
-    """A forward that notes its microbatch. As an object, no closure, it is copied with its scope in a deep copy."""
+    """A forward that notes its microbatch. As an object, no closure, it is copied with its scope in a deep copy.
+
+    In a graph it notes nothing, for a compiler does not trace recomputation that changes an object: one around the
+    graph does.
+    """
 
     def __init__(self, scope: MicrobatchScope, number: int, inner: Callable[..., Any]):
         self.scope, self.number, self.inner = scope, number, inner
 
     def __call__(self, *args: Any, microbatch: LocalMicrobatch, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.inner(*args, microbatch=microbatch, **kwargs)
         self.scope.enter(self.number, microbatch)
         result = self.inner(*args, microbatch=microbatch, **kwargs)
         self.scope.clear()

@@ -197,8 +197,8 @@ def compile_and_recompute(work: PartInProgress) -> None:
     """Compiles layers, makes them compute again in the backward, and notes their microbatch for adapters and routers.
 
     A recomputation notes the microbatch, too, so it is always around that. A graph of a layer that counts nothing holds
-    both: then its recomputation sees what is to be kept. Around other layers they come after the graph, which cannot
-    tell whether a microbatch is computed for the first time. What a layer keeps is seen from outside of all that.
+    both: then its recomputation sees what is to be kept, and the microbatch is noted around the graph. Around other
+    layers they come after the graph, which cannot tell whether a microbatch is computed for the first time. What a layer keeps is seen from outside of all that.
     """
     layers = work.layers.values()
     if work.compiled and work.counts:
@@ -208,6 +208,8 @@ def compile_and_recompute(work: PartInProgress) -> None:
     checkpoint_layers(layers, work.memory.recomputed)
     if work.compiled and not work.counts:
         compile_layers(layers)
+        if work.model.lora is not None:
+            work.scope.follow(work.layers)
     if work.memory.recomputed == "offload":
         OffloadedActivations(work.layout.device).install(layers)
 

@@ -95,6 +95,8 @@ CASES = [
     ("qwen3_moe", {}, "full", MIXTURE),
     ("qwen3_moe", {"dp_shard": 2, "ep": 2}, "full", MIXTURE),
     ("qwen3_moe", {}, "none", {"dtype": "bfloat16", "lora": LoraConfig(rank=8, targets=("q_proj", "experts"))}),
+    ("qwen3", {}, "full", {"lora": LoraConfig(rank=8)}),
+    ("qwen3", {}, "selective", {"lora": LoraConfig(rank=8)}),
     ("qwen3", {"cp": 2}, "none", {}),
     ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
 ]

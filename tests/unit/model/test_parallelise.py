@@ -88,7 +88,10 @@ def laid_out(*, compiled: bool, mixture: bool, lora: bool, recomputed: str) -> t
     ("settings", "expected"),
     [
         ({"compiled": True, "mixture": False, "lora": False}, ["Compiled", "checkpoint"]),
-        ({"compiled": True, "mixture": False, "lora": True}, ["Compiled", "checkpoint", "_Followed"]),
+        (
+            {"compiled": True, "mixture": False, "lora": True},
+            ["_Followed", "Compiled", "checkpoint", "_Followed"],
+        ),
         ({"compiled": True, "mixture": True, "lora": True}, ["checkpoint", "_Followed", "Compiled"]),
         ({"compiled": False, "mixture": True, "lora": False}, ["checkpoint", "_Followed"]),
         ({"compiled": False, "mixture": False, "lora": True}, ["checkpoint", "_Followed"]),
