@@ -197,8 +197,9 @@ def compile_and_recompute(work: PartInProgress) -> None:
     """Compiles layers, makes them compute again in the backward, and notes their microbatch for adapters and routers.
 
     A recomputation notes the microbatch, too, so it is always around that. A graph of a layer that counts nothing holds
-    both: then its recomputation sees what is to be kept, and the microbatch is noted around the graph. Around other
-    layers they come after the graph, which cannot tell whether a microbatch is computed for the first time. What a layer keeps is seen from outside of all that.
+    the recomputation, which sees what is to be kept, and the microbatch is noted around the graph. Around other layers
+    both come after the graph, which cannot tell whether a microbatch is computed for the first time. What a layer keeps
+    is seen from outside of all that.
     """
     layers = work.layers.values()
     if work.compiled and work.counts:
