@@ -36,7 +36,7 @@ def keep_in_nf4(layers: Iterable[nn.Module]) -> None:
                 kept.__class__ = NF4Linear
                 kept.few_bits = NF4Weight(weight)
                 continue
-            if HOLDER not in kept._modules:
+            if HOLDER not in dict(kept.named_children()):
                 kept.few_bits = nn.ModuleDict()
             kept.few_bits[name] = NF4Weight(weight)
 
