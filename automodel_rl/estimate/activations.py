@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.compat.modules import apply_gate
-from automodel_rl.compat.operations import TorchDispatchMode, tree_leaves
+from automodel_rl.compat.operations import TorchDispatchMode, tensors_in
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.model import Recomputed
 from automodel_rl.estimate.parameter_sizes import causal_model
@@ -232,12 +232,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if id(storage) not in self._alive and id(storage) not in given:
-                    self._count(storage)
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if id(storage) not in self._alive and id(storage) not in given:
+                self._count(storage)
         return result
 
     def _count(self, storage: Any) -> None:

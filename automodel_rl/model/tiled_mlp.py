@@ -41,11 +41,11 @@ def _trained(mlp: nn.Module) -> list[nn.Parameter]:
 def _forward(forward: Callable[[Tensor], Tensor], hidden: Tensor, num_tokens: int) -> Tensor:
     """The MLP's result, in one piece of memory."""
     result: Tensor | None = None
-    for tile, own in zip(hidden.split(num_tokens, dim=1), _spans(hidden, num_tokens), strict=True):
-        part = forward(tile)
+    for span in _spans(hidden, num_tokens):
+        part = forward(hidden[:, span])
         if result is None:
             result = part.new_empty(*hidden.shape[:2], part.shape[2])
-        result[:, own] = part
+        result[:, span] = part
     assert result is not None
     return result
 
@@ -78,7 +78,7 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,), weights = ctx.saved_tensors, _trained(ctx.mlp)
         of_hidden = torch.empty_like(hidden)
-        sums = [torch.zeros_like(weight, dtype=_of_sums(weight.dtype)) for weight in weights]
+        sums = [torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
         for span in _spans(hidden, ctx.num_tokens):
             tile = hidden[:, span].detach().requires_grad_()
             with torch.enable_grad():
@@ -94,7 +94,3 @@ def add_up(sums: list[Tensor], of_tile: list[Tensor]) -> None:
     """Adds a tile's gradients of weights to those of the tiles before, in place."""
     for total, gradient in zip(sums, of_tile, strict=True):
         total += gradient
-
-
-def _of_sums(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
