@@ -7,6 +7,8 @@
     torchrun --nproc-per-node 4 benchmarks/train_step.py W1 pp=4 --microbatches 8     microbatches of equal cost
     torchrun --nproc-per-node 2 benchmarks/train_step.py W1 pp=2 --one-each padded    a microbatch for each sequence,
                                                                                       all as long as the longest
+    python benchmarks/train_step.py W8 activation_checkpointing=offload,mlp_tile=4096 --layers 36 --lora plain \
+        --one-microbatch 262144 --warmup 0 --steps 1                                  adapters, a long row
     python benchmarks/train_step.py W1 - --profile                                    host syncs and reductions
     python benchmarks/train_step.py W1 - --kernels 20                                 kernel time by kind
     python benchmarks/train_step.py W1 - --tiny --tokens 2048 --steps 3               check the script on a CPU
@@ -14,7 +16,8 @@
 Prints one JSON line for each layout. bf16 compute, fp32 master weights, clip 1.0, 65,536 tokens a step and GPU in
 microbatches of 8,192, no activation checkpointing unless the layout says so. Median of `--steps`
 steps after 5 to warm up; the device is synchronised at step edges only. Loss and gradient norm of the first step are
-printed too; `--reference` computes them with plain transformers in fp32, one sequence at a time, on one device.
+printed too, and `loaded_gib`, what is allocated before it; `--reference` computes them with plain transformers in fp32,
+one sequence at a time, on one device.
 """
 
 import argparse
@@ -35,7 +38,7 @@ from workload import MICROBATCH_TOKENS, make_sequences, model_sizes, one_sequenc
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.batch import Microbatch, pack_microbatch
-from automodel_rl.config import ModelConfig
+from automodel_rl.config import LoraConfig, ModelConfig
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.model.flops import peak_flops
@@ -48,7 +51,9 @@ def main() -> None:
     device = join_process_group(parallel.world_size)
     sizes, capacity = model_sizes(options.workload, options.tiny), 128 if options.tiny else MICROBATCH_TOKENS
     sizes["vocab_size"] = options.vocab or sizes["vocab_size"]
-    folder = Path(options.folder) / f"{options.workload}{'_tiny' if options.tiny else ''}_{sizes['vocab_size']}"
+    sizes["num_hidden_layers"] = options.layers or sizes["num_hidden_layers"]
+    name = f"{options.workload}{'_tiny' if options.tiny else ''}_{sizes['num_hidden_layers']}_{sizes['vocab_size']}"
+    folder = Path(options.folder) / name
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, sizes)
     dist.barrier()
@@ -85,7 +90,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="count host synchronisations and reductions of a step")
     parser.add_argument("--kernels", type=int, help="kernel time of a step by kind, and so many single kernels")
     parser.add_argument("--capacity", type=int, help="tokens of a microbatch, 8,192 by default")
-    parser.add_argument("--vocab", type=int, help="size of the vocabulary, 32,768 by default")
+    parser.add_argument("--vocab", type=int, help="size of the vocabulary; the workload's by default")
+    parser.add_argument("--layers", type=int, help="decoder layers; the workload's by default")
+    parser.add_argument("--lora", choices=["plain", "nf4"], help="adapters of rank 16 on a base of this kind")
     parser.add_argument("--implementation", default="transformers")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--fp8", choices=["rowwise", "tensorwise"], help="model.fp8; bf16 by default")
@@ -144,13 +151,19 @@ def measure(
 ) -> dict[str, object]:
     parallel, memory = parse_layout(layout)
     model = ModelConfig(
-        path=str(folder), implementation=options.implementation, attention=options.attention, fp8=options.fp8
+        path=str(folder),
+        implementation=options.implementation,
+        attention=options.attention,
+        fp8=options.fp8,
+        lora=LoraConfig(base=options.lora) if options.lora else None,
     )
     handle = ModelHandle.from_pretrained(model, parallel, memory)
     engine = Engine(handle, OptimizerConfig(lr=1e-5, decay="constant"))
     device = handle.layout.device
+    loaded = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        loaded = torch.cuda.memory_allocated()
     seconds, outputs = [], []
     for sequences in data:
         microbatches = microbatches_of(sequences, capacity, handle, options)
@@ -170,6 +183,7 @@ def measure(
         "mfu_percent": round(100 * statistics.median(mfu), 2) if mfu else None,
         "reserved_gib": largest(torch.cuda.max_memory_reserved() if device.type == "cuda" else 0, device),
         "allocated_gib": largest(torch.cuda.max_memory_allocated() if device.type == "cuda" else 0, device),
+        "loaded_gib": largest(loaded, device),
         "step_s": round(statistics.median(seconds[timed]), 4),
         "spread_s": [round(min(seconds[timed]), 4), round(max(seconds[timed]), 4)],
         "loss1": round(outputs[0].loss, 5),

@@ -111,6 +111,15 @@ def compile_for_any_size(function: Function) -> Function:
     return cast(Function, torch.compile(function, dynamic=True, options=OPTIONS))
 
 
+def outside_of_graphs(function: Function) -> Function:
+    """The function as it is written, also within compiled ones, whose graphs end before it and begin again after it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # torch takes no partial functions
+        return function(*args, **kwargs)
+
+    return cast(Function, torch.compiler.disable(call))
+
+
 def compile_for_rows(function: Function) -> Function:
     """Compiles a function at its first call: once for any number of rows, and once for each width of its matrices."""
 

@@ -217,8 +217,8 @@ class MemoryConfig(Section):
 
     mlp_tile: Positive | None = None
     """Tokens for which a dense layer's MLP computes at a time, in the forward and again in the backward (tiles; Bekman
-    et al., arXiv:2506.13996), for rows that do not fit otherwise; layers are not compiled then. About the model's
-    hidden size is as good as more. null: all tokens of a microbatch."""
+    et al., arXiv:2506.13996), for rows that do not fit otherwise. About the model's hidden size is as good as more.
+    null: all tokens of a microbatch."""
 
     offload_optimizer: Literal["auto"] | bool = "auto"
     """Keep the optimizer's moments in host memory, and copy them to the device only for each optimizer step. auto: only

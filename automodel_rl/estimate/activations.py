@@ -135,10 +135,10 @@ def _further_arguments(config: PretrainedConfig, num_tokens: int, dtype: torch.d
 def keeps_attention(config: PretrainedConfig, how: LayerForward) -> bool:
     """Whether a layer that recomputes keeps the output of attention.
 
-    A compiled layer always does, since attention is an operator of its own in its graph. The graphs of mixtures hold no
-    recomputation.
+    A compiled layer always does, since attention is an operator of its own in its graph. The graphs of mixtures, and of
+    layers with tiles, hold no recomputation.
     """
-    in_graph = how.compiled and not FAMILIES[config.model_type].is_moe
+    in_graph = how.compiled and not FAMILIES[config.model_type].is_moe and how.mlp_tile is None
     return how.recomputed == "selective" or (how.recomputed in ("full", "offload") and in_graph)
 
 

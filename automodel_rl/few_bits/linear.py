@@ -25,33 +25,21 @@ class NF4Linear(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         held = self.few_bits
-        output = _FrozenProduct.apply(hidden, held.codes, held.scale_bytes, held.rounded_to)
+        output = nf4_product(hidden, held.codes, held.scale_bytes, held.rounded_to, turned=True)
         return output if self.bias is None else output + self.bias
 
 
-class _FrozenProduct(torch.autograd.Function):
-    """Tokens times a frozen weight, [..., I] to [..., O].
-
-    Args (of `apply`):
-        hidden: [..., I].
-        codes, scale_bytes, rounded_to: those of an `NF4Weight`, whole.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, codes: Tensor, scale_bytes: Tensor, rounded_to: torch.dtype) -> Tensor:
-        ctx.save_for_backward(codes, scale_bytes)
-        ctx.rounded_to = rounded_to
-        return nf4_product(hidden, codes, scale_bytes, rounded_to, True)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return nf4_product(gradients[0], *ctx.saved_tensors, ctx.rounded_to, False), None, None, None
-
-
-# An operator: a compiler that saw the plain weight would keep it for the backward.
+# An operator: a compiler that saw the plain weight would keep it for the backward. Its gradient is the operator's own,
+# because torch 2.11 keeps what an autograd function makes in a graph that recomputes.
 @torch.library.custom_op("automodel_rl::nf4_product", mutates_args=())
 def nf4_product(tokens: Tensor, codes: Tensor, scale_bytes: Tensor, rounded_to: torch.dtype, turned: bool) -> Tensor:
-    """Tokens times the weight of codes and scales, [..., O] to [..., I]; or `turned`, times its transpose."""
+    """Tokens times the frozen weight of codes and scales, [..., O] to [..., I]; or `turned`, times its transpose.
+
+    Args:
+        tokens: [..., O], or [..., I] if turned.
+        codes, scale_bytes, rounded_to: those of an `NF4Weight`, whole.
+        turned: whether the product is with the transpose.
+    """
     weight = values_of(codes, scale_bytes, rounded_to).to(tokens.dtype)
     return tokens @ (weight.mT if turned else weight)
 
@@ -60,3 +48,15 @@ def nf4_product(tokens: Tensor, codes: Tensor, scale_bytes: Tensor, rounded_to: 
 def _(tokens: Tensor, codes: Tensor, scale_bytes: Tensor, rounded_to: torch.dtype, turned: bool) -> Tensor:
     outputs, half = codes.shape
     return tokens.new_empty(*tokens.shape[:-1], outputs if turned else 2 * half)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, codes, scale_bytes, ctx.rounded_to, ctx.turned = inputs
+    ctx.save_for_backward(codes, scale_bytes)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return nf4_product(gradient, *ctx.saved_tensors, ctx.rounded_to, not ctx.turned), None, None, None, None
+
+
+nf4_product.register_autograd(_backward, setup_context=_keep)

@@ -26,48 +26,22 @@ def grouped_product(inputs: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:
 def frozen_grouped_product(inputs: Tensor, held: NF4Weight, is_transposed: bool, counts_e: Tensor) -> Tensor:
     """`grouped_product` with a stack in nf4, [e, out, in], or [e, in, out] if it is transposed."""
     codes, scale_bytes = local_tensor(held.codes), local_tensor(held.scale_bytes)
-    return _FrozenGroupedProduct.apply(inputs, codes, scale_bytes, counts_e, held.rounded_to, not is_transposed)
+    return nf4_grouped_product(inputs, codes, scale_bytes, counts_e, held.rounded_to, not is_transposed)
 
 
-class _FrozenGroupedProduct(torch.autograd.Function):
-    """Slots times frozen matrices.
+# An operator with a gradient of its own, as in linear.py.
+@torch.library.custom_op("automodel_rl::nf4_grouped_product", mutates_args=())
+def nf4_grouped_product(
+    inputs: Tensor, codes: Tensor, scale_bytes: Tensor, counts_e: Tensor, rounded_to: torch.dtype, turned: bool
+) -> Tensor:
+    """Each expert's slots times its frozen matrix of codes and scales; or, `turned`, times its transpose.
 
-    Args (of `apply`):
+    Args:
         inputs: [s, in].
         codes, scale_bytes, rounded_to: those of an `NF4Weight`, of this rank's experts.
         counts_e: slots of each expert.
         turned: whether the product is with transposes of the stored matrices.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        codes: Tensor,
-        scale_bytes: Tensor,
-        counts_e: Tensor,
-        rounded_to: torch.dtype,
-        turned: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(codes, scale_bytes, counts_e)
-        ctx.rounded_to, ctx.turned = rounded_to, turned
-        return nf4_grouped_product(inputs, codes, scale_bytes, counts_e, rounded_to, turned)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        codes, scale_bytes, counts_e = ctx.saved_tensors
-        of_inputs = nf4_grouped_product(
-            gradients[0].contiguous(), codes, scale_bytes, counts_e, ctx.rounded_to, not ctx.turned
-        )
-        return of_inputs, None, None, None, None, None
-
-
-# An operator: a compiler that saw the plain stack would keep it for the backward.
-@torch.library.custom_op("automodel_rl::nf4_grouped_product", mutates_args=())
-def nf4_grouped_product(
-    inputs: Tensor, codes: Tensor, scale_bytes: Tensor, counts_e: Tensor, rounded_to: torch.dtype, turned: bool
-) -> Tensor:
-    """Each expert's slots times its matrix of codes and scales; or, `turned`, times its transpose."""
     weight = values_of(codes, scale_bytes, rounded_to).to(inputs.dtype)
     return grouped_product(inputs, weight.mT if turned else weight, counts_e)
 
@@ -78,3 +52,16 @@ def _(
 ) -> Tensor:
     rows, half = codes.shape[1:]
     return inputs.new_empty(len(inputs), rows if turned else 2 * half)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, codes, scale_bytes, counts_e, ctx.rounded_to, ctx.turned = inputs
+    ctx.save_for_backward(codes, scale_bytes, counts_e)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    of_inputs = nf4_grouped_product(gradient.contiguous(), *ctx.saved_tensors, ctx.rounded_to, not ctx.turned)
+    return of_inputs, None, None, None, None, None
+
+
+nf4_grouped_product.register_autograd(_backward, setup_context=_keep)

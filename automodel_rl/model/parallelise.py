@@ -173,7 +173,7 @@ def add_adapters_and_float8(work: PartInProgress) -> None:
 def compute_mlps_in_tiles(work: PartInProgress) -> None:
     """Makes MLPs compute for a few tokens at a time, if the config asks for it."""
     if work.memory.mlp_tile is not None:
-        tile_mlps(work.layers.values(), work.memory.mlp_tile)
+        tile_mlps(work.layers.values(), work.memory.mlp_tile, work.compiled)
 
 
 def replace_part_forward(work: PartInProgress) -> None:
@@ -198,16 +198,17 @@ def compile_and_recompute(work: PartInProgress) -> None:
 
     A recomputation notes the microbatch, too, so it is always around that. A graph of a layer that counts nothing holds
     the recomputation, which sees what is to be kept, and the microbatch is noted around the graph. Around other layers
-    both come after the graph, which cannot tell whether a microbatch is computed for the first time. What a layer keeps
-    is seen from outside of all that.
+    both come after the graph, which cannot tell whether a microbatch is computed for the first time; around graphs
+    with tiles between them, too. What a layer keeps is seen from outside of all that.
     """
     layers = work.layers.values()
-    if work.compiled and work.counts:
+    in_graph = not work.counts and work.memory.mlp_tile is None
+    if work.compiled and not in_graph:
         compile_layers(layers)
     if work.counts or work.model.lora is not None:
         work.scope.follow(work.layers)
     checkpoint_layers(layers, work.memory.recomputed)
-    if work.compiled and not work.counts:
+    if work.compiled and in_graph:
         compile_layers(layers)
         if work.model.lora is not None:
             work.scope.follow(work.layers)

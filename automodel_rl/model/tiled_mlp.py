@@ -1,7 +1,8 @@
 """MLPs in tiles: a few tokens at a time, in the forward and in the backward (ALST, arXiv:2506.13996).
 
 Between its linear layers an MLP has several times as many values as at its ends, for every token of a row. In tiles it
-has them for a tile's tokens alone, and computes them again in the backward.
+has them for a tile's tokens alone, and computes them again in the backward. So a layer that is recomputed as a whole
+need not compute its MLP for that, if nothing after the MLP is kept.
 """
 
 import functools
@@ -11,15 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from automodel_rl.compat.compilation import compile_for_any_size, outside_of_graphs
+
 MLP_NAMES = ("mlp", "feed_forward")
 """Names of the MLP in layers of dense models."""
 
 
-def tile_mlps(layers: Iterable[nn.Module], num_tokens: int) -> None:
-    """Makes the MLPs of dense layers compute in tiles of so many tokens of hidden states [1, t, H]."""
+def tile_mlps(layers: Iterable[nn.Module], num_tokens: int, compiled: bool = False) -> None:
+    """Makes the MLPs of dense layers compute in tiles.
+
+    Args:
+        layers: the layers.
+        num_tokens: tokens of a tile of hidden states [1, t, H].
+        compiled: whether layers are compiled; then a tile has a graph of its own, between those of its layer.
+    """
     for layer in layers:
         for mlp in _mlps(layer):
-            mlp.forward = functools.partial(_in_tiles, mlp, mlp.forward, num_tokens)
+            forward = compile_for_any_size(mlp.forward) if compiled else mlp.forward
+            in_tiles = functools.partial(_in_tiles, mlp, forward, num_tokens)
+            mlp.forward = outside_of_graphs(in_tiles) if compiled else in_tiles
 
 
 def _mlps(layer: nn.Module) -> Iterator[nn.Module]:
@@ -31,7 +42,8 @@ def _in_tiles(mlp: nn.Module, forward: Callable[[Tensor], Tensor], num_tokens: i
         return forward(hidden)
     if not torch.is_grad_enabled():
         return _forward(forward, hidden, num_tokens)
-    return _Tiles.apply(forward, num_tokens, mlp, hidden, *_trained(mlp))
+    kept = _Kept.apply(hidden)
+    return _Tiles.apply(kept.grad_fn, forward, num_tokens, mlp, kept, *_trained(mlp))
 
 
 def _trained(mlp: nn.Module) -> list[nn.Parameter]:
@@ -54,8 +66,25 @@ def _spans(hidden: Tensor, num_tokens: int) -> list[slice]:
     return [slice(start, start + num_tokens) for start in range(0, hidden.shape[1], num_tokens)]
 
 
+class _Kept(torch.autograd.Function):
+    """The input of an MLP in tiles, which is all that is kept of it.
+
+    It is kept before the MLP computes, and not by `_Tiles`: torch's recomputation ends as soon as the last tensor is
+    there that was kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 class _Tiles(torch.autograd.Function):
-    """An MLP in tiles. It keeps its input alone.
+    """An MLP in tiles.
 
     Gradients of weights are added up over tiles in fp32 or wider, as they would be within one matrix product.
     """
@@ -63,20 +92,20 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        input_node: Any,
         forward: Callable[[Tensor], Tensor],
         num_tokens: int,
         mlp: nn.Module,
         hidden: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(hidden)
-        ctx.mlp_forward, ctx.num_tokens, ctx.mlp = forward, num_tokens, mlp
+        ctx.input_node, ctx.mlp_forward, ctx.num_tokens, ctx.mlp = input_node, forward, num_tokens, mlp
         return _forward(forward, hidden, num_tokens)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,), weights = ctx.saved_tensors, _trained(ctx.mlp)
+        (hidden,), weights = ctx.input_node.saved_tensors, _trained(ctx.mlp)
         of_hidden = torch.empty_like(hidden)
         sums = [torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
         for span in _spans(hidden, ctx.num_tokens):
@@ -87,7 +116,7 @@ class _Tiles(torch.autograd.Function):
             of_hidden[:, span] = of_tile
             add_up(sums, found)
         of_weights = (total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True))
-        return None, None, None, of_hidden, *of_weights
+        return None, None, None, None, of_hidden, *of_weights
 
 
 def add_up(sums: list[Tensor], of_tile: list[Tensor]) -> None:

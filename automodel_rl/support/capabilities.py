@@ -87,7 +87,6 @@ LACKS = (
         "ranks exchange the tokens of whole microbatches",
         "set it to null, or use cp in place of sequence_parallel",
     ),
-    Lack(f.MLP_TILES, f.COMPILED, "a graph does not hold tiles", "set it to auto, or mlp_tile to null"),
     Lack(f.MLP_TILES, f.SELECTIVE, "products in tiles are computed again", "use full, offload or none"),
     Lack(f.MLP_TILES, f.FP8, "fp8 layers scale the tokens of a microbatch", "set one of them to null"),
     Lack(f.MLP_TILES, f.LORA_DROPOUT, "a tile would drop other inputs in the backward", "set it to 0"),

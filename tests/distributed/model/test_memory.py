@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from automodel_rl.batch import pack_microbatch
+from automodel_rl.compat.compilation import compiled_so_far
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig
@@ -108,6 +109,23 @@ def test_mlps_in_tiles_train_the_same(ranks: RankPool, tmp_path: Path, sizes: di
     save_tiny_model(tmp_path, "qwen3")
     parallel = ParallelConfig(**sizes)
     ranks(parallel.world_size).run(compare_tiles, tmp_path, parallel, adapters)
+
+
+def compare_compiled_tiles(folder: Path, parallel: ParallelConfig) -> None:
+    """Likewise, with compiled layers, whose constants are in fp32."""
+    (numbers, weights), *_ = train(folder, parallel, MemoryConfig())
+    before = compiled_so_far().graphs
+    memory = MemoryConfig(activation_checkpointing="full", mlp_tile=5, compile=True)
+    (other_numbers, other_weights), *_ = train(folder, parallel, memory)
+    assert compiled_so_far().graphs > before
+    torch.testing.assert_close(other_numbers, numbers, rtol=1e-5, atol=0)
+    torch.testing.assert_close(other_weights, weights, rtol=1e-3, atol=1e-4)
+
+
+def test_mlps_in_tiles_train_the_same_in_compiled_layers(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3")
+    parallel = ParallelConfig(dp_shard=2, fsdp="reshard")
+    ranks(2).run(compare_compiled_tiles, tmp_path, parallel)
 
 
 class PlantedError(Exception):

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from automodel_rl.compat.compilation import outside_of_graphs
 from automodel_rl.families.text import TEXT_FAMILIES
+from automodel_rl.model.activation_checkpointing import checkpoint_layers
+from automodel_rl.model.compiled_layers import compile_layers
 from automodel_rl.model.tiled_mlp import _mlps, tile_mlps
 from tests.tiny import tiny_config
 
@@ -73,3 +76,26 @@ def test_frozen_mlps_hand_on_gradients_and_get_none() -> None:
     mlp(hidden).sum().backward()
     assert hidden.grad is not None
     assert all(parameter.grad is None for parameter in mlp.parameters())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_recomputed_layer_computes_its_mlp_once_in_the_forward_and_once_in_the_backward(compiled: bool) -> None:
+    """Not a third time to recompute what nobody needs. With graphs, one of a tile and two of the layer's ends."""
+    layer, hidden_size = qwen(torch.float32)
+    (mlp,) = _mlps(layer)
+    calls: list[int] = []
+    inner = mlp.forward
+
+    def count(hidden: Tensor) -> Tensor:
+        calls.append(hidden.shape[1])
+        return inner(hidden)
+
+    mlp.forward = outside_of_graphs(count)  # type: ignore[assignment]
+    tile_mlps([layer], 5, compiled)
+    rotary = torch.ones(1, 17, 8), torch.zeros(1, 17, 8)
+    if compiled:
+        compile_layers([layer])
+    checkpoint_layers([layer], "full")
+    hidden = torch.randn(1, 17, hidden_size, requires_grad=True)
+    layer(hidden, position_embeddings=rotary, attention_mask=None).sum().backward()
+    assert calls == [5, 5, 5, 2] * 2

@@ -288,11 +288,6 @@ EXAMPLES = (
     ),
     Breach("memory.mlp_tile=64 with a 'qwen3_moe' model: experts get their tokens", {"memory.mlp_tile": 64}, MIXTURE),
     Breach(
-        "memory.compile=true with memory.mlp_tile=64: a graph does not hold tiles: set it to auto",
-        {"memory.compile": True},
-        {"memory.mlp_tile": 64},
-    ),
-    Breach(
         "memory.activation_checkpointing=selective with memory.mlp_tile=64: products in tiles are computed again",
         {"memory.activation_checkpointing": "selective"},
         {"memory.mlp_tile": 64},
