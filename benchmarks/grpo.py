@@ -6,13 +6,16 @@
     python benchmarks/grpo.py PROMPTS.jsonl --workload W2 --replay ...                     with router replay
     python benchmarks/grpo.py PROMPTS.jsonl --change loss.on_policy=false memory.compile=false   other settings
     python benchmarks/grpo.py PROMPTS.jsonl --change rollout.generator.sleep=2 memory.offload={}      memory in turns
+    python benchmarks/grpo.py PROMPTS.jsonl --workload W32 --generator vllm --change model.lora.base=nf4 \
+        weight_sync.adapters=alone rollout.generator.sleep=1 memory.offload={} memory.activation_checkpointing=full
     python benchmarks/grpo.py PROMPTS.jsonl --workload vision ...                          a picture in every prompt
     torchrun --nproc-per-node 2 benchmarks/grpo.py PROMPTS.jsonl --change parallel.dp_shard=2 ...      several ranks
     python benchmarks/grpo.py PROMPTS.jsonl --tiny                                         check the script on a CPU
 
-W1, a dense 1.5B model, W2, a mixture of 3.2B, or a vision-language model of Qwen2.5-VL-3B's shape (3.7B with the
-encoder), with random weights and a tokenizer trained on the prompts, bf16. 16
-prompts x 8 completions of at most 256 tokens; the reward is the share of digits, so that random models differ in it.
+W1, a dense 1.5B model, W2, a mixture of 3.2B, W32 and W70, dense models of 32B and 70B in nf4 for adapters, or a
+vision-language model of Qwen2.5-VL-3B's shape (3.7B with the encoder), with random weights and a tokenizer trained on
+the prompts, bf16. 16 prompts x 8 completions of at most 256 tokens; the reward is the share of digits, so that random
+models differ in it.
 Prints a JSON line a step, and one with the medians over the steps after the first. With --replay every step also has
 the mean and the largest |generator's - trainer's log-probability| with replay and without. On a GPU every step has the
 most memory of the device that all processes together used during rollouts, in the rest of the step, and in between.
@@ -86,9 +89,9 @@ def prepare(options: argparse.Namespace) -> tuple[Path, str, Path]:
     sys.path.insert(0, str(Path(__file__).parent))
     from pictures import write_picture_prompts
 
-    model = Path(tempfile.gettempdir()) / f"automodel_rl_grpo_{options.workload}{'_tiny' if options.tiny else ''}"
+    model = Path(options.folder) / f"automodel_rl_grpo_{options.workload}{'_tiny' if options.tiny else ''}"
     if not (model / "tokenizer.json").is_file():
-        write_checkpoint(model, options)
+        write_files(model, options)
     prompts = options.prompts
     if options.workload == "vision":
         pictures = Path(tempfile.mkdtemp(prefix="automodel_rl_pictures_"))
@@ -180,9 +183,10 @@ def watch_memory() -> list[dict[str, float]]:
     return found
 
 
-def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
+def write_files(folder: Path, options: argparse.Namespace) -> None:
+    """The checkpoint, with a tokenizer."""
     from pictures import write_vision_checkpoint
-    from workload import model_sizes, write_model
+    from workload import model_sizes, write_checkpoint
 
     from automodel_rl.quickstart.model import train_tokenizer
 
@@ -191,7 +195,7 @@ def write_checkpoint(folder: Path, options: argparse.Namespace) -> None:
     if options.workload == "vision":
         write_vision_checkpoint(folder, texts, tiny=options.tiny)
         return
-    write_model(folder, model_sizes(options.workload, options.tiny))
+    write_checkpoint(options.workload, folder, model_sizes(options.workload, options.tiny))
     train_tokenizer(texts, 400 if options.tiny else 4000).save_pretrained(folder)
 
 
@@ -243,7 +247,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("prompts", help="JSON lines with prompt")
     parser.add_argument("--generator", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
-    parser.add_argument("--workload", choices=["W1", "W2", "vision"], default="W1")
+    parser.add_argument("--workload", choices=["W1", "W2", "W32", "W70", "vision"], default="W1")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where checkpoints are written")
     parser.add_argument("--replay", action="store_true", help="router replay, and a pass without it to compare")
     parser.add_argument("--own-process", action="store_true", help="the transformers generator in a process of its own")
     parser.add_argument("--device", type=int, help="the generator's own, by its number")

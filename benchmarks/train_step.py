@@ -34,7 +34,15 @@ import torch
 import torch.distributed as dist
 from kernels import kernel_times
 from transformers import AutoModelForCausalLM
-from workload import MICROBATCH_TOKENS, make_sequences, model_sizes, one_sequence, parse_layout, write_model
+from workload import (
+    MICROBATCH_TOKENS,
+    WORKLOADS,
+    make_sequences,
+    model_sizes,
+    one_sequence,
+    parse_layout,
+    write_checkpoint,
+)
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.batch import Microbatch, pack_microbatch
@@ -55,7 +63,7 @@ def main() -> None:
     name = f"{options.workload}{'_tiny' if options.tiny else ''}_{sizes['num_hidden_layers']}_{sizes['vocab_size']}"
     folder = Path(options.folder) / name
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
-        write_model(folder, sizes)
+        write_checkpoint(options.workload, folder, sizes)
     dist.barrier()
     data, capacity = make_data(options, sizes["vocab_size"], capacity, dist.get_world_size())
     capacity = options.capacity or capacity
@@ -75,7 +83,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", choices=["W1", "W2", "W8"])
+    parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("layouts", nargs="+", help="such as pp=2,schedule=GPipe; - for one rank")
     parser.add_argument("--tokens", type=int, default=65536, help="a step and device")
     parser.add_argument("--steps", type=int, default=15)

@@ -1,6 +1,7 @@
 """The workloads of the benchmarks: W1, a dense 1.5B model, W2, a mixture of 3.2B, W8, some layers of a dense 8B model,
-and tiny ones for a CPU."""
+W32 and W70, dense models of 32B and 70B in nf4, and tiny ones for a CPU."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from automodel_rl import ParallelConfig, TokenSequence
 from automodel_rl.config.model import MemoryConfig
@@ -51,6 +53,23 @@ WORKLOADS["W8"] = {
     "head_dim": 128,
 }
 
+WORKLOADS["W32"] = WORKLOADS["W8"] | {
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+}
+WORKLOADS["W70"] = WORKLOADS["W8"] | {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+IN_NF4 = ("W32", "W70")
+"""Workloads whose checkpoints are in nf4: in bf16 they are larger than most disks of a machine with one GPU."""
+
 TINY: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -67,9 +86,13 @@ def model_sizes(workload: str, tiny: bool) -> dict[str, Any]:
     return sizes | TINY | ({"moe_intermediate_size": 32} if workload == "W2" else {}) if tiny else sizes
 
 
-def write_model(folder: Path, sizes: dict[str, Any]) -> None:
-    """A checkpoint with random weights (seed 0), untied, in bf16."""
-    config = AutoConfig.for_model(
+def write_checkpoint(workload: str, folder: Path, sizes: dict[str, Any]) -> None:
+    """A checkpoint of a workload's model with random weights (seed 0), untied, in bf16 or in nf4."""
+    (write_nf4_model if workload in IN_NF4 else write_model)(folder, sizes)
+
+
+def _config(sizes: dict[str, Any]) -> PretrainedConfig:
+    return AutoConfig.for_model(
         **sizes,
         tie_word_embeddings=False,
         max_position_embeddings=262144,
@@ -77,6 +100,54 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> None:
         bos_token_id=None,
         eos_token_id=sizes["vocab_size"] - 1,
     )
+
+
+def write_nf4_model(folder: Path, sizes: dict[str, Any]) -> None:
+    """A checkpoint whose linear layers bitsandbytes has quantized to nf4, scales again, in a file for each layer."""
+    from bitsandbytes.functional import quantize_4bit
+
+    config, device = _config(sizes), "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(0)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        tensors = files.setdefault(".".join(name.split(".")[:3]), {})
+        if parameter.ndim == 1:
+            tensors[name] = torch.ones(parameter.shape, dtype=torch.bfloat16)
+            continue
+        weight = torch.randn(parameter.shape, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
+        if ".layers." not in name:
+            tensors[name] = weight.cpu()
+            continue
+        codes, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+        tensors[name] = codes.cpu()
+        tensors |= {f"{name}.{key}": part.cpu() for key, part in state.as_dict(packed=True).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    index = {}
+    for place, tensors in enumerate(files.values()):
+        file = f"model-{place + 1:05}-of-{len(files):05}.safetensors"
+        save_file(tensors, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config.dtype = torch.bfloat16
+    values = config.to_dict() | {
+        "architectures": [type(model).__name__],
+        "quantization_config": {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_use_double_quant": True,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(values, default=str))
+
+
+def write_model(folder: Path, sizes: dict[str, Any]) -> None:
+    """A checkpoint with random weights (seed 0), untied, in bf16."""
+    config = _config(sizes)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

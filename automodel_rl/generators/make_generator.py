@@ -21,6 +21,7 @@ from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.media import open_readers
 from automodel_rl.errors import InputError
 from automodel_rl.families.encoder import ReadingOptions
+from automodel_rl.few_bits.nf4 import BLOCK
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
@@ -82,8 +83,9 @@ def make_generator(
         meanwhile: called while a process starts.
 
     Raises:
-        InputError: the generator does not start.
+        InputError: the generator does not start, or would keep another base of adapters than the trainer.
     """
+    _check_base(spec, handle)
     own = completion_ends(handle.source, handle.whole_config, tokenizer, spec.template_variables)
     ends = with_asked(own, spec.stop_token_ids, handle.config.vocab_size)
     match spec.choice:
@@ -109,6 +111,16 @@ def without_generator(spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRan
     if isinstance(spec.choice, VllmSamplerConfig):
         return _vllm_transport(NoGenerator(), spec, handle, ranks)
     return None
+
+
+def _check_base(spec: GeneratorSpec, handle: ModelHandle) -> None:
+    """Refuses a base of which generators have other weights than the trainer. Some files in nf4 have plain weights, or
+    blocks of other sizes."""
+    if spec.weight_sync.adapters == "alone" and handle.quantized_here:
+        raise InputError(
+            f"weight_sync.adapters=alone with model.lora.base=nf4: {handle.quantized_here[0]} is not in nf4 in blocks "
+            f"of {BLOCK} in {handle.source}, so that generators would keep another base than the trainer: use merged"
+        )
 
 
 def _transformers(

@@ -109,6 +109,7 @@ class Checkpoint:
         with self._opened() as opened:
             self._tensors = stored_tensors(plain, _block_of_fp8(self.folder), opened)
         self.family = checkpoint_family(config, plain)
+        self.quantized_here: list[str] = []
         self._lacks_head = is_classifier(config) and HEAD_IN_FILES not in self._tensors
         self._foreign = {TIED_HEAD} if is_classifier(config) else set[str]()
 
@@ -268,6 +269,7 @@ class Checkpoint:
             if isinstance(stored, NF4Tensor) and stored.block == BLOCK and stored.shape[-1] % BLOCK == 0:
                 found = stored.read_packed(opened, inside)
             else:
+                self.quantized_here.append(piece.name)
                 found = quantize(stored.read(opened, inside).to(codes.device))
             for target, part, size in ((codes, found[0], 2), (weight.scales, found[1], BLOCK)):
                 target[*rows, slice(columns.start // size, columns.stop // size)].copy_(part)

@@ -235,6 +235,11 @@ class ModelHandle:
         """Folder of the tokenizer: that of the adapters it was loaded with, if they came with one."""
         return self.source if self._checkpoint is None else self._checkpoint.files.tokenizer_folder
 
+    @property
+    def quantized_here(self) -> list[str]:
+        """Names of the checkpoint's tensors that are in nf4 in this rank's parts, and not in the checkpoint."""
+        return [] if self._checkpoint is None else self._checkpoint.quantized_here
+
     @functools.cached_property
     def description(self) -> ModelDescription:
         """What rules judge of the model."""

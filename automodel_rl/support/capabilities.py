@@ -129,12 +129,24 @@ LACKS = (
     ),
     Lack(
         f.VLLM,
-        f.QUANTIZED,
+        f.SENT_PLAIN,
         "vLLM would keep them, and a weight sync sends plain ones",
-        "make a plain copy with automodel-rl export and name it as model.path",
+        "make a plain copy with automodel-rl export and name it as model.path; or, of a checkpoint in nf4, train "
+        "adapters with weight_sync.adapters=alone",
     ),
     Lack(f.MULTIMODAL, f.NF4_BASE, "its layers stay plain", f"use plain{_AS_TEXT}"),
-    Lack(f.ADAPTERS_ALONE, f.NF4_BASE, "generators would keep another base than the trainer", "use plain, or merged"),
+    Lack(
+        f.QUANTIZED,
+        f.ALONE_IN_TRANSFORMERS,
+        "a copy by transformers has quantized layers of other kinds",
+        "use weight_sync.adapters=merged",
+    ),
+    Lack(
+        f.ADAPTERS_ALONE,
+        f.OWN_NF4_BASE,
+        "generators would keep another base than the trainer",
+        "use plain, or merged, or a checkpoint in nf4",
+    ),
     Lack(f.SERVERS, f.ADAPTERS_ALONE, "servers get whole weights", "use merged"),
     Lack(f.SAVED_MODULES, f.ADAPTERS_ALONE, "these are no adapters, and generators need them", "use merged"),
 )

@@ -70,6 +70,15 @@ def _nf4_base(asked: Combination) -> str:
     return "" if lora is None or lora.base == "plain" else f"model.lora.base={lora.base}"
 
 
+def _own_nf4_base(asked: Combination) -> str:
+    return "" if asked.description.quantization == "nf4" else _nf4_base(asked)
+
+
+def _sent_plain(asked: Combination) -> str:
+    method = asked.description.quantization
+    return "" if method == "nf4" and _adapters_alone(asked) else _when(bool(method), f"{method} weights")
+
+
 def _aux_loss(asked: Combination) -> str:
     loss = asked.model.moe.aux_loss
     return _when(bool(loss) and asked.family.is_moe, f"model.moe.aux_loss={loss}")
@@ -150,6 +159,10 @@ def _adapters_alone(asked: Combination) -> str:
     return _when(run is not None and run.weight_sync.adapters == "alone", "weight_sync.adapters=alone")
 
 
+def _alone_in_transformers(asked: Combination) -> str:
+    return _adapters_alone(asked) and _generator("transformers")(asked)
+
+
 def _compared_logprobs(asked: Combination) -> str:
     run = asked.run
     return _when(run is not None and run.compares_logprobs, "an algorithm that compares log-probabilities")
@@ -179,6 +192,7 @@ LORA_DROPOUT = Feature("dropout of adapters", _lora_dropout)
 EXPERT_ADAPTERS = Feature("adapters of experts", _expert_adapters)
 SAVED_MODULES = Feature("modules to save", _saved_modules)
 NF4_BASE = Feature("a base in nf4", _nf4_base)
+OWN_NF4_BASE = Feature("a base in nf4 of a checkpoint that is not", _own_nf4_base)
 FROZEN = Feature("frozen parts", lambda asked: _when(bool(asked.model.frozen), "model.frozen"))
 AUX_LOSS = Feature("the auxiliary loss of routers", _aux_loss)
 WINDOWED_MIXTURE = Feature("sliding windows of mixtures", _windowed_mixture)
@@ -200,9 +214,11 @@ QUANTIZED = Feature(
     "quantized checkpoints",
     lambda asked: _when(bool(asked.description.quantization), f"{asked.description.quantization} weights"),
 )
+SENT_PLAIN = Feature("quantized checkpoints, but for nf4 with adapters alone", _sent_plain)
 VLLM = Feature("vLLM", _generator("vllm"))
 SERVERS = Feature("vLLM servers", _generator("servers"))
 CONVERSATIONS = Feature("tools, environments and agents", _conversations)
 ADAPTERS_ALONE = Feature("adapters alone in weight syncs", _adapters_alone)
+ALONE_IN_TRANSFORMERS = Feature("adapters alone for transformers generators", _alone_in_transformers)
 COMPARED_LOGPROBS = Feature("dpo, grpo", _compared_logprobs)
 AUTO_MICROBATCHES = Feature("batch.microbatch_tokens=auto", _auto_microbatches)

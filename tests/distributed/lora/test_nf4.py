@@ -11,14 +11,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from automodel_rl.batch import pack_microbatch
-from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig, WeightSyncConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
+from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
+from automodel_rl.errors import InputError
 from automodel_rl.few_bits.base import nf4_weights
+from automodel_rl.generators.engine_ranks import EngineRanks
+from automodel_rl.generators.make_generator import make_generator
+from automodel_rl.hf.tokenizer import load_tokenizer
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.quickstart.model import train_tokenizer
 from tests.distributed.lora.test_lora import STEPS, sequences_of, train_with_peft
-from tests.quantized import NF4_SIZES, save_nf4_model
+from tests.quantized import NF4_SIZES, VOCAB, save_nf4_model
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
@@ -153,4 +160,28 @@ def test_codes_of_a_published_checkpoint_stay(ranks: RankPool, tmp_path: Path) -
 def codes_of(folder: Path) -> dict[str, Tensor]:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=LORA))
     (part,) = handle.parts
+    assert handle.quantized_here == []
     return {name: held.codes.detach().clone() for name, held, _ in nf4_weights(part)}
+
+
+def test_a_plain_weight_among_published_codes_is_known(ranks: RankPool, tmp_path: Path) -> None:
+    """Uploads with some weights in bfloat16 exist. Generators that get adapters alone would compute with those."""
+    save_nf4_model(tmp_path, is_nested=True)
+    found, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    tensors = {key: tensor for key, tensor in found.items() if not key.startswith(name)}
+    save_file({**tensors, name: plain[name]}, tmp_path / "model.safetensors", {"format": "pt"})
+    train_tokenizer(["a text"], VOCAB).save_pretrained(tmp_path)
+    assert (
+        ranks(1)
+        .run(refusal_of_adapters_alone, tmp_path)[0]
+        .startswith(f"weight_sync.adapters=alone with model.lora.base=nf4: {name} is not in nf4 in blocks of 64")
+    )
+
+
+def refusal_of_adapters_alone(folder: Path) -> str:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32", lora=LORA))
+    spec = GeneratorSpec(TransformersGeneratorConfig(), 8, WeightSyncConfig(adapters="alone"))
+    with pytest.raises(InputError) as refusal:
+        make_generator(spec, handle, load_tokenizer(folder, VOCAB), EngineRanks.join(spec))
+    return str(refusal.value)

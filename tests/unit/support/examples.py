@@ -99,6 +99,11 @@ EXAMPLES = (
         {"parallel.tp": 2},
     ),
     # model_rules QUANTIZED
+    Breach(
+        "rollout.generator=transformers with nf4 weights: a copy by transformers has quantized layers of other kinds",
+        {"description.quantization": "nf4"},
+        {**_GRPO, "model.lora": {}, "weight_sync.adapters": "alone"},
+    ),
     Breach("model.path: the weights are quantized by 'awq', and only", {"description.quantization": "awq"}),
     # layout_rules SHARED_KEYS
     Breach(
@@ -353,7 +358,8 @@ EXAMPLES = (
         {**LLAVA, "model.lora": {}},
     ),
     Breach(
-        "model.lora.base=nf4 with weight_sync.adapters=alone: generators would keep another base than the trainer",
+        "model.lora.base=nf4 with weight_sync.adapters=alone: generators would keep another base than the trainer: use "
+        "plain, or merged, or a checkpoint in nf4",
         {"model.lora": {"base": "nf4"}},
         {**_GRPO, "model.lora": {}, "weight_sync.adapters": "alone"},
     ),
