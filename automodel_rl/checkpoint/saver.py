@@ -213,8 +213,8 @@ def _sizes_to_come(engine: Engine) -> Iterator[int]:
     for part in engine.handle.parts:
         for _, parameter in part.named_parameters():
             if parameter.requires_grad:
-                size = local_tensor(parameter.detach()).nbytes
-                yield from [size, *engine.optimizer.state_names[parameter].sizes(size)]
+                shard = local_tensor(parameter.detach())
+                yield from [shard.nbytes, *engine.optimizer.state_names[parameter].sizes(shard)]
         yield from (buffer.nbytes for _, buffer in stored_buffers(part))
 
 

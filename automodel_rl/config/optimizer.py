@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from automodel_rl.config.base import Fraction, Positive, Section
 
-OptimizerName = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
 LearningRate = Annotated[float, Field(gt=0)]
 
 
@@ -73,8 +73,10 @@ class OptimizerConfig(Section):
     """
 
     name: OptimizerName = "adamw"
-    """adamw: AdamW trains all weights. muon: Muon trains the matrices of linear layers and of experts, with the keys of
-    `muon`; AdamW trains embeddings, the head, routers, norms and biases."""
+    """adamw: AdamW trains all weights. adamw_8bit: likewise, with the two moments of all but norm weights and biases in
+    8 bits, in blocks of 128 values of a row: 2 bytes a weight in place of 8 (arXiv:2110.02861). muon: Muon trains the
+    matrices of linear layers and of experts, with the keys of `muon`; AdamW trains embeddings, the head, routers, norms
+    and biases."""
 
     lr: LearningRate = 1e-5
     """Peak learning rate."""

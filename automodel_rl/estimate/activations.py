@@ -22,15 +22,17 @@ from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.compat.modules import apply_gate
 from automodel_rl.compat.operations import TorchDispatchMode, tensors_in
 from automodel_rl.config import ParallelConfig
-from automodel_rl.config.model import Recomputed
+from automodel_rl.config.model import LoraConfig, Recomputed
 from automodel_rl.estimate.parameter_sizes import causal_model
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES
+from automodel_rl.lora.add import add_adapters
+from automodel_rl.lora.layers import adapted_layers, install_adapters
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import plain_norms
 from automodel_rl.model.indexer_loss import AddGradients, IndexerLoss
 from automodel_rl.model.sparse_attention import KeyIndex, install_indexers
-from automodel_rl.model.tiled_mlp import tile_mlps
+from automodel_rl.model.tiled_mlp import mlps_of, tile_mlps
 from automodel_rl.model.token_mixers.known import TOKEN_MIXERS, last_projection, set_decays_apart
 from automodel_rl.parallel.tensor_parallel import TensorParallel
 from automodel_rl.support.description import FULL, kinds_of_layers
@@ -72,6 +74,7 @@ class LayerForward:
         compiled: whether the layer is compiled.
         trains_indexer: whether its indexer is trained, if it has one.
         mlp_tile: as memory.mlp_tile.
+        lora: adapters of the model; None if there are none.
     """
 
     dtype: torch.dtype
@@ -79,6 +82,7 @@ class LayerForward:
     compiled: bool
     trains_indexer: bool = False
     mlp_tile: int | None = None
+    lora: LoraConfig | None = None
 
 
 def layer_activations(
@@ -117,7 +121,25 @@ def layer_activations(
     attended = _attended(module, FAMILIES[config.model_type], num_tokens, dtype) if keeps_attention(config, how) else 0
     if compiled and mode == "selective":  # nothing needs the output of the last matrix product again
         attended -= num_tokens * config.hidden_size * dtype.itemsize
-    return LayerActivations(kept - spared + attended, live.most - kept)
+    beside = num_tokens * dtype.itemsize * _beside_bases(module, how) if compiled else 0
+    return LayerActivations(kept - spared + attended, live.most - kept + beside)
+
+
+def _beside_bases(module: nn.Module, how: LayerForward) -> int:
+    """Values of a token that a compiled layer with adapters has besides those of an uncompiled one, while it is
+    recomputed for its backward.
+
+    The results of an adapter and of its base are only added up where they are used, so both are there; so are both
+    gradients of an MLP's inputs. Measured with torch 2.11: benchmarks/README.md.
+    """
+    if how.recomputed not in ("full", "offload"):
+        return 0
+    of_mlps = {id(linear) for mlp in mlps_of(module) for linear in adapted_layers(mlp)}
+    if how.mlp_tile is not None:
+        return sum(linear.out_features for linear in adapted_layers(module) if id(linear) not in of_mlps)
+    return sum(
+        linear.out_features + (linear.in_features if id(linear) in of_mlps else 0) for linear in adapted_layers(module)
+    )
 
 
 def _further_arguments(config: PretrainedConfig, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -167,6 +189,9 @@ def _one_layer(
     config, dtype = _first_layers(config, layer + 1), how.dtype
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
+        if how.lora is not None:
+            add_adapters(model, how.lora)
+            install_adapters(model)
     module = model.model.layers[layer]
     family = FAMILIES[config.model_type]
     if family.has_square_output:

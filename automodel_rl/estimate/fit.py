@@ -12,9 +12,8 @@ from automodel_rl.config.parallel import Fsdp
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.further_models import ModelsBeside
 from automodel_rl.estimate.memory import MemoryModel
-from automodel_rl.estimate.rollout_phases import rollout_phases
+from automodel_rl.estimate.rollout_phases import has_adapters_alone, rollout_phases
 from automodel_rl.families.known import language_config
-from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.parallel.pipeline.schedules import fill_up_to
 from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import describe_model
@@ -158,8 +157,8 @@ def _try(
     given = config.batch.microbatch_tokens
     longest = config.longest_sequence
     step = model.plan(parallel, memory, parallel.pp)
-    weights = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
-    phases = rollout_phases(config, model.config, weights, step.ranks[0], device_bytes)
+    copy_bytes = model.copy_bytes(step, has_adapters_alone(config))
+    phases = rollout_phases(config, model.config, copy_bytes, step.ranks[0], device_bytes)
     room = USED * device_bytes - phases.beside_training - beside.lasting(parallel, memory)
     num_tokens = largest_microbatch(model, parallel, memory, room) if given == "auto" else given
     if parallel.pp > 1 and given == "auto":

@@ -137,14 +137,18 @@ class MemoryModel:
         self._model = empty_parts(whole, master, model)[0]
         self.trains_head = self._model.lm_head.weight.requires_grad
         states = OPTIMIZERS[optimizer.name].state_names(self._model)
-        self._num_moments = {name: len(names.moments) for name, names in states.items()}
+        self._moment_bytes = {name: names.value_bytes(master) for name, names in states.items()}
         # In a pipeline a tied head has a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2), model.lora))
         self.parameters = sum(size.gathered for size in self._whole)
         frozen = [size for size in self._whole if not size.is_trained]
         num_frozen = max(sum(size.gathered for size in frozen), 1)
         self._frozen = sum(size.gathered * self._kept(size) for size in frozen) / num_frozen
-        self._trained_share = sum(size.gathered for size in self._whole if size.is_trained) / self.parameters
+        trained = [size for size in self._whole if size.is_trained]
+        num_trained = sum(size.gathered for size in trained)
+        self._trained_share = num_trained / self.parameters
+        of_moments = sum(size.gathered * self._moment_bytes.get(size.name, 0.0) for size in trained)
+        self._mean_moment_bytes = of_moments / max(num_trained, 1)
         self.active_parameters = sum(_active(size, config) for size in self._whole)
         self._activations: Callable[..., LayerActivations] = cache(partial(layer_activations, config))
 
@@ -154,12 +158,23 @@ class MemoryModel:
         other.microbatch_tokens = num_tokens
         return other
 
+    def copy_bytes(self, step: "StepPlan", adapters_alone: bool) -> int:
+        """Bytes of a generator's whole copy of the model. One that gets adapters alone has the trainer's base.
+
+        Args:
+            step: a plan of a step of this model.
+            adapters_alone: whether generators get adapters alone.
+        """
+        plain = sum(step.stage_weights) * self.compute
+        spared = sum(size.gathered * (self.compute - self._kept(size)) for size in self._whole)
+        return plain - round(spared) if adapters_alone else plain
+
     def least(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
         """Bytes that a rank needs at least for weights, moments and sums of gradients of several microbatches."""
         whole = self.parameters / (parallel.pp * parallel.tp * parallel.ep)
         trained, sharded = self._trained_share * whole, parallel.expert_ranks / parallel.ep
-        moments = 0.0 if memory.offloads_optimizer else trained * max(self._num_moments.values(), default=0)
-        shards = ((trained + moments) * self.master + (whole - trained) * self._frozen) / sharded
+        moments = 0.0 if memory.offloads_optimizer else trained * self._mean_moment_bytes
+        shards = (trained * self.master + moments + (whole - trained) * self._frozen) / sharded
         gathered = 0.0 if parallel.reshards else trained * self.compute
         gathered += (whole - trained) * self._frozen if sharded > 1 and not parallel.reshards else 0.0
         gradients = trained / sharded if parallel.reduces_each else trained
@@ -226,7 +241,7 @@ class MemoryModel:
         trained_shards = sum(size.largest_shard for size in trained)
         frozen = sum(size.largest_shard * self._kept(size) for size in sizes if not size.is_trained)
         weights = trained_shards * self.master + round(frozen)
-        moments = self.master * sum(size.largest_shard * self._num_moments.get(size.name, 0) for size in trained)
+        moments = round(sum(size.largest_shard * self._moment_bytes.get(size.name, 0.0) for size in trained))
         units = [_units(stage, lambda size: size.gathered if size.is_trained else 0) for stage in stages]
         layer = max(_largest_layer(of_stage) for of_stage in units)
         reduction = 2 * layer * self.master if parallel.pp == 1 or parallel.reduces_each else 0
@@ -323,7 +338,8 @@ class MemoryModel:
         asked = Combination(self._description, self._model_config, parallel, memory)
         compiled = are_compiled(asked, torch.device("cuda"), self._dtype)
         trains_indexer = self._model_config.indexer is not None
-        return LayerForward(self._dtype, memory.recomputed, compiled, trains_indexer, memory.mlp_tile)
+        lora = self._model_config.lora
+        return LayerForward(self._dtype, memory.recomputed, compiled, trains_indexer, memory.mlp_tile, lora)
 
 
 def _units(

@@ -38,6 +38,12 @@ class RolloutPhases:
         return max(self.weight_sync, self.rollout)
 
 
+def has_adapters_alone(config: RunConfig) -> bool:
+    """Whether a run's generators get adapters alone."""
+    run = config.generation
+    return run is not None and run.weight_sync.adapters == "alone"
+
+
 def rollout_phases(
     config: RunConfig,
     language: PretrainedConfig,
@@ -51,7 +57,7 @@ def rollout_phases(
     Args:
         config: the run's config.
         language: the Hugging Face config of the language model.
-        model_bytes: bytes of the whole model in the dtype in which it is sent.
+        model_bytes: bytes of a generator's whole copy of the model.
         rank: the memory of training on the rank.
         device_bytes: memory of the device.
         lasting: bytes of models beside the trained one that stay on the device.

@@ -27,13 +27,14 @@ def tile_mlps(layers: Iterable[nn.Module], num_tokens: int, compiled: bool = Fal
         compiled: whether layers are compiled; then a tile has a graph of its own, between those of its layer.
     """
     for layer in layers:
-        for mlp in _mlps(layer):
+        for mlp in mlps_of(layer):
             forward = compile_for_any_size(mlp.forward) if compiled else mlp.forward
             in_tiles = functools.partial(_in_tiles, mlp, forward, num_tokens)
             mlp.forward = outside_of_graphs(in_tiles) if compiled else in_tiles
 
 
-def _mlps(layer: nn.Module) -> Iterator[nn.Module]:
+def mlps_of(layer: nn.Module) -> Iterator[nn.Module]:
+    """The MLPs of a layer of a dense model."""
     return (module for name, module in layer.named_modules() if name.rpartition(".")[2] in MLP_NAMES)
 
 

@@ -2,6 +2,7 @@
 like."""
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,18 +35,23 @@ def adamw_of(named: Named, decayed: Collection[str], config: OptimizerConfig) ->
     """
     if not named:  # a stage may have no adapter
         return []
+    fused = all(parameter.is_cuda for _, parameter in named)
+    groups = adamw_groups(named, decayed, config)
+    return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)]
+
+
+def adamw_groups(named: Named, decayed: Collection[str], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """torch's parameter groups for `adamw_of`, by rate, decay and mesh. The arguments are the same."""
     members: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
         factor, decay = config.of_parameter(name, config.lr)
         decays = name in decayed
         members.setdefault((factor, decay if decays else 0.0, decays), []).append(parameter)
-    groups = [
+    return [
         {"params": group, "weight_decay": decay, LR_FACTOR: factor, DECAYS: decays}
         for (factor, decay, decays), parameters in members.items()
         for group in by_mesh(parameters)
     ]
-    fused = all(parameter.is_cuda for _, parameter in named)
-    return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)]
 
 
 def plain_adamw(

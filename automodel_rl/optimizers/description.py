@@ -5,14 +5,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from automodel_rl.config import OptimizerConfig
+from automodel_rl.few_bits.dynamic_codes import BLOCK, BYTES
+from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.whole_matrices import GroupOf
 
 COUNT = "step"
 """Key in an optimizer's state. Its value is the number of steps that a parameter has taken, fp32 []."""
 
-COUNT_BYTES = 4
+SCALES = "_scales"
+"""What the name of a moment's scales adds to that of the moment."""
 
 LR_FACTOR = "lr_factor"
 """Key in a parameter group. Its value is the group's factor of the schedule's learning rate."""
@@ -28,23 +32,52 @@ class StateNames:
     Attributes:
         moments: names of tensors of the parameter's shape and dtype, on the ranks that hold the parameter.
         counts: whether it keeps `COUNT`, too.
+        in_8_bits: whether moments are codes instead, uint8, with scales of their own (few_bits/dynamic_codes.py).
     """
 
     moments: tuple[str, ...]
     counts: bool = False
+    in_8_bits: bool = False
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of moments and of their scales."""
+        return (*self.moments, *(name + SCALES for name in self.moments)) if self.in_8_bits else self.moments
 
     @property
     def all(self) -> tuple[str, ...]:
         """Names of all tensors of the state."""
-        return (COUNT, *self.moments) if self.counts else self.moments
+        return (COUNT, *self.tensors) if self.counts else self.tensors
 
-    def sizes(self, parameter_bytes: int) -> list[int]:
-        """Bytes of every tensor of the state.
+    def empty(self, parameter: Tensor) -> dict[str, Tensor]:
+        """A new state of a parameter, all 0, laid out over ranks as the parameter is."""
+        count = {COUNT: torch.zeros(())} if self.counts else {}
+        dtype = torch.uint8 if self.in_8_bits else parameter.dtype
+        state = count | {name: torch.zeros_like(parameter.detach(), dtype=dtype) for name in self.moments}
+        if self.in_8_bits:
+            state |= {name + SCALES: _empty_scales(parameter.detach()) for name in self.moments}
+        return state
 
-        Args:
-            parameter_bytes: size of the parameter, or of a rank's shard of it.
-        """
-        return [*[parameter_bytes] * len(self.moments), *[COUNT_BYTES] * self.counts]
+    def sizes(self, shard: Tensor) -> list[int]:
+        """Bytes of every tensor of the state of a parameter, or of a rank's shard of it."""
+        return [tensor.nbytes for tensor in self.empty(shard.to("meta")).values()]
+
+    def value_bytes(self, dtype: torch.dtype) -> float:
+        """Bytes of the moments of one value of a parameter of a dtype."""
+        return len(self.moments) * (BYTES if self.in_8_bits else dtype.itemsize)
+
+
+def _empty_scales(parameter: Tensor) -> Tensor:
+    """Scales of a parameter's blocks, all 0, float32."""
+    local = local_tensor(parameter)
+    scales = local.new_zeros(*local.shape[:-1], -(-local.shape[-1] // BLOCK), dtype=torch.float32)
+    if not isinstance(parameter, DTensor):
+        return scales
+    shape = torch.Size((*parameter.shape[:-1], -(-parameter.shape[-1] // BLOCK)))
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides
+    )
 
 
 RunPlain = Callable[[], list[Tensor]]

@@ -100,10 +100,10 @@ class ModelOptimizer:
             group.update(betas=settings.betas, eps=settings.eps, weight_decay=decay)
 
     def moments(self) -> Iterator[Tensor]:
-        """The moments of all parameters that have taken a step."""
+        """The moments of all parameters that have taken a step, and their scales."""
         for parameter, names in self.state_names.items():
             state = self._optimizer_of[parameter].state.get(parameter, {})
-            yield from (state[moment] for moment in names.moments if moment in state)
+            yield from (state[name] for name in names.tensors if name in state)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state of a parameter, by the names in `state_names`; all 0 before its first step.
@@ -117,7 +117,7 @@ class ModelOptimizer:
         state = self._optimizer_of[parameter].state.get(parameter) or self.empty_state(parameter)
         names = self.state_names[parameter]
         count = {COUNT: state[COUNT].detach().clone()} if names.counts else {}
-        return count | {moment: state[moment] for moment in names.moments}
+        return count | {name: state[name] for name in names.tensors}
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """A new state, all 0, as of a parameter that has taken no step.
@@ -125,9 +125,7 @@ class ModelOptimizer:
         Args:
             parameter: one that is trained.
         """
-        names = self.state_names[parameter]
-        count = {COUNT: torch.zeros(())} if names.counts else {}
-        return count | {moment: torch.zeros_like(parameter.detach()) for moment in names.moments}
+        return self.state_names[parameter].empty(parameter)
 
     def has_state(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter has taken a step, or been given a state."""

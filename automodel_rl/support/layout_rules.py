@@ -73,7 +73,11 @@ CHOSEN_KEYS = Rule(
     "every layout; a pipeline's stages begin with layers that choose keys themselves",
     _chosen_keys,
 )
-OPTIMIZERS = Rule("optimizers", "adamw, muon: with every axis, with LoRA and with encoders")
+OPTIMIZERS = Rule(
+    "optimizers",
+    "adamw, adamw_8bit, muon: with every axis, with LoRA and with encoders; adamw_8bit with tp where a rank has whole "
+    "blocks of 128 values of a row",
+)
 
 FSDP = Rule("FSDP2 (dp_shard)", "with every other axis")
 

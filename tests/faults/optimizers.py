@@ -81,7 +81,28 @@ def _roles_by_dims() -> Any:
     return everywhere(roles, "optimizers.adamw.roles_of", "optimizers.muon.roles_of")
 
 
+def _scales_of_another_row() -> Any:
+    from automodel_rl.few_bits.dynamic_codes import encode
+
+    def of_another(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
+        codes, scales = encode(values, is_signed)
+        return codes, scales.roll(1, 0)
+
+    return patch("optimizers.adamw_8bit.encode", of_another)
+
+
+def _second_moment_for_its_root() -> Any:
+    """What is kept as the root is the second moment, and the other way round."""
+    from automodel_rl.few_bits.dynamic_codes import encode
+
+    def squared(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
+        return encode(values if is_signed else values.square(), is_signed)
+
+    return patch("optimizers.adamw_8bit.encode", squared)
+
+
 WITH_MUON = {"optimizer": "muon"}
+IN_8_BITS = {"optimizer": "adamw_8bit"}
 PRECISION = "distributed/model/test_precision.py"
 
 FAULTS: dict[str, Fault] = {
@@ -98,6 +119,10 @@ FAULTS: dict[str, Fault] = {
         lambda: _setting_ignored(muon=MuonConfig()),
         Verified("qwen3", case={**WITH_MUON, "muon": MuonConfig(momentum=0.8)}),
     ),
+    "8-bit moments get the scale of another row": Fault(
+        _scales_of_another_row, Verified("qwen3", {"dp_shard": 2}, case=IN_8_BITS)
+    ),
+    "8-bit second moment taken for its root": Fault(_second_moment_for_its_root, Verified("qwen3", case=IN_8_BITS)),
     "warm-up ignored": Fault(lambda: _schedule_ignored(warmup_steps=0), Verified("qwen3")),
     "decay of the learning rate ignored": Fault(lambda: _schedule_ignored(decay="constant"), Verified("qwen3")),
     "master weights in bfloat16": Fault(

@@ -11,9 +11,13 @@ from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.fit import GIB, fit_to_device
 from automodel_rl.estimate.further_models import ModelsBeside
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
-from automodel_rl.estimate.rollout_phases import USABLE_IN_ROLLOUTS, RolloutPhases, rollout_phases
+from automodel_rl.estimate.rollout_phases import (
+    USABLE_IN_ROLLOUTS,
+    RolloutPhases,
+    has_adapters_alone,
+    rollout_phases,
+)
 from automodel_rl.hf.opened_model import OpenedModel
-from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.tools.plan.alternatives import Search, with_layout
 from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.encoders import EncoderMemory, plan_encoders
@@ -59,8 +63,8 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     lasting = beside.lasting(parallel, config.memory)
     busiest = beside.busiest(parallel, config.memory, config.batch.capacity, fullest)
     peak = max(_peak(step, encoders, components), busiest)
-    model_bytes = sum(step.stage_weights) * dtypes_of(config.model)[0].itemsize
-    phases = rollout_phases(config, opened.language, model_bytes, fullest, device.num_bytes, lasting)
+    copy_bytes = model.copy_bytes(step, has_adapters_alone(config))
+    phases = rollout_phases(config, opened.language, copy_bytes, fullest, device.num_bytes, lasting)
     capacity = USABLE * device.num_bytes - phases.beside_training - lasting
     rollouts_fit = phases.peak <= USABLE_IN_ROLLOUTS * device.num_bytes
     fits = peak <= capacity and rollouts_fit

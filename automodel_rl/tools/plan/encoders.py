@@ -117,11 +117,11 @@ def _memory_of(
     sizes = [_size(part, name, p, component) for name, p in part.named_parameters()]
     trained = [size for size in sizes if size.is_trained]
     states = OPTIMIZERS[optimizer.name].state_names(part)
-    moments = sum(size.largest_shard * len(states[size.name].moments) for size in trained)
+    moments = round(sum(size.largest_shard * states[size.name].value_bytes(master) for size in trained))
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),
         weights=sum(size.largest_shard for size in sizes) * master.itemsize,
-        moments=0 if memory.offloads_optimizer else moments * master.itemsize,
+        moments=0 if memory.offloads_optimizer else moments,
         gathered=sum(size.gathered for size in sizes) * compute.itemsize,
         gradients=sum(size.gathered for size in trained) * master.itemsize,
         activations=0 if not positions or not _is_kept(part) else _kept(part, positions, memory, compute),

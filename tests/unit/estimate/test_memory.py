@@ -1,7 +1,7 @@
 """What adds up to the memory of a rank, and what `memory` takes off it or puts on it."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from transformers import Qwen3Config
@@ -89,6 +89,25 @@ def test_peaks_of_adapters_are_those_that_an_h100_had(tokens: int, measured: flo
     how = RECOMPUTED.model_copy(update={"compile": False})
     model, _ = plan_large("8B", ParallelConfig(), how, LoraConfig(targets=("all-linear",)), tokens)
     assert model.plan(ParallelConfig(), how, 1).peak == pytest.approx(measured * 2**30, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("shape", "base", "tokens", "how", "measured"),
+    [
+        ("8B", "plain", 65_536, {"activation_checkpointing": "full"}, 71.21),
+        ("8B", "plain", 65_536, {"activation_checkpointing": "offload"}, 37.71),
+        ("8B", "plain", 65_536, {"activation_checkpointing": "offload", "mlp_tile": 4096}, 24.17),
+        ("8B", "plain", 262_144, {"activation_checkpointing": "offload", "mlp_tile": 4096}, 48.45),
+        ("32B", "nf4", 8192, {"activation_checkpointing": "full"}, 39.37),
+    ],
+    ids=str,
+)
+def test_peaks_of_compiled_layers_with_adapters_are_those_that_an_h100_had(
+    shape: str, base: Literal["plain", "nf4"], tokens: int, how: dict[str, Any], measured: float
+) -> None:
+    memory = MemoryConfig(offload_optimizer=False, **how)
+    model, _ = plan_large(shape, ParallelConfig(), memory, LoraConfig(base=base), tokens)
+    assert model.plan(ParallelConfig(), memory, 1).peak == pytest.approx(measured * 2**30, rel=0.05)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"cp": 2}], ids=str)

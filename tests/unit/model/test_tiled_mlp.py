@@ -11,7 +11,7 @@ from automodel_rl.compat.compilation import outside_of_graphs
 from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.compiled_layers import compile_layers
-from automodel_rl.model.tiled_mlp import _mlps, tile_mlps
+from automodel_rl.model.tiled_mlp import mlps_of, tile_mlps
 from tests.tiny import tiny_config
 
 DENSE = [name for name, family in TEXT_FAMILIES.items() if not family.is_moe]
@@ -19,7 +19,7 @@ DENSE = [name for name, family in TEXT_FAMILIES.items() if not family.is_moe]
 
 def run(layer: torch.nn.Module, hidden: Tensor) -> list[Tensor]:
     """Results and gradients of the layer's MLP."""
-    (mlp,) = _mlps(layer)
+    (mlp,) = mlps_of(layer)
     hidden = hidden.detach().requires_grad_()
     layer.zero_grad()
     result = mlp(hidden)
@@ -58,7 +58,7 @@ def test_gradients_of_weights_are_added_up_in_fp32() -> None:
 def test_only_the_input_is_kept() -> None:
     layer, hidden_size = qwen(torch.float32)
     tile_mlps([layer], 5)
-    (mlp,) = _mlps(layer)
+    (mlp,) = mlps_of(layer)
     inner: list[weakref.ref[Tensor]] = []
     mlp.down_proj.register_forward_pre_hook(lambda _, args: inner.append(weakref.ref(args[0])))  # type: ignore[union-attr, operator]
     result = mlp(torch.randn(1, 17, hidden_size, requires_grad=True))
@@ -71,7 +71,7 @@ def test_frozen_mlps_hand_on_gradients_and_get_none() -> None:
     layer, hidden_size = qwen(torch.float64)
     layer.requires_grad_(False)
     tile_mlps([layer], 5)
-    (mlp,) = _mlps(layer)
+    (mlp,) = mlps_of(layer)
     hidden = torch.randn(1, 17, hidden_size, dtype=torch.float64, requires_grad=True)
     mlp(hidden).sum().backward()
     assert hidden.grad is not None
@@ -82,7 +82,7 @@ def test_frozen_mlps_hand_on_gradients_and_get_none() -> None:
 def test_a_recomputed_layer_computes_its_mlp_once_in_the_forward_and_once_in_the_backward(compiled: bool) -> None:
     """Not a third time to recompute what nobody needs. With graphs, one of a tile and two of the layer's ends."""
     layer, hidden_size = qwen(torch.float32)
-    (mlp,) = _mlps(layer)
+    (mlp,) = mlps_of(layer)
     calls: list[int] = []
     inner = mlp.forward
 

@@ -36,9 +36,9 @@ def test_the_state_is_what_its_names_and_sizes_say(name: OptimizerName) -> None:
     for parameter, names in optimizer.state_names.items():
         (kept,) = [o.state[parameter] for o in optimizer.optimizers if parameter in o.state]
         assert set(kept) == set(names.all) == set(before[parameter])
-        assert sorted(tensor.nbytes for tensor in kept.values()) == sorted(names.sizes(parameter.nbytes))
+        assert sorted(tensor.nbytes for tensor in kept.values()) == sorted(names.sizes(parameter))
         assert not any(tensor.any() for tensor in before[parameter].values())
-    assert sum(1 for _ in optimizer.moments()) == sum(len(names.moments) for names in optimizer.state_names.values())
+    assert sum(1 for _ in optimizer.moments()) == sum(len(names.tensors) for names in optimizer.state_names.values())
 
 
 @KINDS

@@ -38,6 +38,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": True,
     },
+    "qwen3_32b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "quantization_config": {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+        },
+    },
     "llama3_70b": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -102,12 +118,17 @@ TEACHER = SHAPES["qwen3_0.6b"] | {"hidden_size": 4096, "intermediate_size": 1228
 TEACHER |= {"num_attention_heads": 32, "tie_word_embeddings": False}
 """A model of 8B parameters, from which a recipe distils."""
 
+DEVICES = {"qwen3_32b": "H100"}
+"""Devices of recipes that are not for an H200."""
+
 FILES = [file for file in CONFIGS.glob("*/*.yaml") if file.stem != "serve"]  # a service is not planned
 RECIPES = sorted((file.parent.name, file.stem) for file in FILES)
 
 
 @pytest.mark.parametrize(("model", "algorithm"), RECIPES)
-def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, algorithm: str) -> None:
+def test_recipes_fit_their_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, algorithm: str
+) -> None:
     for name, shape in {"model": SHAPES[model], "teacher": TEACHER}.items():
         AutoConfig.for_model(**shape).save_pretrained(tmp_path / name)
     overrides = ["--model.path", str(tmp_path / "model")]
@@ -115,7 +136,7 @@ def test_recipes_fit_an_h200(tmp_path: Path, capsys: pytest.CaptureFixture[str],
         overrides += ["--teachers.large.path", str(tmp_path / "teacher")]
     config = load_config(CONFIGS / model / f"{algorithm}.yaml", overrides)
     try:
-        plan(config, None, find_device("H200"), as_json=True)
+        plan(config, None, find_device(DEVICES.get(model, "H200")), as_json=True)
     except DoesNotFitError as error:
         pytest.fail(str(error))
     assert json.loads(capsys.readouterr().out)["fits"]
