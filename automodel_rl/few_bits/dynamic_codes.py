@@ -6,8 +6,6 @@ to one of 256 values between -1 or 0 and 1: seven powers of ten, each with twice
 Shape letters: I values of a row, B values of a block, b blocks of a row; the last may be short.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -20,9 +18,7 @@ BYTES = 1 + 4 / BLOCK
 POWERS = 7
 
 
-@functools.cache
-def _values(is_signed: bool) -> tuple[float, ...]:
-    """The values of codes, in rising order."""
+def _tree(is_signed: bool) -> tuple[float, ...]:
     positive = []
     for power in range(POWERS):
         count = 2 ** (power + (0 if is_signed else 1))  # equal parts of 0.1 to 1, with their middles
@@ -30,6 +26,10 @@ def _values(is_signed: bool) -> tuple[float, ...]:
         positive += [10.0 ** (power + 1 - POWERS) * (0.1 + width * (place + 0.5)) for place in range(count)]
     negative = [-value for value in reversed(positive)] if is_signed else []
     return (*negative, 0.0, *positive, 1.0)
+
+
+SIGNED, UNSIGNED = _tree(True), _tree(False)
+"""The values of codes, in rising order."""
 
 
 def encode(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def encode(values: Tensor, is_signed: bool) -> tuple[Tensor, Tensor]:
     """
     blocks = _blocks(values)
     scales = blocks.abs().amax(-1).float()
-    table = torch.tensor(_values(is_signed), dtype=values.dtype, device=values.device)
+    table = torch.tensor(SIGNED if is_signed else UNSIGNED, dtype=values.dtype, device=values.device)
     between = (table[1:] + table[:-1]) / 2
     codes = torch.bucketize(blocks / scales.masked_fill(scales == 0, 1)[..., None].to(values.dtype), between)
     return codes.to(torch.uint8).flatten(-2)[..., : values.shape[-1]], scales
@@ -59,7 +59,7 @@ def decode(codes: Tensor, scales: Tensor, is_signed: bool, dtype: torch.dtype) -
         is_signed: as in `encode`.
         dtype: the dtype of the values.
     """
-    table = torch.tensor(_values(is_signed), dtype=dtype, device=codes.device)
+    table = torch.tensor(SIGNED if is_signed else UNSIGNED, dtype=dtype, device=codes.device)
     blocks = _blocks(table[codes.int()]) * scales[..., None].to(dtype)
     return blocks.flatten(-2)[..., : codes.shape[-1]]
 

@@ -31,6 +31,9 @@ from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.whole_matrices import GroupOf
 
 FIRST, ROOT = "exp_avg", "exp_avg_sq_root"
+MOST_VALUES = 1 << 26
+"""Most values of which a step has the moments in full at a time."""
+
 STATE = StateNames((FIRST, ROOT), counts=True, in_8_bits=True)
 
 
@@ -53,24 +56,34 @@ class AdamW8bit(torch.optim.Optimizer):
             closure: part of torch's interface; it is not called.
         """
         for group in self.param_groups:
+            numbers = functools.cache(functools.partial(_numbers, group))
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 state = self.state[parameter]
                 if not state:
                     state.update(STATE.empty(parameter))
                 state[COUNT] += 1
-                step = _compiled_step() if parameter.is_cuda else step_of_shard
                 held = (parameter.detach(), parameter.grad, *(state[name] for name in STATE.tensors))
-                step(*map(local_tensor, held), numbers=_numbers(group, state[COUNT]))
+                of_step = numbers(int(state[COUNT].item()), parameter.device, parameter.dtype)
+                _step_in_parts([*map(local_tensor, held)], of_step)
 
 
-def _numbers(group: dict[str, Any], count: Tensor) -> Tensor:
+def _step_in_parts(held: list[Tensor], numbers: Tensor) -> None:
+    """`step_of_shard` for some rows at a time, as it has their moments as values."""
+    weight = held[0]
+    if not weight.numel():  # a rank without rows
+        return
+    step = _compiled_step() if weight.is_cuda else step_of_shard
+    rows = max(1, MOST_VALUES * len(weight) // weight.numel())
+    for parts in zip(*(tensor.split(rows) for tensor in held), strict=True):
+        step(*parts, numbers=numbers)
+
+
+def _numbers(group: dict[str, Any], steps: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A group's numbers for a step, as a tensor, since a compiler makes a graph for each number that is none."""
-    (beta1, beta2), steps = group["betas"], count.item()
+    beta1, beta2 = group["betas"]
     rate = group["lr"] / (1 - beta1**steps)
-    return torch.tensor(
-        [1 - group["lr"] * group["weight_decay"], rate, beta1, beta2, (1 - beta2**steps) ** 0.5, group["eps"]],
-        dtype=torch.float64,
-    )
+    kept, divisor = 1 - group["lr"] * group["weight_decay"], (1 - beta2**steps) ** 0.5
+    return torch.tensor([kept, rate, beta1, beta2, divisor, group["eps"]], dtype=dtype, device=device)
 
 
 @functools.cache
@@ -94,9 +107,9 @@ def step_of_shard(
         weight, gradient: [..., I].
         first, root: codes of the first moment and of the root of the second one, uint8 [..., I].
         first_scales, root_scales: their scales, float32 [..., b].
-        numbers: factor of the weight, rate, both betas, divisor of the root, and eps; float64 [6].
+        numbers: factor of the weight, rate, both betas, divisor of the root, and eps, [6] of the weight's dtype.
     """
-    kept, rate, beta1, beta2, divisor, eps = numbers.to(weight.dtype).unbind()
+    kept, rate, beta1, beta2, divisor, eps = numbers.unbind()
     moment = decode(first, first_scales, True, weight.dtype) * beta1 + gradient * (1 - beta1)
     before = decode(root, root_scales, False, weight.dtype)
     new_root = (before * before * beta2 + gradient * gradient * (1 - beta2)).sqrt()

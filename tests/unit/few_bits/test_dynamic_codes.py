@@ -4,13 +4,13 @@ import bitsandbytes.functional
 import pytest
 import torch
 
-from automodel_rl.few_bits.dynamic_codes import BLOCK, _values, decode, encode
+from automodel_rl.few_bits.dynamic_codes import BLOCK, SIGNED, UNSIGNED, decode, encode
 from automodel_rl.optimizers.adamw_8bit_reference import rounded, tree_values
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_the_values_are_those_of_bitsandbytes(is_signed: bool) -> None:
-    values = torch.tensor(_values(is_signed), dtype=torch.float64)
+    values = torch.tensor(SIGNED if is_signed else UNSIGNED, dtype=torch.float64)
     torch.testing.assert_close(values, bitsandbytes.functional.create_dynamic_map(signed=is_signed).double())
     torch.testing.assert_close(values, tree_values(int(is_signed)), rtol=1e-12, atol=0)
 
