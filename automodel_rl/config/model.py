@@ -12,6 +12,8 @@ Attention = Literal["auto", "fa3", "te", "varlen", "sdpa", "eager"]
 Dtype = Literal["bfloat16", "float32", "float64"]
 Float8 = Literal["rowwise", "tensorwise"]
 Recomputed = Literal["none", "selective", "full", "offload"]
+RECOMPUTE_ALL: tuple[Recomputed, ...] = ("full", "offload")
+"""Kinds of activation checkpointing with which layers are computed again as a whole."""
 
 
 class LoraConfig(Section):

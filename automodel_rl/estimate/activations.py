@@ -22,7 +22,7 @@ from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.compat.modules import apply_gate
 from automodel_rl.compat.operations import TorchDispatchMode, tensors_in
 from automodel_rl.config import ParallelConfig
-from automodel_rl.config.model import LoraConfig, Recomputed
+from automodel_rl.config.model import RECOMPUTE_ALL, LoraConfig, Recomputed
 from automodel_rl.estimate.parameter_sizes import causal_model
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES
@@ -132,7 +132,7 @@ def _beside_bases(module: nn.Module, how: LayerForward) -> int:
     The results of an adapter and of its base are only added up where they are used, so both are there; so are both
     gradients of an MLP's inputs. Measured with torch 2.11: benchmarks/README.md.
     """
-    if how.recomputed not in ("full", "offload"):
+    if how.recomputed not in RECOMPUTE_ALL:
         return 0
     of_mlps = {id(linear) for mlp in mlps_of(module) for linear in adapted_layers(mlp)}
     if how.mlp_tile is not None:
@@ -161,7 +161,7 @@ def keeps_attention(config: PretrainedConfig, how: LayerForward) -> bool:
     layers with tiles, hold no recomputation.
     """
     in_graph = how.compiled and not FAMILIES[config.model_type].is_moe and how.mlp_tile is None
-    return how.recomputed == "selective" or (how.recomputed in ("full", "offload") and in_graph)
+    return how.recomputed == "selective" or (how.recomputed in RECOMPUTE_ALL and in_graph)
 
 
 def _attended(module: Any, family: Family, num_tokens: int, dtype: torch.dtype) -> int:

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from automodel_rl.config import ParallelConfig
-from automodel_rl.config.model import MemoryConfig
+from automodel_rl.config.model import RECOMPUTE_ALL, MemoryConfig
 from automodel_rl.estimate.fit import RECOMPUTED, SHARDED
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.support.description import experts_per_token
@@ -89,7 +89,7 @@ def _of_layers(
 ) -> float:
     """Seconds for the messages inside of layers, of all layers of a rank."""
     config = model.config
-    layers, passes = config.num_hidden_layers / parallel.pp, 3 if memory.recomputed in ("full", "offload") else 2
+    layers, passes = config.num_hidden_layers / parallel.pp, 3 if memory.recomputed in RECOMPUTE_ALL else 2
     hidden = own_tokens / parallel.cp * config.hidden_size * model.compute
     seconds = 0.0
     if parallel.tp > 1:  # two all-reduces a layer and pass
