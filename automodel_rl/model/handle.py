@@ -236,9 +236,9 @@ class ModelHandle:
         return self.source if self._checkpoint is None else self._checkpoint.files.tokenizer_folder
 
     @property
-    def quantized_here(self) -> list[str]:
+    def quantized_here(self) -> tuple[str, ...]:
         """Names of the checkpoint's tensors that are in nf4 in this rank's parts, and not in the checkpoint."""
-        return [] if self._checkpoint is None else self._checkpoint.quantized_here
+        return () if self._checkpoint is None else tuple(dict.fromkeys(self._checkpoint.quantized_here))
 
     @functools.cached_property
     def description(self) -> ModelDescription:

@@ -43,7 +43,8 @@ def _in_tiles(mlp: nn.Module, forward: Callable[[Tensor], Tensor], num_tokens: i
         return forward(hidden)
     if not torch.is_grad_enabled():
         return _forward(forward, hidden, num_tokens)
-    kept = _Kept.apply(hidden)
+    # The first layer's has no gradient if all before it is frozen.
+    kept = _Kept.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_())
     return _Tiles.apply(kept.grad_fn, forward, num_tokens, mlp, kept, *_trained(mlp))
 
 

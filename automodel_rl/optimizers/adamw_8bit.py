@@ -1,8 +1,9 @@
 """AdamW whose moments of matrices, embeddings and stacks are kept in 8 bits (Dettmers et al., arXiv:2110.02861).
 
-Blocks lie along rows of the whole parameter, and FSDP, ep and pp cut between rows: so the moments, and what is trained,
-are the same on every layout. Kept are the first moment and the root of the second one, whose range is half as wide on
-a scale of logarithms, so that a small second moment is not taken for 0. Norm weights and biases have moments in full.
+Blocks lie along rows of the whole parameter, FSDP, ep and pp cut between rows, and rounding depends on steps and places
+alone: so what is trained is the same on every layout. Kept are the first moment and the root of the second one, whose
+range is half as wide on a scale of logarithms, so that a small second moment is not taken for 0. Norm weights and
+biases have moments in full.
 """
 
 import functools
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits.dynamic_codes import BLOCK, decode, encode
+from automodel_rl.few_bits.dynamic_codes import BLOCK, decode, encode, thresholds
 from automodel_rl.optimizers.adamw import STATE as FULL_STATE
 from automodel_rl.optimizers.adamw import adamw_groups, adamw_of
 from automodel_rl.optimizers.adamw_8bit_reference import reference
@@ -31,7 +32,7 @@ from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.whole_matrices import GroupOf
 
 FIRST, ROOT = "exp_avg", "exp_avg_sq_root"
-MOST_VALUES = 1 << 26
+MOST_VALUES = 1 << 24
 """Most values of which a step has the moments in full at a time."""
 
 STATE = StateNames((FIRST, ROOT), counts=True, in_8_bits=True)
@@ -64,26 +65,27 @@ class AdamW8bit(torch.optim.Optimizer):
                 state[COUNT] += 1
                 held = (parameter.detach(), parameter.grad, *(state[name] for name in STATE.tensors))
                 of_step = numbers(int(state[COUNT].item()), parameter.device, parameter.dtype)
-                _step_in_parts([*map(local_tensor, held)], of_step)
+                _step_in_parts([*map(local_tensor, held)], *of_step)
 
 
-def _step_in_parts(held: list[Tensor], numbers: Tensor) -> None:
+def _step_in_parts(held: list[Tensor], numbers: Tensor, above: Tensor) -> None:
     """`step_of_shard` for some rows at a time, as it has their moments as values."""
     weight = held[0]
     if not weight.numel():  # a rank without rows
         return
     step = _compiled_step() if weight.is_cuda else step_of_shard
-    rows = max(1, MOST_VALUES * len(weight) // weight.numel())
-    for parts in zip(*(tensor.split(rows) for tensor in held), strict=True):
-        step(*parts, numbers=numbers)
+    width = -(-weight.shape[-1] // BLOCK) * BLOCK
+    matrices = [tensor.view(-1, tensor.shape[-1]) for tensor in held]
+    for parts in zip(*(matrix.split(max(1, MOST_VALUES // width)) for matrix in matrices), strict=True):
+        step(*parts, numbers=numbers, above=above)
 
 
-def _numbers(group: dict[str, Any], steps: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A group's numbers for a step, as a tensor, since a compiler makes a graph for each number that is none."""
+def _numbers(group: dict[str, Any], steps: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A group's numbers for a step, as tensors, since a compiler makes a graph for each number that is none."""
     beta1, beta2 = group["betas"]
-    rate = group["lr"] / (1 - beta1**steps)
     kept, divisor = 1 - group["lr"] * group["weight_decay"], (1 - beta2**steps) ** 0.5
-    return torch.tensor([kept, rate, beta1, beta2, divisor, group["eps"]], dtype=dtype, device=device)
+    numbers = [kept, group["lr"] / (1 - beta1**steps), beta1, 1 - beta1, beta2, 1 - beta2, divisor, group["eps"]]
+    return torch.tensor(numbers, dtype=dtype, device=device), thresholds(steps).to(device, dtype)
 
 
 @functools.cache
@@ -100,25 +102,28 @@ def step_of_shard(
     root_scales: Tensor,
     *,
     numbers: Tensor,
+    above: Tensor,
 ) -> None:
     """A step of some rows, in place.
 
     Args:
-        weight, gradient: [..., I].
-        first, root: codes of the first moment and of the root of the second one, uint8 [..., I].
-        first_scales, root_scales: their scales, float32 [..., b].
-        numbers: factor of the weight, rate, both betas, divisor of the root, and eps, [6] of the weight's dtype.
+        weight, gradient: [rows, I].
+        first, root: codes of the first moment and of the root of the second one, uint8 [rows, I].
+        first_scales, root_scales: their scales, float32 [rows, b].
+        numbers: factor of the weight, rate, each beta and 1 less it, divisor of the root, and eps, [8] of the weight's
+            dtype.
+        above: the step's thresholds, [B] of the weight's dtype.
     """
-    kept, rate, beta1, beta2, divisor, eps = numbers.unbind()
-    moment = decode(first, first_scales, True, weight.dtype) * beta1 + gradient * (1 - beta1)
+    kept, rate, beta1, rest1, beta2, rest2, divisor, eps = numbers.unbind()
+    moment = decode(first, first_scales, True, weight.dtype) * beta1 + gradient * rest1
     before = decode(root, root_scales, False, weight.dtype)
-    new_root = (before * before * beta2 + gradient * gradient * (1 - beta2)).sqrt()
+    new_root = (before * before * beta2 + gradient * gradient * rest2).sqrt()
     weight.mul_(kept).sub_(rate * moment / (new_root / divisor + eps))
     for values, codes, scales, is_signed in (
         (moment, first, first_scales, True),
         (new_root, root, root_scales, False),
     ):
-        new_codes, new_scales = encode(values, is_signed)
+        new_codes, new_scales = encode(values, is_signed, above)
         codes.copy_(new_codes)
         scales.copy_(new_scales)
 

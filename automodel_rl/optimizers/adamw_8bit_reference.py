@@ -30,14 +30,21 @@ def tree_values(sign_bits: int) -> Tensor:
     return torch.tensor(sorted(found), dtype=torch.float64)
 
 
-def rounded(values: Tensor, tree: Tensor, block: int = 128) -> Tensor:
-    """What is left of values [..., I] after they are kept in 8 bits, block by block."""
-    kept = []
+def rounded(values: Tensor, tree: Tensor, step: int, block: int = 128) -> Tensor:
+    """What is left of values [..., I] after they are kept in 8 bits, block by block, in a step.
+
+    A value between two of the tree becomes the upper one if its share of their distance is more than the fractional
+    part of step phi + place (sqrt(2) - 1), where phi is the golden ratio less 1 and place its place in the block.
+    """
+    phi, kept = 2 / (1 + 5**0.5), []
     for part in values.double().split(block, dim=-1):
         scale = part.abs().amax(-1, keepdim=True).float().double()
-        relative = torch.where(scale > 0, part / scale, 0.0)
-        nearest = (relative[..., None] - tree).abs().argmin(-1)
-        kept.append(tree[nearest] * scale)
+        relative = torch.where(scale > 0, part / scale, 0.0)[..., None]
+        upper = (tree <= relative).sum(-1).clamp(1, 255)
+        low, high = tree[upper - 1], tree[upper]
+        place = torch.arange(part.shape[-1], dtype=torch.float64)
+        bound = low + (high - low) * ((step * phi + place * (2**0.5 - 1)) % 1)
+        kept.append(torch.where(relative[..., 0] > bound, high, low) * scale)
     return torch.cat(kept, -1).to(values.dtype)
 
 
@@ -63,8 +70,8 @@ class PlainAdamW8bit(torch.optim.Optimizer):
                 weight -= group["lr"] * (group["weight_decay"] * weight + m_hat / (root_hat + group["eps"]))
                 self.state[weight] = {
                     "steps": steps,
-                    "m": rounded(m, tree_values(1)),
-                    "root": rounded(root, tree_values(0)),
+                    "m": rounded(m, tree_values(1), steps),
+                    "root": rounded(root, tree_values(0), steps),
                 }
 
 

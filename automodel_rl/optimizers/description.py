@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.few_bits.dynamic_codes import BLOCK, BYTES
+from automodel_rl.few_bits.dynamic_codes import BLOCK, value_bytes
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.whole_matrices import GroupOf
 
@@ -62,9 +62,9 @@ class StateNames:
         """Bytes of every tensor of the state of a parameter, or of a rank's shard of it."""
         return [tensor.nbytes for tensor in self.empty(shard.to("meta")).values()]
 
-    def value_bytes(self, dtype: torch.dtype) -> float:
-        """Bytes of the moments of one value of a parameter of a dtype."""
-        return len(self.moments) * (BYTES if self.in_8_bits else dtype.itemsize)
+    def value_bytes(self, dtype: torch.dtype, columns: int) -> float:
+        """Bytes of the moments of one value of a parameter, by its dtype and the values of its rows."""
+        return len(self.moments) * (value_bytes(columns) if self.in_8_bits else dtype.itemsize)
 
 
 def _empty_scales(parameter: Tensor) -> Tensor:

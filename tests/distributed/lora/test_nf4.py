@@ -160,7 +160,7 @@ def test_codes_of_a_published_checkpoint_stay(ranks: RankPool, tmp_path: Path) -
 def codes_of(folder: Path) -> dict[str, Tensor]:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=LORA))
     (part,) = handle.parts
-    assert handle.quantized_here == []
+    assert not handle.quantized_here
     return {name: held.codes.detach().clone() for name, held, _ in nf4_weights(part)}
 
 

@@ -4,7 +4,7 @@ import bitsandbytes.functional
 import pytest
 import torch
 
-from automodel_rl.few_bits.dynamic_codes import BLOCK, SIGNED, UNSIGNED, decode, encode
+from automodel_rl.few_bits.dynamic_codes import BLOCK, SIGNED, UNSIGNED, decode, encode, thresholds
 from automodel_rl.optimizers.adamw_8bit_reference import rounded, tree_values
 
 
@@ -17,29 +17,36 @@ def test_the_values_are_those_of_bitsandbytes(is_signed: bool) -> None:
 
 @pytest.mark.parametrize("is_signed", [True, False])
 @pytest.mark.parametrize("columns", [2 * BLOCK, 3 * BLOCK + 5, 7])
-def test_each_value_is_rounded_to_the_nearest_in_its_block(is_signed: bool, columns: int) -> None:
+def test_each_value_becomes_one_of_its_neighbours_by_the_step_s_threshold(is_signed: bool, columns: int) -> None:
     torch.manual_seed(0)
     values = torch.randn(3, 5, columns, dtype=torch.float64) ** 3
     values = values if is_signed else values.abs()
-    codes, scales = encode(values, is_signed)
+    codes, scales = encode(values, is_signed, thresholds(3))
     assert (codes.dtype, codes.shape, scales.dtype) == (torch.uint8, values.shape, torch.float32)
     assert scales.shape == (3, 5, -(-columns // BLOCK))
-    expected = rounded(values, tree_values(int(is_signed)))
+    expected = rounded(values, tree_values(int(is_signed)), step=3)
     torch.testing.assert_close(decode(codes, scales, is_signed, torch.float64), expected, rtol=1e-7, atol=0)
+
+
+def test_values_are_right_on_average_over_steps() -> None:
+    torch.manual_seed(0)
+    values = torch.rand(4, BLOCK, dtype=torch.float64) * 2 - 1
+    decoded = [decode(*encode(values, True, thresholds(step)), True, torch.float64) for step in range(500)]
+    torch.testing.assert_close(torch.stack(decoded).mean(0)[values > -0.99], values[values > -0.99], rtol=0, atol=2e-4)
 
 
 def test_parts_of_rows_have_the_codes_of_the_whole() -> None:
     torch.manual_seed(0)
-    values = torch.randn(6, 4 * BLOCK)
-    codes, scales = encode(values, is_signed=True)
+    values, above = torch.randn(6, 4 * BLOCK), thresholds(1).float()
+    codes, scales = encode(values, True, above)
     for rows, columns in ((slice(0, 1), slice(None)), (slice(2, 6), slice(2 * BLOCK, None))):
         blocks = slice(0 if columns.start is None else columns.start // BLOCK, None)
-        part, of_part = encode(values[rows, columns], is_signed=True)
+        part, of_part = encode(values[rows, columns], True, above)
         assert torch.equal(part, codes[rows, columns])
         assert torch.equal(of_part, scales[rows, blocks])
 
 
 def test_zeros_stay_zero() -> None:
-    codes, scales = encode(torch.zeros(2, BLOCK), is_signed=False)
+    codes, scales = encode(torch.zeros(2, BLOCK), False, thresholds(0).float())
     assert not decode(codes, scales, False, torch.float32).any()
     assert not decode(torch.zeros_like(codes), torch.zeros_like(scales), True, torch.float32).any()

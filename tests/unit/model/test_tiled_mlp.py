@@ -78,6 +78,14 @@ def test_frozen_mlps_hand_on_gradients_and_get_none() -> None:
     assert all(parameter.grad is None for parameter in mlp.parameters())
 
 
+def test_weights_have_gradients_though_the_input_has_none() -> None:
+    layer, hidden_size = qwen(torch.float64)
+    tile_mlps([layer], 5)
+    (mlp,) = mlps_of(layer)
+    mlp(torch.randn(1, 17, hidden_size, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad is not None for parameter in mlp.parameters())
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_recomputed_layer_computes_its_mlp_once_in_the_forward_and_once_in_the_backward(compiled: bool) -> None:
     """Not a third time to recompute what nobody needs. With graphs, one of a tile and two of the layer's ends."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
-from automodel_rl.few_bits.dynamic_codes import BYTES
+from automodel_rl.few_bits.dynamic_codes import decode, value_bytes
 from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer, adamw_8bit
 from tests.unit.optimizers.test_adamw import no_groups
 
@@ -47,11 +47,43 @@ def test_a_second_moment_that_is_small_in_its_block_is_not_taken_for_zero() -> N
     torch.testing.assert_close(model.weight.detach(), torch.full((1, 128), -0.02), rtol=0.5, atol=0)
 
 
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_moments_follow_gradients_that_change(beta2: float) -> None:
+    """In a step they change by less than the distance of two codes, and the nearest one would hold them."""
+    torch.manual_seed(0)
+    sizes = torch.logspace(-3, 0, 256)[None]
+    models = [nn.Linear(256, 1, bias=False) for _ in range(2)]
+    roots = []
+    for model, name in zip(models, ("adamw_8bit", "adamw"), strict=True):
+        config = OptimizerConfig(name=name, lr=1e-3, betas=(0.9, beta2))  # type: ignore[arg-type]
+        optimizer = ModelOptimizer([(model, no_groups, config)], OPTIMIZERS, config.lr)
+        torch.manual_seed(1)
+        for step in range(800):
+            now = sizes.clone()
+            now[:, ::2] *= 0.1 if step >= 200 else 1.0
+            model.weight.grad = now * torch.randn(1, 256)
+            optimizer.step(config.lr)
+        state = optimizer.state_of(model.weight)
+        if name == "adamw":
+            roots.append(state["exp_avg_sq"].sqrt())
+        else:
+            root = state["exp_avg_sq_root"], state["exp_avg_sq_root_scales"]
+            roots.append(decode(*root, is_signed=False, dtype=torch.float32))
+    ratio = roots[0] / roots[1]
+    assert ratio.median().item() == pytest.approx(1.0, abs=0.05)
+    assert ratio.quantile(0.05) > 0.7
+    assert ratio.quantile(0.95) < 1.4
+
+
 def test_a_weight_has_two_bytes_of_moments_and_a_part_of_their_scales() -> None:
     names = OPTIMIZERS["adamw_8bit"].state_names(nn.Linear(256, 8))
-    assert sum(names["weight"].sizes(torch.empty(8, 256))) == 4 + 8 * 256 * names["weight"].value_bytes(torch.float32)
-    assert names["weight"].value_bytes(torch.float32) == 2 * BYTES
-    assert names["bias"].value_bytes(torch.float32) == 8
+    assert sum(names["weight"].sizes(torch.empty(8, 256))) == 4 + 8 * 256 * names["weight"].value_bytes(
+        torch.float32, 256
+    )
+    assert names["weight"].value_bytes(torch.float32, 256) == 2 * value_bytes(256)
+    assert names["bias"].value_bytes(torch.float32, 8) == 8
+    short = OPTIMIZERS["adamw_8bit"].state_names(nn.Linear(16, 10))["weight"]
+    assert sum(short.sizes(torch.empty(10, 16))) == 4 + 160 * short.value_bytes(torch.float32, 16)
 
 
 def test_the_reference_takes_the_same_steps() -> None:
