@@ -160,7 +160,7 @@ LONGER: dict[str, Sequence[str]] = {
     "distributed/tools/test_export.py::test_both_formats_are_written": ALL,
     "distributed/tools/test_plan.py::test_a_thousand_ranks_take_seconds": ALL,
     "unit/model/test_logprobs.py::test_memory_is_a_tenth_of_the_naive_way": ALL,
-    "unit/tools/test_recipes.py::test_recipes_fit_an_h200": ("grpo",),
+    "unit/tools/test_recipes.py::test_recipes_fit_their_devices": ("grpo",),
 }
 """Tests by file and name, and parts of the ids that stay in each commit; none of them stays with `ALL`."""
 
