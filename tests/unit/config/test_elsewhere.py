@@ -82,7 +82,7 @@ def test_every_argument_of_trl_and_transformers_is_answered(algorithm: str, file
         ("dpo", "--per_device_train_batch_size 2", "did you mean batch.pairs? (the global batch"),
         ("sft", "--optimizer.learning_rate 1", "optimizer.learning_rate: unknown key; did you mean optimizer.lr?"),
         ("sft", "--warmup_steps 1", "warmup_steps: unknown key; did you mean optimizer.warmup_steps?"),
-        ("sft", "--optimizer adamw_torch", "not 'adamw_torch'; did you mean optimizer.name? (adamw, adamw_8bit or muon)"),
+        ("sft", "--optimizer adamw_torch", "'adamw_torch'; did you mean optimizer.name? (adamw, adamw_8bit or muon)"),
         ("sft", "--logging_steps 1", "there is no such setting: every step is printed"),
         ("sft", "--load_in_8bit true", "there is no such setting: adapters may have a base in nf4"),
         ("grpo", "--policy.train_global_batch_size 8", "did you mean rollout.prompts? (the global batch"),
