@@ -137,8 +137,8 @@ class MemoryModel:
         self._model = empty_parts(whole, master, model)[0]
         self.trains_head = self._model.lm_head.weight.requires_grad
         states = OPTIMIZERS[optimizer.name].state_names(self._model)
-        columns = {name: p.shape[-1] for name, p in self._model.named_parameters(remove_duplicate=False) if p.ndim}
-        self._moment_bytes = {name: names.value_bytes(master, columns.get(name, 1)) for name, names in states.items()}
+        shapes = {name: p.shape for name, p in self._model.named_parameters(remove_duplicate=False)}
+        self._moment_bytes = {name: names.value_bytes(master, shapes[name]) for name, names in states.items()}
         # In a pipeline a tied head has a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2), model.lora))
         self.parameters = sum(size.gathered for size in self._whole)

@@ -1,6 +1,6 @@
 """Descriptions of optimizers, from which the Engine, checkpoints, plan and verify follow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +62,9 @@ class StateNames:
         """Bytes of every tensor of the state of a parameter, or of a rank's shard of it."""
         return [tensor.nbytes for tensor in self.empty(shard.to("meta")).values()]
 
-    def value_bytes(self, dtype: torch.dtype, columns: int) -> float:
-        """Bytes of the moments of one value of a parameter, by its dtype and the values of its rows."""
-        return len(self.moments) * (value_bytes(columns) if self.in_8_bits else dtype.itemsize)
+    def value_bytes(self, dtype: torch.dtype, shape: Sequence[int]) -> float:
+        """Bytes of the moments of one value of a parameter, by its dtype and shape."""
+        return len(self.moments) * (value_bytes(shape[-1]) if self.in_8_bits else dtype.itemsize)
 
 
 def _empty_scales(parameter: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def _memory_of(
     sizes = [_size(part, name, p, component) for name, p in part.named_parameters()]
     trained = [size for size in sizes if size.is_trained]
     states = OPTIMIZERS[optimizer.name].state_names(part)
-    of_value = {size.name: states[size.name].value_bytes(master, size.shape[-1]) for size in trained}
+    of_value = {size.name: states[size.name].value_bytes(master, size.shape) for size in trained}
     moments = round(sum(size.largest_shard * of_value[size.name] for size in trained))
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),

@@ -78,12 +78,12 @@ def test_moments_follow_gradients_that_change(beta2: float) -> None:
 def test_a_weight_has_two_bytes_of_moments_and_a_part_of_their_scales() -> None:
     names = OPTIMIZERS["adamw_8bit"].state_names(nn.Linear(256, 8))
     assert sum(names["weight"].sizes(torch.empty(8, 256))) == 4 + 8 * 256 * names["weight"].value_bytes(
-        torch.float32, 256
+        torch.float32, (8, 256)
     )
-    assert names["weight"].value_bytes(torch.float32, 256) == 2 * value_bytes(256)
-    assert names["bias"].value_bytes(torch.float32, 8) == 8
+    assert names["weight"].value_bytes(torch.float32, (8, 256)) == 2 * value_bytes(256)
+    assert names["bias"].value_bytes(torch.float32, (8,)) == 8
     short = OPTIMIZERS["adamw_8bit"].state_names(nn.Linear(16, 10))["weight"]
-    assert sum(short.sizes(torch.empty(10, 16))) == 4 + 160 * short.value_bytes(torch.float32, 16)
+    assert sum(short.sizes(torch.empty(10, 16))) == 4 + 160 * short.value_bytes(torch.float32, (10, 16))
 
 
 def test_the_reference_takes_the_same_steps() -> None:
