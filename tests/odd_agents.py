@@ -114,11 +114,12 @@ def odd_reward(endpoint: AgentEndpoint, example: dict[str, Any]) -> Any:
     return {"reward": 0.5, "steps": "many"}
 
 
-def sleeping_first(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
-    """The first one sleeps until the others are done."""
+def waiting_first(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
+    """Those of the first prompt wait for a file."""
     answer = ask(endpoint, [user(example["question"])])
     if example["number"] == 0:
-        time.sleep(example["seconds"])
+        while not os.path.exists(example["waited_for"]):
+            time.sleep(0.01)
         ask(endpoint, [user(example["question"]), answer, user("Sure?")])
     return 1.0
 

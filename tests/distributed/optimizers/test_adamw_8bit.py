@@ -4,20 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.config import ParallelConfig
 from automodel_rl.errors import InputError
 from automodel_rl.tools.verify.comparison import Case, compare
-from tests.distributed.optimizers.test_muon import (
-    OFFLOADED,
-    different,
-    make_engine,
-    states_of,
-    train,
-    train_and_save,
-)
+from tests.distributed.optimizers.test_checkpoints import make_engine
+from tests.distributed.optimizers.test_muon import OFFLOADED, different
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -45,31 +37,6 @@ def test_layouts_equal_one_process(
     parallel = ParallelConfig(**sizes)
     case = Case(parallel, microbatches=(3, 1, 2), memory=OFFLOADED, optimizer=NAME)
     assert not different(ranks(parallel.world_size).run(compare, case, tmp_path, tmp_path)[0])
-
-
-def load_and_train(folder: Path, parallel: ParallelConfig) -> tuple[dict, list[float]]:
-    engine = make_engine(folder, parallel, NAME)
-    load_checkpoint(engine, folder / "step_2")
-    return states_of(engine), [train(engine, number) for number in range(2, 4)]
-
-
-@pytest.mark.parametrize(
-    ("family", "written", "read"),
-    [("qwen3", {"pp": 2}, {"dp_shard": 2}), ("qwen3_moe", {"dp_shard": 2, "ep": 2}, {"pp": 2})],
-    ids=str,
-)
-def test_a_checkpoint_goes_on_on_another_layout(
-    ranks: RankPool, tmp_path: Path, family: str, written: dict, read: dict
-) -> None:
-    save_tiny_model(tmp_path, family, tied=family == "qwen3", num_layers=2)
-    saved = ranks(2).run(train_and_save, tmp_path, ParallelConfig(**written), NAME)
-    loaded = ranks(2).run(load_and_train, tmp_path, ParallelConfig(**read))
-    expected = {name: tensor for states, _ in saved for name, tensor in states.items()}
-    found = {name: tensor for states, _ in loaded for name, tensor in states.items()}
-    assert found.keys() == expected.keys()
-    assert any(tensor.dtype == torch.uint8 for tensor in expected.values())
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert loaded[0][1] == pytest.approx(saved[0][1], rel=1e-9)
 
 
 def refusal(folder: Path) -> str:
