@@ -214,7 +214,7 @@ def _sizes_to_come(engine: Engine) -> Iterator[int]:
         for _, parameter in part.named_parameters():
             if parameter.requires_grad:
                 shard = local_tensor(parameter.detach())
-                yield from [shard.nbytes, *engine.optimizer.state_names[parameter].sizes(shard)]
+                yield from [shard.nbytes, *engine.optimizer.state_names[parameter].sizes(parameter)]
         yield from (buffer.nbytes for _, buffer in stored_buffers(part))
 
 

@@ -75,6 +75,26 @@ def gradient_sum(unit: FSDPModule, weight: Tensor) -> Tensor:
     return sums[weight]
 
 
+def keep_gradients(root: nn.Module, dtype: torch.dtype) -> None:
+    """Lets shards of gradients stay in the dtype in which they are reduced, if weights are kept in a narrower one. It
+    comes after weights got their storage, and before the first forward.
+
+    Args:
+        root: the model, wrapped by FSDP.
+        dtype: the dtype in which gradients are reduced.
+    """
+    for parameter in root.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = dtype
+    if SUMS_IN_GRAD:
+        return
+    state: Any = root._get_fsdp_state()  # type: ignore[operator]
+    state._lazy_init()  # the next forward would do it, and set the dtype of gradients
+    for unit in state._state_ctx.all_states:
+        if unit._fsdp_param_group is not None:
+            unit._fsdp_param_group._orig_dtype = None
+
+
 def reset_fsdp(root: FSDPModule) -> None:
     """Ends a step that the units of a model are in the middle of, and shards their weights.
 

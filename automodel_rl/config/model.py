@@ -10,6 +10,7 @@ from automodel_rl.config.base import PathText, Positive, Section
 Implementation = Literal["transformers", "nemo_automodel"]
 Attention = Literal["auto", "fa3", "te", "varlen", "sdpa", "eager"]
 Dtype = Literal["bfloat16", "float32", "float64"]
+MasterDtype = Literal["auto", "bfloat16"]
 Float8 = Literal["rowwise", "tensorwise"]
 Recomputed = Literal["none", "selective", "full", "offload"]
 RECOMPUTE_ALL: tuple[Recomputed, ...] = ("full", "offload")
@@ -146,7 +147,12 @@ class ModelConfig(Section):
     """Library of the model class: transformers, or nemo_automodel with its class of the same architecture."""
 
     dtype: Dtype = "bfloat16"
-    """Precision in which the model computes. Master weights are float32, or float64 if this is float64."""
+    """Precision in which the model computes."""
+
+    master_dtype: MasterDtype = "auto"
+    """Precision in which trained weights are kept. auto: float32, or float64 if dtype is float64. bfloat16: 2 bytes a
+    weight in place of 4; gradients stay wide, and a step rounds each new weight up or down at random, so that it is
+    right on average (stochastic rounding). With optimizer.name adamw or adamw_8bit, and without adapters."""
 
     fp8: Float8 | None = None
     """Compute the linear layers of decoder layers in fp8, which is faster and less accurate. rowwise: scales for each

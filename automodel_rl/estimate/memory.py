@@ -132,13 +132,13 @@ class MemoryModel:
         self.config, self.microbatch_tokens = (config := language_config(whole)), microbatch_tokens
         self._description, self._model_config = describe_model(whole), model
         self.values = config.to_dict()
-        self._dtype, master = dtypes_of(model)
-        self.compute, self.master = self._dtype.itemsize, master.itemsize
-        self._model = empty_parts(whole, master, model)[0]
+        self._dtype, master, gradient = dtypes_of(model)
+        self.compute, self.master, self.gradient = self._dtype.itemsize, master.itemsize, gradient.itemsize
+        self._model = empty_parts(whole, gradient, model)[0]
         self.trains_head = self._model.lm_head.weight.requires_grad
         states = OPTIMIZERS[optimizer.name].state_names(self._model)
         shapes = {name: p.shape for name, p in self._model.named_parameters(remove_duplicate=False)}
-        self._moment_bytes = {name: names.value_bytes(master, shapes[name]) for name, names in states.items()}
+        self._moment_bytes = {name: names.value_bytes(gradient, shapes[name]) for name, names in states.items()}
         # In a pipeline a tied head has a weight of its own.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2), model.lora))
         self.parameters = sum(size.gathered for size in self._whole)
@@ -179,7 +179,7 @@ class MemoryModel:
         gathered = 0.0 if parallel.reshards else trained * self.compute
         gathered += (whole - trained) * self._frozen if sharded > 1 and not parallel.reshards else 0.0
         gradients = trained / sharded if parallel.reduces_each else trained
-        return gathered + shards + gradients * self.master
+        return gathered + shards + gradients * self.gradient
 
     def least_activations(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
         """Bytes that the fullest rank of a supported layout needs at least for activations of several microbatches. The
@@ -245,11 +245,11 @@ class MemoryModel:
         moments = round(sum(size.largest_shard * self._moment_bytes.get(size.name, 0.0) for size in trained))
         units = [_units(stage, lambda size: size.gathered if size.is_trained else 0) for stage in stages]
         layer = max(_largest_layer(of_stage) for of_stage in units)
-        reduction = 2 * layer * self.master if parallel.pp == 1 or parallel.reduces_each else 0
+        reduction = 2 * layer * self.gradient if parallel.pp == 1 or parallel.reduces_each else 0
         has_head = parallel.num_stages - 1 in indices
         head = self.config.vocab_size // parallel.tp * self.config.hidden_size if self.trains_head and has_head else 0
         plain = self.compute * max((size.gathered for size in sizes if size.is_in_nf4), default=0)  # one at a time
-        messages = head * self.master + layer * (self.master + self.compute) if parallel.reduces_each else 0
+        messages = head * self.gradient + layer * (self.gradient + self.compute) if parallel.reduces_each else 0
         adds_up = timeline.num_microbatches > 1 or parallel.pp > 1
         sums_whole = adds_up and not parallel.reduces_each
         offloads = memory.offloads_optimizer
@@ -257,17 +257,17 @@ class MemoryModel:
             weights=weights,
             moments=0 if offloads else moments,
             gathered=self._gathered(stages, parallel),
-            gradients=sum(size.gathered for size in trained) * self.master
+            gradients=sum(size.gathered for size in trained) * self.gradient
             if sums_whole
-            else trained_shards * self.master,
+            else trained_shards * self.gradient,
             activations=round(timeline.most_held[rank]),
             buffers=self._buffers(indices, parallel),
             head=self._head(parallel, head, sums_whole) if has_head else 0,
             backward=max(most_backward + plain + messages, reduction),
             shards_at_once=not adds_up,
-            optimizer=weights + moments + trained_shards * self.master if offloads else 0,
+            optimizer=weights + moments + trained_shards * self.gradient if offloads else 0,
             reference=trained_shards * self.compute if memory.reference == "device" else 0,
-            last=max(map(_largest, units)) * self.master,
+            last=max(map(_largest, units)) * self.gradient,
         )
 
     def _gathered(self, stages: list[list[ParameterSize]], parallel: ParallelConfig) -> int:
@@ -307,12 +307,12 @@ class MemoryModel:
             sums_whole: whether the sum of its gradients is among the sums of a step.
         """
         vocab, hidden, tokens = self.config.vocab_size // parallel.tp, self.config.hidden_size, self._tokens(parallel)
-        logits = min(block_sizes.head_bytes, tokens * vocab * self.master)
-        of_logits = min(block_sizes.head_group * logits, tokens * vocab * self.master) * self.compute // self.master
+        logits = min(block_sizes.head_bytes, tokens * vocab * self.gradient)
+        of_logits = min(block_sizes.head_group * logits, tokens * vocab * self.gradient) * self.compute // self.gradient
         states = 4 * tokens * hidden * self.compute  # the final norm's inputs and outputs, and their gradients
         gathered = 2 * vocab * hidden * self.compute if parallel.reshards and parallel.fsdp_size > 1 else 0
-        own_sum = 0 if sums_whole else trained * self.master
-        reduction = trained * self.master if parallel.pp == 1 or parallel.reduces_each else 0
+        own_sum = 0 if sums_whole else trained * self.gradient
+        reduction = trained * self.gradient if parallel.pp == 1 or parallel.reduces_each else 0
         return own_sum + max(logits + of_logits + states + gathered, reduction)
 
     def _tokens(self, parallel: ParallelConfig) -> int:

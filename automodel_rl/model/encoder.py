@@ -20,7 +20,7 @@ from automodel_rl.lora.add import Encoder
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import install_fused_norms
-from automodel_rl.model.parallelise import dtypes_of, mixed_precision, store_frozen
+from automodel_rl.model.parallelise import dtypes_of, mixed_precision, store_weights
 from automodel_rl.model.varlen import choose_varlen
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Unit, wrap_fsdp
@@ -130,8 +130,9 @@ def parallelise_encoder(
     Returns:
         Parameters, as (module, name), for which each tp rank's gradient is only a summand.
     """
-    compute, _ = dtypes_of(model)
-    store_frozen(part, compute)
+    dtypes = dtypes_of(model)
+    compute = dtypes.compute
+    store_weights(part, dtypes)
     partial: list[tuple[nn.Module, str]] = []
     if layout.parallel.tp > 1:
         how = TensorParallel(layout.tp_group, sequence_parallel=False)

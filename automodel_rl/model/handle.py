@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from automodel_rl.compat.fsdp import keep_gradients
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
@@ -191,14 +192,15 @@ class ModelHandle:
         asked = Combination(description, model, parallel, memory, components)
         device = join_process_group(parallel.world_size if components is None else components.world_size)
         meshes = build_meshes(parallel, components, device, [*description.encoders])
-        compute, master = dtypes_of(model)
+        dtypes = dtypes_of(model)
+        compute, wide = dtypes.compute, dtypes.gradient
         compiled = are_compiled(asked, device, compute)
         attention = choose_attention(asked, device, compute, compiled)
         if model.fp8 is not None:
             check_float8(model.fp8, device)
         memory = memory.model_copy(update={"compile": compiled})
         has_mtp = model.mtp is not None and is_trained
-        empty = build_empty_model(config, model.implementation, master, attention, parallel.pp > 1, has_mtp)
+        empty = build_empty_model(config, model.implementation, wide, attention, parallel.pp > 1, has_mtp)
         for head_dim in description.other_head_dims:
             of_kind = replace(asked, description=replace(description, head_dim=head_dim, value_dim=head_dim))
             set_attention_of_heads(empty.language, head_dim, choose_attention(of_kind, device, compute, compiled))
@@ -220,10 +222,16 @@ class ModelHandle:
         handle = cls(empty, meshes, model.model_copy(update={"lora": lora}), memory, checkpoint.family)
         handle._name = files.name
         handle._checkpoint, handle.unused_tensors = checkpoint, unused
-        for part in handle.parts:
-            checkpoint.fill(part, device)
-        handle._check_finite()
+        handle._fill(checkpoint)
         return handle
+
+    def _fill(self, checkpoint: Checkpoint) -> None:
+        dtypes = dtypes_of(self.model)
+        for part in self.parts:
+            checkpoint.fill(part, self.layout.device)
+            if dtypes.master != dtypes.gradient:
+                keep_gradients(part, dtypes.gradient)
+        self._check_finite()
 
     @property
     def source(self) -> Path:
@@ -257,7 +265,7 @@ class ModelHandle:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the model computes."""
-        return dtypes_of(self.model)[0]
+        return dtypes_of(self.model).compute
 
     @property
     def adapter_origin(self) -> AdapterOrigin | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,11 +39,25 @@ from automodel_rl.parallel.sharding import Unit, shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part, styles_of
 
 
-def dtypes_of(model: ModelConfig) -> tuple[torch.dtype, torch.dtype]:
-    """The dtype in which weights are gathered and used, and the one in which trained weights are kept and gradients
-    reduced."""
+class Dtypes(NamedTuple):
+    """Dtypes of a model.
+
+    Attributes:
+        compute: that in which weights are gathered and used.
+        master: that in which trained weights are kept.
+        gradient: that in which gradients are reduced and kept.
+    """
+
+    compute: torch.dtype
+    master: torch.dtype
+    gradient: torch.dtype
+
+
+def dtypes_of(model: ModelConfig) -> Dtypes:
+    """The dtypes of a model, by its config."""
     compute = getattr(torch, model.dtype)
-    return compute, torch.promote_types(compute, torch.float32)
+    wide = torch.promote_types(compute, torch.float32)
+    return Dtypes(compute, wide if model.master_dtype == "auto" else getattr(torch, model.master_dtype), wide)
 
 
 def mixed_precision(model: ModelConfig, least: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
@@ -53,9 +67,9 @@ def mixed_precision(model: ModelConfig, least: torch.dtype = torch.bfloat16) -> 
         model: the model's config.
         least: the dtype in which weights are gathered if the model's is narrower.
     """
-    compute, master = dtypes_of(model)
-    used = torch.promote_types(compute, least)
-    return MixedPrecisionPolicy(param_dtype=used, reduce_dtype=master, cast_forward_inputs=False)
+    dtypes = dtypes_of(model)
+    used = torch.promote_types(dtypes.compute, least)
+    return MixedPrecisionPolicy(param_dtype=used, reduce_dtype=dtypes.gradient, cast_forward_inputs=False)
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ class PartInProgress:
 
     def __init__(self, part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, whole: PretrainedConfig):
         self.part, self.layout, self.model, self.memory, self.whole = part, layout, model, memory, whole
-        self.family, self.compute = FAMILIES[part.config.model_type], dtypes_of(model)[0]
+        self.family, self.compute = FAMILIES[part.config.model_type], dtypes_of(model).compute
         self.compiled = memory.compile is True  # `auto` has been decided by ModelHandle.from_pretrained
         self.layers, self.experts = numbered_layers(part), experts_of(part)
         self.accurate = _fp32_modules(part, self.family)
@@ -111,9 +125,9 @@ class PartInProgress:
         self.replay = RouterReplay(routers, num_experts, self.scope)
 
 
-def store_frozen_weights(work: PartInProgress) -> None:
-    """Gives frozen weights the dtype in which they are used: nothing changes a master copy of them."""
-    store_frozen(work.part, work.compute, work.accurate)
+def choose_dtypes(work: PartInProgress) -> None:
+    """Gives weights the dtypes in which they are kept."""
+    store_weights(work.part, dtypes_of(work.model), work.accurate)
 
 
 def split_experts(work: PartInProgress) -> None:
@@ -222,7 +236,7 @@ def shard(work: PartInProgress) -> None:
 
 
 STEPS: tuple[Callable[[PartInProgress], None], ...] = (
-    store_frozen_weights,
+    choose_dtypes,
     split_experts,
     split_weights,
     replace_token_mixers,
@@ -270,18 +284,19 @@ def _context(work: PartInProgress) -> ForwardContext:
     )
 
 
-def store_frozen(part: nn.Module, dtype: torch.dtype, accurate: Collection[nn.Module] = ()) -> None:
-    """Gives frozen weights the dtype in which they are used, if it is narrower than theirs.
+def store_weights(part: nn.Module, dtypes: Dtypes, accurate: Collection[nn.Module] = ()) -> None:
+    """Gives weights the dtypes in which they are kept: frozen ones that in which they are used, since nothing changes a
+    master copy of them, and trained ones that of masters.
 
     Args:
         part: the part, on the meta device.
-        dtype: the dtype in which the part computes.
-        accurate: modules that compute in fp32 or wider.
+        dtypes: the model's dtypes.
+        accurate: modules that compute in fp32 or wider, whose weights stay as they are.
     """
     kept = {parameter for module in accurate for parameter in module.parameters()}
     for parameter in part.parameters():
-        if not parameter.requires_grad and parameter not in kept:
-            parameter.data = parameter.data.to(dtype)
+        if parameter not in kept:
+            parameter.data = parameter.data.to(dtypes.master if parameter.requires_grad else dtypes.compute)
 
 
 def _fsdp_units(work: PartInProgress) -> list[Unit]:

@@ -1,28 +1,81 @@
 """AdamW, with weight decay for what has a role (optimizers/roles.py), and without for biases, norm weights and the
 like."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.optimizers.description import (
+    COUNT,
     DECAYS,
     LR_FACTOR,
     Named,
     OptimizerDescription,
     RunPlain,
     StateNames,
+    is_narrow,
     trained_parameters,
 )
 from automodel_rl.optimizers.observed_uses import observed_uses
+from automodel_rl.optimizers.own_steps import Noise, names_for_rounding, numbers_of, step_in_parts, write_weight
 from automodel_rl.optimizers.roles import roles_of
 from automodel_rl.parallel.sharding import by_mesh
 from automodel_rl.parallel.whole_matrices import GroupOf
 
 STATE = StateNames(("exp_avg", "exp_avg_sq"), counts=True)
+
+
+class RoundingAdamW(torch.optim.AdamW):
+    """AdamW for weights in bfloat16, which a step rounds stochastically. Moments are as wide as gradients.
+
+    Args:
+        groups: torch's parameter groups.
+        config: learning rate, betas and eps.
+        names: names by which parameters are rounded.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, names: Mapping[nn.Parameter, str]):
+        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=False)
+        self.names = names
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Takes one step. Parameters without a gradient stay as they are.
+
+        Args:
+            closure: part of torch's interface; it is not called.
+        """
+        for group in self.param_groups:
+            for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state.update(STATE.empty(parameter))
+                state[COUNT] += 1
+                steps = int(state[COUNT].item())
+                numbers = numbers_of(group, steps, parameter.device, parameter.grad.dtype)
+                moments, place = [state[name] for name in STATE.tensors], (steps, self.names[parameter])
+                step_in_parts(step_of_rows, parameter, moments, place, numbers)
+
+
+def step_of_rows(
+    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, noise: Noise, numbers: Tensor
+) -> None:
+    """A step of some rows, in place.
+
+    Args:
+        weight: [rows, I].
+        gradient, first, second: gradient and moments, [rows, I] of the dtype in which the step computes.
+        noise: for weights in bfloat16.
+        numbers: as of `numbers_of`.
+    """
+    kept, rate, beta1, rest1, beta2, rest2, divisor, eps = numbers.unbind()
+    first.mul_(beta1).add_(gradient * rest1)
+    second.mul_(beta2).add_(gradient * gradient * rest2)
+    updated = weight.to(gradient.dtype) * kept - rate * first / (second.sqrt() / divisor + eps)
+    write_weight(weight, updated, noise)
 
 
 def adamw_of(named: Named, decayed: Collection[str], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
@@ -35,8 +88,10 @@ def adamw_of(named: Named, decayed: Collection[str], config: OptimizerConfig) ->
     """
     if not named:  # a stage may have no adapter
         return []
-    fused = all(parameter.is_cuda for _, parameter in named)
     groups = adamw_groups(named, decayed, config)
+    if any(is_narrow(parameter) for _, parameter in named):
+        return [RoundingAdamW(groups, config, names_for_rounding(named))]
+    fused = all(parameter.is_cuda for _, parameter in named)
     return [torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)]
 
 

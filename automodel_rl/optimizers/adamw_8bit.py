@@ -7,13 +7,12 @@ biases have moments in full.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.errors import InputError
 from automodel_rl.few_bits.dynamic_codes import BLOCK, decode, encode, thresholds
@@ -27,14 +26,12 @@ from automodel_rl.optimizers.description import (
     StateNames,
     trained_parameters,
 )
+from automodel_rl.optimizers.own_steps import Noise, names_for_rounding, numbers_of, step_in_parts, write_weight
 from automodel_rl.optimizers.roles import roles_of
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.whole_matrices import GroupOf
 
 FIRST, ROOT = "exp_avg", "exp_avg_sq_root"
-MOST_VALUES = 1 << 24
-"""Most values of which a step has the moments in full at a time."""
-
 STATE = StateNames((FIRST, ROOT), counts=True, in_8_bits=True)
 
 
@@ -42,11 +39,13 @@ class AdamW8bit(torch.optim.Optimizer):
     """AdamW with moments in 8 bits. Every rank takes its own part of a step.
 
     Args:
-        groups: torch's parameter groups, of parameters [..., rows, columns], fp32 or float64.
+        groups: torch's parameter groups, of parameters [..., rows, columns], bfloat16, fp32 or float64.
         config: learning rate, betas and eps.
+        names: names by which parameters in bfloat16 are rounded.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig):
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, names: Mapping[nn.Parameter, str]):
+        self.names = names
         super().__init__(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": False})
 
     @torch.no_grad()
@@ -57,43 +56,19 @@ class AdamW8bit(torch.optim.Optimizer):
             closure: part of torch's interface; it is not called.
         """
         for group in self.param_groups:
-            numbers = functools.cache(functools.partial(_numbers, group))
+            numbers = functools.cache(functools.partial(numbers_of, group))
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 state = self.state[parameter]
                 if not state:
                     state.update(STATE.empty(parameter))
                 state[COUNT] += 1
-                held = (parameter.detach(), parameter.grad, *(state[name] for name in STATE.tensors))
-                of_step = numbers(int(state[COUNT].item()), parameter.device, parameter.dtype)
-                _step_in_parts([*map(local_tensor, held)], *of_step)
+                steps, device, dtype = int(state[COUNT].item()), parameter.device, parameter.grad.dtype
+                moments = [state[name] for name in STATE.tensors]
+                place, above = (steps, self.names[parameter]), thresholds(steps).to(device, dtype)
+                step_in_parts(step_of_rows, parameter, moments, place, numbers(steps, device, dtype), above=above)
 
 
-def _step_in_parts(held: list[Tensor], numbers: Tensor, above: Tensor) -> None:
-    """`step_of_shard` for some rows at a time, as it has their moments as values."""
-    weight = held[0]
-    if not weight.numel():  # a rank without rows
-        return
-    step = _compiled_step() if weight.is_cuda else step_of_shard
-    width = -(-weight.shape[-1] // BLOCK) * BLOCK
-    matrices = [tensor.view(-1, tensor.shape[-1]) for tensor in held]
-    for parts in zip(*(matrix.split(max(1, MOST_VALUES // width)) for matrix in matrices), strict=True):
-        step(*parts, numbers=numbers, above=above)
-
-
-def _numbers(group: dict[str, Any], steps: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A group's numbers for a step, as tensors, since a compiler makes a graph for each number that is none."""
-    beta1, beta2 = group["betas"]
-    kept, divisor = 1 - group["lr"] * group["weight_decay"], (1 - beta2**steps) ** 0.5
-    numbers = [kept, group["lr"] / (1 - beta1**steps), beta1, 1 - beta1, beta2, 1 - beta2, divisor, group["eps"]]
-    return torch.tensor(numbers, dtype=dtype, device=device), thresholds(steps).to(device, dtype)
-
-
-@functools.cache
-def _compiled_step() -> Callable[..., None]:
-    return compile_for_any_size(step_of_shard)
-
-
-def step_of_shard(
+def step_of_rows(
     weight: Tensor,
     gradient: Tensor,
     first: Tensor,
@@ -101,24 +76,27 @@ def step_of_shard(
     first_scales: Tensor,
     root_scales: Tensor,
     *,
+    noise: Noise,
     numbers: Tensor,
     above: Tensor,
 ) -> None:
     """A step of some rows, in place.
 
     Args:
-        weight, gradient: [rows, I].
+        weight: [rows, I].
+        gradient: [rows, I], of the dtype in which the step computes.
         first, root: codes of the first moment and of the root of the second one, uint8 [rows, I].
         first_scales, root_scales: their scales, float32 [rows, b].
-        numbers: factor of the weight, rate, each beta and 1 less it, divisor of the root, and eps, [8] of the weight's
-            dtype.
-        above: the step's thresholds, [B] of the weight's dtype.
+        noise: for weights in bfloat16.
+        numbers: as of `numbers_of`.
+        above: the step's thresholds, [B] of the gradient's dtype.
     """
     kept, rate, beta1, rest1, beta2, rest2, divisor, eps = numbers.unbind()
-    moment = decode(first, first_scales, True, weight.dtype) * beta1 + gradient * rest1
-    before = decode(root, root_scales, False, weight.dtype)
+    moment = decode(first, first_scales, True, gradient.dtype) * beta1 + gradient * rest1
+    before = decode(root, root_scales, False, gradient.dtype)
     new_root = (before * before * beta2 + gradient * gradient * rest2).sqrt()
-    weight.mul_(kept).sub_(rate * moment / (new_root / divisor + eps))
+    updated = weight.to(gradient.dtype) * kept - rate * moment / (new_root / divisor + eps)
+    write_weight(weight, updated, noise)
     for values, codes, scales, is_signed in (
         (moment, first, first_scales, True),
         (new_root, root, root_scales, False),
@@ -145,7 +123,7 @@ def _build(part: nn.Module, config: OptimizerConfig, _: GroupOf) -> list[torch.o
     others = [pair for pair in named if pair[1].ndim <= 1]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        optimizers.append(AdamW8bit(adamw_groups(matrices, decayed, config), config))
+        optimizers.append(AdamW8bit(adamw_groups(matrices, decayed, config), config, names_for_rounding(matrices)))
     return [*optimizers, *adamw_of(others, decayed, config)]
 
 

@@ -30,7 +30,8 @@ class StateNames:
     """Names of the tensors that an optimizer keeps for one parameter.
 
     Attributes:
-        moments: names of tensors of the parameter's shape and dtype, on the ranks that hold the parameter.
+        moments: names of tensors of the parameter's shape and its gradient's dtype, on the ranks that hold the
+            parameter.
         counts: whether it keeps `COUNT`, too.
         in_8_bits: whether moments are codes instead, uint8, with scales of their own (few_bits/dynamic_codes.py).
     """
@@ -49,21 +50,27 @@ class StateNames:
         """Names of all tensors of the state."""
         return (COUNT, *self.tensors) if self.counts else self.tensors
 
-    def empty(self, parameter: Tensor) -> dict[str, Tensor]:
-        """A new state of a parameter, all 0, laid out over ranks as the parameter is."""
+    def empty(self, parameter: Tensor, gradient: torch.dtype | None = None) -> dict[str, Tensor]:
+        """A new state of a parameter, all 0, laid out over ranks as the parameter is.
+
+        Args:
+            parameter: the parameter.
+            gradient: the dtype of its gradients; None for what the parameter says.
+        """
         count = {COUNT: torch.zeros(())} if self.counts else {}
-        dtype = torch.uint8 if self.in_8_bits else parameter.dtype
+        dtype = torch.uint8 if self.in_8_bits else gradient or gradient_dtype(parameter)
         state = count | {name: torch.zeros_like(parameter.detach(), dtype=dtype) for name in self.moments}
         if self.in_8_bits:
             state |= {name + SCALES: _empty_scales(parameter.detach()) for name in self.moments}
         return state
 
-    def sizes(self, shard: Tensor) -> list[int]:
-        """Bytes of every tensor of the state of a parameter, or of a rank's shard of it."""
-        return [tensor.nbytes for tensor in self.empty(shard.to("meta")).values()]
+    def sizes(self, parameter: Tensor) -> list[int]:
+        """Bytes of every tensor of the state of a parameter on this rank."""
+        shard = local_tensor(parameter.detach()).to("meta")
+        return [tensor.nbytes for tensor in self.empty(shard, gradient_dtype(parameter)).values()]
 
     def value_bytes(self, dtype: torch.dtype, shape: Sequence[int]) -> float:
-        """Bytes of the moments of one value of a parameter, by its dtype and shape."""
+        """Bytes of the moments of one value of a parameter, by its gradient's dtype and its shape."""
         return len(self.moments) * (value_bytes(shape[-1]) if self.in_8_bits else dtype.itemsize)
 
 
@@ -78,6 +85,16 @@ def _empty_scales(parameter: Tensor) -> Tensor:
     return DTensor.from_local(
         scales, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides
     )
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradients: its own, unless it is kept in a narrower one than gradients."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def is_narrow(parameter: Tensor) -> bool:
+    """Whether a parameter is kept in a narrower dtype than its gradients, so that a step rounds it."""
+    return parameter.dtype != gradient_dtype(parameter)
 
 
 RunPlain = Callable[[], list[Tensor]]

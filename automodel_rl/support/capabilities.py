@@ -53,6 +53,8 @@ LACKS = (
     Lack(f.TP, f.FP8, "split layers have no fp8", "use tp=1"),
     Lack(f.ENCODER_TP, f.LORA, "adapters are not split", "use dp_shard"),
     Lack(f.WIDE, f.FP8, "fp8 layers take and give bfloat16", "use model.dtype=bfloat16"),
+    Lack(f.NARROW_MASTERS, f.LORA, "adapters are few, and all else is in model.dtype already", "leave one of them out"),
+    Lack(f.NARROW_MASTERS, f.MUON, "its steps round no weights", "use adamw or adamw_8bit"),
     Lack(f.LORA, f.FP8, "adapters have no fp8 layers", "set one of them to null"),
     Lack(f.MULTIMODAL, f.FP8, "it has no fp8 layers", f"set it to null{_AS_TEXT}"),
     Lack(

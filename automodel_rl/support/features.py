@@ -187,6 +187,13 @@ WIDE = Feature(
 )
 FP8 = Feature("fp8", _fp8)
 LINEAR_HEAD = Feature("a linear head", _linear_head)
+NARROW_MASTERS = Feature(
+    "master weights in bfloat16",
+    lambda asked: _when(asked.model.master_dtype != "auto", f"model.master_dtype={asked.model.master_dtype}"),
+)
+MUON = Feature(
+    "muon", lambda asked: _when(asked.run is not None and asked.run.optimizer.name == "muon", "optimizer.name=muon")
+)
 LORA = Feature("LoRA", _lora)
 LORA_DROPOUT = Feature("dropout of adapters", _lora_dropout)
 EXPERT_ADAPTERS = Feature("adapters of experts", _expert_adapters)

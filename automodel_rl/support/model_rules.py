@@ -147,6 +147,11 @@ FLOAT8 = Rule(
     "linear layers of text models; GPUs with fp8",
     features=(f.FP8,),
 )
+NARROW_MASTERS = Rule(
+    "master weights in bfloat16",
+    "adamw and adamw_8bit, every layout",
+    features=(f.NARROW_MASTERS,),
+)
 WINDOWS = Rule("sliding windows", f"every attention backend; {', '.join(WITHOUT_WINDOWS_OVER_CP)} without cp")
 SOFTCAP = Rule("soft cap in attention", f"attention {', '.join(WITH_SOFTCAP)} (auto chooses it)")
 SINKS = Rule("sinks in attention", f"attention {', '.join(WITH_SINKS)}")

@@ -41,6 +41,7 @@ RULES = (
     model_rules.LORA_DROPOUT,
     model_rules.NF4_BASE,
     model_rules.FLOAT8,
+    model_rules.NARROW_MASTERS,
     model_rules.ROUTERS,
     model_rules.MTP,
     model_rules.INDEXER,

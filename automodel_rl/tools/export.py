@@ -99,7 +99,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         tensors_of = _model_tensors if model.lora is None else _merged_run
         written = write_weights(folder, tensors_of(reader, model, weights, whole_config))
         exported = read_whole_config(files.folder) if weights.is_composite else whole_config
-        write_description(folder, _in_dtype(exported, dtypes_of(model)[0]), tokenizer, files.folder, ends.ids)
+        write_description(folder, _in_dtype(exported, dtypes_of(model).compute), tokenizer, files.folder, ends.ids)
         return written
 
     _publish(out, write, f"the model after step {marker.step}{HOW.get(adapters, '')}", ends.note)
@@ -263,12 +263,12 @@ def _merged_run(
     """Tensors by their Hugging Face names, with a run's adapters merged into the base that it had."""
     assert model.lora is not None
     in_nf4 = _names_in_nf4(config, model, source) if model.lora.base == "nf4" else ()
-    return merged_tensors(source, _trained(reader), model.lora.scale, dtypes_of(model)[0], in_nf4)
+    return merged_tensors(source, _trained(reader), model.lora.scale, dtypes_of(model).compute, in_nf4)
 
 
 def _names_in_nf4(config: PretrainedConfig, model: ModelConfig, source: Checkpoint) -> set[str]:
     """Names in files of the weights that a run's base had in nf4."""
-    part = empty_parts(config, dtypes_of(model)[0], model)[0]
+    part = empty_parts(config, dtypes_of(model).compute, model)[0]
     names = ((name, tuple(weight.shape)) for name, weight in names_of_base(part))
     return {piece.name for name, shape in names for piece in pieces(name, shape, source.family)}
 
@@ -278,7 +278,7 @@ def _model_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors by their Hugging Face names: trained weights in the compute dtype, buffers in their own dtype, and from
     the source what was not trained, also what belongs to no part, such as layers that predict further tokens."""
-    dtype = dtypes_of(model)[0]
+    dtype = dtypes_of(model).compute
     foreign = {*source.unused(empty_parts(config, dtype, model))}
     seen = set()
     for key in reader.shapes:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.config import MuonConfig
+from automodel_rl.parallel.sharding import local_tensor
 from tests.faults.fault import Fault, Verified, everywhere, patch
 
 
@@ -61,8 +62,10 @@ def _schedule_ignored(**settings: Any) -> Any:
 
 
 def _no_master_weights() -> Any:
-    def compute_alone(model: Any) -> tuple[torch.dtype, torch.dtype]:
-        return (getattr(torch, model.dtype),) * 2
+    from automodel_rl.model.parallelise import Dtypes
+
+    def compute_alone(model: Any) -> Any:
+        return Dtypes(*[getattr(torch, model.dtype)] * 3)
 
     return everywhere(compute_alone, "model.handle.dtypes_of", "model.parallelise.dtypes_of")
 
@@ -101,8 +104,22 @@ def _second_moment_for_its_root() -> Any:
     return patch("optimizers.adamw_8bit.encode", squared)
 
 
+def _rows_from_0() -> Any:
+    """Every shard is rounded as if it were the first."""
+
+    def at_0(tensor: Tensor) -> tuple[slice, ...]:
+        return tuple(slice(0, size) for size in local_tensor(tensor).shape)
+
+    return patch("optimizers.own_steps.local_box", at_0)
+
+
+def _nearest() -> Any:
+    return patch("optimizers.own_steps.round_to_bfloat16", lambda values, bits: values.to(torch.bfloat16))
+
+
 WITH_MUON = {"optimizer": "muon"}
 IN_8_BITS = {"optimizer": "adamw_8bit"}
+NARROW = {"master_dtype": "bfloat16"}
 PRECISION = "distributed/model/test_precision.py"
 
 FAULTS: dict[str, Fault] = {
@@ -123,6 +140,11 @@ FAULTS: dict[str, Fault] = {
         _scales_of_another_row, Verified("qwen3", {"dp_shard": 2}, case=IN_8_BITS)
     ),
     "8-bit second moment taken for its root": Fault(_second_moment_for_its_root, Verified("qwen3", case=IN_8_BITS)),
+    "new weights rounded by places in a shard": Fault(_rows_from_0, Verified("qwen3", {"dp_shard": 2}, case=NARROW)),
+    "new weights rounded to the nearest": Fault(_nearest, Verified("qwen3", case=NARROW)),
+    "gradients as narrow as master weights": Fault(
+        lambda: patch("model.handle.keep_gradients", lambda root, dtype: None), Verified("qwen3", case=NARROW)
+    ),
     "warm-up ignored": Fault(lambda: _schedule_ignored(warmup_steps=0), Verified("qwen3")),
     "decay of the learning rate ignored": Fault(lambda: _schedule_ignored(decay="constant"), Verified("qwen3")),
     "master weights in bfloat16": Fault(

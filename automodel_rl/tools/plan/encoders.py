@@ -81,7 +81,7 @@ def plan_encoders(
     count = microbatches(packing, components.language.parallel)
     found = {}
     for name, component in components.encoders.items():
-        _, *parts = empty_parts(config, dtypes_of(model)[0], model)
+        _, *parts = empty_parts(config, dtypes_of(model).compute, model)
         part = next(part for part in parts if part.name == name)
         share = min(count, _ahead(components, name, count)) / count / component.parallel.num_data_ranks
         kept = math.ceil(packing.positions.get(name, 0) * share)
@@ -113,18 +113,18 @@ def _memory_of(
         component: the encoder's layout.
         positions: number of positions in its layers whose activations it keeps at once.
     """
-    compute, master = dtypes_of(model)
+    compute, master, gradient = dtypes_of(model)
     sizes = [_size(part, name, p, component) for name, p in part.named_parameters()]
     trained = [size for size in sizes if size.is_trained]
     states = OPTIMIZERS[optimizer.name].state_names(part)
-    of_value = {size.name: states[size.name].value_bytes(master, size.shape) for size in trained}
+    of_value = {size.name: states[size.name].value_bytes(gradient, size.shape) for size in trained}
     moments = round(sum(size.largest_shard * of_value[size.name] for size in trained))
     return EncoderMemory(
         parameters=sum(parameter.numel() for parameter in part.parameters()),
         weights=sum(size.largest_shard for size in sizes) * master.itemsize,
         moments=0 if memory.offloads_optimizer else moments,
         gathered=sum(size.gathered for size in sizes) * compute.itemsize,
-        gradients=sum(size.gathered for size in trained) * master.itemsize,
+        gradients=sum(size.gathered for size in trained) * gradient.itemsize,
         activations=0 if not positions or not _is_kept(part) else _kept(part, positions, memory, compute),
     )
 

@@ -74,8 +74,8 @@ def step_seconds(
     ranks = parallel.fsdp_size * parallel.dp_replicate
     # Weights are gathered in the compute dtype, and gradients reduced in fp32.
     of_all = share * (ranks - 1) / ranks / _link(parallel, "dp", device)
-    sharded = of_all * ((2 if parallel.reshards else 1) * model.compute + model.master)
-    moments = 2 * 2 * model.master * share / parallel.fsdp_size if memory.offloads_optimizer else 0.0
+    sharded = of_all * ((2 if parallel.reshards else 1) * model.compute + model.gradient)
+    moments = 2 * 2 * model.gradient * share / parallel.fsdp_size if memory.offloads_optimizer else 0.0
     if parallel.reduces_each:  # messages of each microbatch, beside layers that compute
         busy = max(
             SHARDED["reshard" if parallel.reshards else "reduce"] * busy, sharded * own_tokens / model.microbatch_tokens

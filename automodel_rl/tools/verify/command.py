@@ -151,6 +151,7 @@ def case_of(
         aux_loss=model.moe.aux_loss,
         optimizer=config.optimizer.name,
         muon=config.optimizer.muon,
+        master_dtype=model.master_dtype,
     )
     return case, left_out
 
@@ -229,6 +230,7 @@ def as_record(layout: Section, case: Case, rows: list[Row], left_out: list[str])
         "layout": layout.model_dump(),
         "dtype": case.dtype,
         "optimizer": case.optimizer,
+        "master_dtype": case.master_dtype,
         "equal": all(row.is_equal for row in rows),
         "differences": {row.kind: row.difference for row in rows},
         "first_steps": {row.kind: row.first_step for row in rows if row.first_step is not None},

@@ -13,7 +13,7 @@ from automodel_rl.batch import Microbatch, TokenSequence, empty_microbatch, pack
 from automodel_rl.block_sizes import small_blocks
 from automodel_rl.config import ModelConfig, MuonConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
-from automodel_rl.config.model import Attention, Dtype, Implementation, MemoryConfig
+from automodel_rl.config.model import Attention, Dtype, Implementation, MasterDtype, MemoryConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
 from automodel_rl.engine.reference_weights import ReferenceWeights
@@ -50,6 +50,7 @@ class Case:
         aux_loss: weight of a mixture's load-balancing loss.
         optimizer: the optimizer's name.
         muon: the settings of Muon.
+        master_dtype: as in `ModelConfig`.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -64,6 +65,7 @@ class Case:
     aux_loss: float = 0.0
     optimizer: OptimizerName = "adamw"
     muon: MuonConfig = field(default_factory=MuonConfig)
+    master_dtype: MasterDtype = "auto"
 
     @property
     def training(self) -> Training:
@@ -157,8 +159,12 @@ def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
     handle = ModelHandle.from_pretrained(model_of(case, folder), case.parallel, case.memory, case.components)
     engine = Engine(handle, case.training.config, case.training.total_steps)
     expected = OneProcess(folder, handle.dtype, case.training, handle.layout.device)
-    frozen = [name for name, parameter in handle.named_parameters() if not parameter.requires_grad]
-    expected.freeze({name for of_rank in gather_objects(frozen, handle.layout.world_control) for name in of_rank})
+    everywhere, named = handle.layout.world_control, [*handle.named_parameters()]
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
+    expected.freeze({name for of_rank in gather_objects(frozen, everywhere) for name in of_rank})
+    if case.master_dtype == "bfloat16":
+        narrow = [name for name, parameter in named if parameter.dtype == torch.bfloat16]
+        expected.keep_in_bfloat16({name for of_rank in gather_objects(narrow, everywhere) for name in of_rank})
     found = Differences()
     swap = _SwapCheck(engine)
     check = RouteCheck(handle) if case.replay else None
@@ -183,6 +189,7 @@ def model_of(case: Case, folder: Path) -> ModelConfig:
         {
             "path": str(folder),
             "dtype": case.dtype,
+            "master_dtype": case.master_dtype,
             "implementation": case.implementation,
             "attention": case.attention,
             "frozen": case.frozen,

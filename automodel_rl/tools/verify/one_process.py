@@ -6,6 +6,7 @@ It shares no code with the layout. The optimizers' reference steps are written s
 import functools
 import inspect
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -31,6 +32,7 @@ from automodel_rl.families.known import MULTIMODAL_FAMILIES, checkpoint_family
 from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
 from automodel_rl.tools.verify.media import clips_of, with_media
+from automodel_rl.tools.verify.rounded_masters import rounded
 from automodel_rl.tools.verify.written_routers import routed
 
 EXAMPLE = 16
@@ -214,6 +216,8 @@ class OneProcess:
         self.takes_kinds = "token_type_ids" in signature(model.forward).parameters
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
+        self._in_bfloat16: dict[Tensor, str] = {}  # their names
+        self._steps_of: Counter[Tensor] = Counter()
         self.routes: Routes | None = None  # routes of the current sequence
         # Logits and choices of a microbatch's sequences, by layer.
         self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -240,6 +244,13 @@ class OneProcess:
         """Excludes the named parameters from training."""
         for name, parameter in self.parameters():
             parameter.requires_grad_(name not in names)
+
+    def keep_in_bfloat16(self, names: set[str]) -> None:
+        """Gives the named parameters values of bfloat16. Each step rounds them to such values again."""
+        for name, parameter in self.parameters():
+            if name in names:
+                self._in_bfloat16[parameter] = name
+                parameter.data.copy_(parameter.data.bfloat16())
 
     @functools.cached_property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -412,6 +423,11 @@ class OneProcess:
             for group in optimizer.param_groups:
                 group["lr"] = self.training.rate(self.num_steps) * group[LR_FACTOR]
             optimizer.step()
+        for parameter, name in self._in_bfloat16.items():
+            if parameter.grad is not None:
+                self._steps_of[parameter] += 1
+                in_files = rounded(self._as_in_files(name, parameter), self._steps_of[parameter], name)
+                parameter.data.copy_(self._as_in_files(name, in_files))
         self.model.zero_grad()
         self.num_steps += 1
         return norm.item()

@@ -1,7 +1,7 @@
 """Checkpoints of optimizers whose states are not AdamW's move between layouts, and no other optimizer takes them."""
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import torch
 from automodel_rl.batch import pack
 from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from automodel_rl.config.model import MemoryConfig
+from automodel_rl.config.model import MasterDtype, MemoryConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
@@ -21,9 +21,11 @@ from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
 
 
-def make_engine(folder: Path, parallel: ParallelConfig, name: OptimizerName) -> Engine:
+def make_engine(folder: Path, parallel: ParallelConfig, name: OptimizerName, master: MasterDtype = "auto") -> Engine:
     memory = MemoryConfig(offload_optimizer=True)
-    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64"), parallel, memory)
+    handle = ModelHandle.from_pretrained(
+        ModelConfig(path=str(folder), dtype="float64", master_dtype=master), parallel, memory
+    )
     return Engine(handle, OptimizerConfig(name=name, lr=1e-2, decay="constant"))
 
 
@@ -44,16 +46,16 @@ def states_of(engine: Engine) -> dict[str, torch.Tensor]:
         }
 
 
-def train_and_save(folder: Path, parallel: ParallelConfig, name: OptimizerName) -> tuple[dict, list[float]]:
-    engine = make_engine(folder, parallel, name)
+def train_and_save(folder: Path, parallel: ParallelConfig, *of_engine: Any) -> tuple[dict, list[float]]:
+    engine = make_engine(folder, parallel, *of_engine)
     for number in range(2):
         train(engine, number)
     save_checkpoint(engine, folder / "step_2", {}, {})
     return states_of(engine), [train(engine, number) for number in range(2, 4)]
 
 
-def load_and_train(folder: Path, parallel: ParallelConfig, name: OptimizerName) -> tuple[dict, list[float]]:
-    engine = make_engine(folder, parallel, name)
+def load_and_train(folder: Path, parallel: ParallelConfig, *of_engine: Any) -> tuple[dict, list[float]]:
+    engine = make_engine(folder, parallel, *of_engine)
     load_checkpoint(engine, folder / "step_2")
     return states_of(engine), [train(engine, number) for number in range(2, 4)]
 
@@ -63,13 +65,20 @@ def load_and_train(folder: Path, parallel: ParallelConfig, name: OptimizerName) 
     [("qwen3", {"pp": 2}, {"dp_shard": 2}), ("qwen3_moe", {"dp_shard": 2, "ep": 2}, {"pp": 2})],
     ids=str,
 )
-@pytest.mark.parametrize(("name", "kind"), [("muon", "momentum_buffer"), ("adamw_8bit", "exp_avg_sq_root")])
+@pytest.mark.parametrize(
+    ("name", "master", "kind"),
+    [
+        ("muon", "auto", "momentum_buffer"),
+        ("adamw_8bit", "auto", "exp_avg_sq_root"),
+        ("adamw_8bit", "bfloat16", "exp_avg_sq_root"),
+    ],
+)
 def test_a_checkpoint_goes_on_on_another_layout(
-    ranks: RankPool, tmp_path: Path, name: OptimizerName, kind: str, family: str, written: dict, read: dict
+    ranks: RankPool, tmp_path: Path, name: str, master: str, kind: str, family: str, written: dict, read: dict
 ) -> None:
     save_tiny_model(tmp_path, family, tied=family == "qwen3", num_layers=2)
-    saved = ranks(2).run(train_and_save, tmp_path, ParallelConfig(**written), name)
-    loaded = ranks(2).run(load_and_train, tmp_path, ParallelConfig(**read), name)
+    saved = ranks(2).run(train_and_save, tmp_path, ParallelConfig(**written), name, master)
+    loaded = ranks(2).run(load_and_train, tmp_path, ParallelConfig(**read), name, master)
     expected = {name: tensor for states, _ in saved for name, tensor in states.items()}
     found = {name: tensor for states, _ in loaded for name, tensor in states.items()}
     assert found.keys() == expected.keys()

@@ -51,6 +51,16 @@ def plan_large(
 RECOMPUTED = MemoryConfig(activation_checkpointing="full")
 
 
+def test_masters_in_bfloat16_and_moments_in_8_bits_take_half_the_bytes() -> None:
+    """2 for the weight, 4 for the gradient, 2 and scales for the moments, of 16."""
+    config = Qwen3Config(**DENSE, num_hidden_layers=4)
+    narrow, optimizer = ModelConfig(path="x", master_dtype="bfloat16"), OptimizerConfig(name="adamw_8bit")
+    model = MemoryModel(config, narrow, 1024, optimizer)
+    rank = model.plan(ParallelConfig(), MemoryConfig(), 1).ranks[0]
+    assert (rank.weights, rank.gradients) == (2 * model.parameters, 4 * model.parameters)
+    assert 2 < rank.moments / model.parameters < 2.2
+
+
 @pytest.mark.parametrize(
     "sizes", [{"dp_shard": 8}, {"dp_shard": 4, "cp": 2}, {"dp_shard": 8, "dp_replicate": 2}], ids=str
 )

@@ -19,7 +19,7 @@ from automodel_rl.model.parallelise import STEPS, compile_and_recompute
 
 def test_weights_are_cut_before_forwards_are_set_and_forwards_wrapped_before_fsdp() -> None:
     assert [step.__name__ for step in STEPS] == [
-        "store_frozen_weights",
+        "choose_dtypes",
         "split_experts",
         "split_weights",
         "replace_token_mixers",

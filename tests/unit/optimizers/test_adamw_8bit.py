@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.few_bits.dynamic_codes import decode, value_bytes
-from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer, adamw_8bit
+from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer
 from tests.unit.optimizers.test_adamw import no_groups
 
 
@@ -105,30 +104,3 @@ def test_the_reference_takes_the_same_steps() -> None:
         optimizer.step(config.lr)
         reference.step()
     torch.testing.assert_close(models[0].weight, models[1].weight, rtol=1e-9, atol=1e-12)
-
-
-def test_a_compiled_step_and_a_step_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU steps are compiled, once for all sizes of rows in whole blocks."""
-    torch.manual_seed(0)
-    found = []
-    for step, values in (
-        (adamw_8bit.step_of_shard, adamw_8bit.MOST_VALUES),
-        (adamw_8bit.step_of_shard, 7 * 256),
-        (compile_for_any_size(adamw_8bit.step_of_shard), adamw_8bit.MOST_VALUES),
-    ):
-        monkeypatch.setattr(adamw_8bit, "step_of_shard", step)
-        monkeypatch.setattr(adamw_8bit, "MOST_VALUES", values)
-        found.append(weights_after_steps())
-    assert torch.equal(found[0], found[1])
-    torch.testing.assert_close(found[0], found[2], rtol=1e-6, atol=1e-6)
-
-
-def weights_after_steps() -> Tensor:
-    torch.manual_seed(0)
-    model = nn.Linear(256, 24, bias=False)
-    config = OptimizerConfig(name="adamw_8bit", lr=1e-2)
-    optimizer = ModelOptimizer([(model, no_groups, config)], OPTIMIZERS, config.lr)
-    for _ in range(3):
-        model.weight.grad = torch.randn(24, 256)
-        optimizer.step(config.lr)
-    return model.weight.detach()

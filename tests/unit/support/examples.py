@@ -29,6 +29,7 @@ MIXTURE = {"description.family": "qwen3_moe", "description.num_experts": 6}
 NEMO_CLASSES = {"model.implementation": "nemo_automodel"}
 _GRPO = {"algorithm": "grpo"}
 _FP8 = {"model.fp8": "rowwise"}
+_MASTERS = {"model.master_dtype": "bfloat16"}
 _SPLIT_BACKWARD = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.virtual_stages": 2}
 LLAVA = {
     "description.family": "llama",
@@ -152,6 +153,8 @@ EXAMPLES = (
     ),
     # model_rules FLOAT8
     Breach("model.fp8=rowwise with model.dtype=float32: fp8 layers take", {"model.dtype": "float32"}, _FP8),
+    Breach("model.lora with model.master_dtype=bfloat16: adapters are few", {"model.lora": {"rank": 4}}, _MASTERS),
+    Breach("optimizer.name=muon with model.master_dtype=bfloat16", {"optimizer.name": "muon"}, _MASTERS),
     Breach("model.fp8=rowwise with model.lora: adapters have no", {"model.lora": {"rank": 4}}, _FP8),
     Breach("model.fp8=rowwise with parallel.tp=2: split layers", {"parallel.tp": 2}, _FP8),
     Breach("model.fp8=rowwise with model.implementation=nemo_automodel", NEMO_CLASSES, _FP8),

@@ -118,7 +118,9 @@ TEACHER = SHAPES["qwen3_0.6b"] | {"hidden_size": 4096, "intermediate_size": 1228
 TEACHER |= {"num_attention_heads": 32, "tie_word_embeddings": False}
 """A model of 8B parameters, from which a recipe distils."""
 
-DEVICES = {"qwen3_32b": "H100"}
+SHAPES["qwen3_8b"] = TEACHER
+
+DEVICES = {"qwen3_8b": "H100", "qwen3_32b": "H100"}
 """Devices of recipes that are not for an H200."""
 
 FILES = [file for file in CONFIGS.glob("*/*.yaml") if file.stem != "serve"]  # a service is not planned

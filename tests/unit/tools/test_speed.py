@@ -25,7 +25,7 @@ def seconds_of_messages(num_chosen: int, ep: int) -> float:
         parameters=1e9,
         active_parameters=1e8,
         compute=2,
-        master=4,
+        gradient=4,
         microbatch_tokens=8192,
         recomputes_attention=lambda parallel, memory: False,
     )
