@@ -20,19 +20,20 @@ BLOCK = (24, 16)
 """Rows and columns of a block of fp8 weights; the rows divide no weight's."""
 
 
-def save_fp8_model(folder: Path, family: str, *, by_rows: bool = False) -> None:
+def save_fp8_model(
+    folder: Path, family: str, *, by_rows: bool = False, block: tuple[int, int] = BLOCK, **sizes: Any
+) -> None:
     """A tiny model with fp8 projections, with scales of blocks as DeepSeek's files have, or of rows."""
-    save_tiny_model(folder, family, dtype=torch.bfloat16, vocab_size=VOCAB)
+    save_tiny_model(folder, family, dtype=torch.bfloat16, vocab_size=VOCAB, **sizes)
     tensors = load_file(folder / "model.safetensors")
     for name, weight in list(tensors.items()):
         if name.endswith("proj.weight"):
-            block = (1, weight.shape[1]) if by_rows else BLOCK
-            tensors[name], scales = to_fp8(weight, block)
+            tensors[name], scales = to_fp8(weight, (1, weight.shape[1]) if by_rows else block)
             tensors[name + ("_scale" if by_rows else "_scale_inv")] = scales
     if by_rows:
         settings: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
     else:
-        settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]}
+        settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [*block]}
     _write(folder, tensors, settings)
 
 

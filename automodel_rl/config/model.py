@@ -17,6 +17,9 @@ RECOMPUTE_ALL: tuple[Recomputed, ...] = ("full", "offload")
 """Kinds of activation checkpointing with which layers are computed again as a whole."""
 
 
+Base = Literal["plain", "nf4", "stored"]
+
+
 class LoraConfig(Section):
     """Low-rank adapters on linear layers and experts (Hu et al., arXiv:2106.09685); everything else is frozen.
 
@@ -44,10 +47,11 @@ class LoraConfig(Section):
     and projector: all linear layers of that encoder of a multimodal model, and of the projector after it; all-linear
     and names that are not whole mean the language model alone."""
 
-    base: Literal["plain", "nf4"] = "plain"
+    base: Base = "plain"
     """How frozen linear layers and experts of decoder layers are kept on the device. plain: in the dtype that computes.
     nf4: in 4.5 bits a weight (QLoRA; Dettmers et al., arXiv:2305.14314); weights that the checkpoint has in nf4, in
-    blocks of 64, keep their codes, others are quantized when they are loaded. Embedding, head and routers stay plain.
+    blocks of 64, keep their codes, others are quantized when they are loaded. stored: what the checkpoint has in fp8
+    (8.25 bits), MXFP4 (4.25) or nf4 stays so, and computes as if it were plain. Embedding, head and routers stay plain.
     """
 
     modules_to_save: tuple[str, ...] = ()

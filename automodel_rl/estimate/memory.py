@@ -34,9 +34,15 @@ from automodel_rl.block_sizes import block_sizes
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import LayerActivations, LayerForward, keeps_attention, layer_activations
-from automodel_rl.estimate.parameter_sizes import ParameterSize, empty_parts, parameter_sizes, stage_parameters
+from automodel_rl.estimate.parameter_sizes import (
+    ParameterSize,
+    empty_parts,
+    formats_of_base,
+    parameter_sizes,
+    stage_parameters,
+)
 from automodel_rl.families.known import language_config
-from automodel_rl.few_bits import nf4
+from automodel_rl.few_bits.formats import FORMATS
 from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.offloaded_activations import ON_DEVICE
 from automodel_rl.model.parallelise import dtypes_of
@@ -139,8 +145,9 @@ class MemoryModel:
         states = OPTIMIZERS[optimizer.name].state_names(self._model)
         shapes = {name: p.shape for name, p in self._model.named_parameters(remove_duplicate=False)}
         self._moment_bytes = {name: names.value_bytes(gradient, shapes[name]) for name, names in states.items()}
+        self._base = formats_of_base(self._model, model.lora, self._description.quantization)
         # In a pipeline a tied head has a weight of its own.
-        self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2), model.lora))
+        self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2), self._base))
         self.parameters = sum(size.gathered for size in self._whole)
         frozen = [size for size in self._whole if not size.is_trained]
         num_frozen = max(sum(size.gathered for size in frozen), 1)
@@ -193,7 +200,7 @@ class MemoryModel:
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
         """The plan of a step on one layout, with so many microbatches on each data rank."""
         layers = layers_per_stage(self.config.num_hidden_layers, parallel)
-        stages = stage_parameters(list(parameter_sizes(self._model, parallel, self._model_config.lora)), layers)
+        stages = stage_parameters(list(parameter_sizes(self._model, parallel, self._base)), layers)
         how = self._how(parallel, memory)
         of_layer = [self._of_layer(layer, parallel, how) for layer in range(self.config.num_hidden_layers)]
         ends = list(itertools.accumulate(layers))
@@ -248,7 +255,7 @@ class MemoryModel:
         reduction = 2 * layer * self.gradient if parallel.pp == 1 or parallel.reduces_each else 0
         has_head = parallel.num_stages - 1 in indices
         head = self.config.vocab_size // parallel.tp * self.config.hidden_size if self.trains_head and has_head else 0
-        plain = self.compute * max((size.gathered for size in sizes if size.is_in_nf4), default=0)  # one at a time
+        plain = self.compute * max((size.gathered for size in sizes if size.kept_in), default=0)  # one at a time
         messages = head * self.gradient + layer * (self.gradient + self.compute) if parallel.reduces_each else 0
         adds_up = timeline.num_microbatches > 1 or parallel.pp > 1
         sums_whole = adds_up and not parallel.reduces_each
@@ -284,7 +291,7 @@ class MemoryModel:
 
     def _kept(self, size: ParameterSize) -> float:
         """Bytes of a value of a parameter as layers use it."""
-        return nf4.BYTES if size.is_in_nf4 else self.compute
+        return FORMATS[size.kept_in].value_bytes if size.kept_in else self.compute
 
     def _message(self, parallel: ParallelConfig) -> int:
         """Bytes of a message between stages, with the embeddings of next tokens if the MTP layer is trained."""

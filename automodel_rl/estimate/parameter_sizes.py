@@ -2,9 +2,10 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class ParameterSize:
         shape: its shape on a rank before FSDP shards it.
         fsdp_size: number of ranks over which FSDP shards it.
         is_trained: False if it is frozen.
-        is_in_nf4: whether it is frozen and kept in nf4.
+        kept_in: the format of a frozen parameter that is kept in few bits; empty for others.
     """
 
     name: str
@@ -48,7 +49,7 @@ class ParameterSize:
     shape: tuple[int, ...]
     fsdp_size: int
     is_trained: bool
-    is_in_nf4: bool = False
+    kept_in: str = ""
 
     @property
     def gathered(self) -> int:
@@ -116,17 +117,16 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
     return [language, *encoders.values()]
 
 
-def parameter_sizes(model: Any, parallel: ParallelConfig, lora: LoraConfig | None = None) -> Iterator[ParameterSize]:
+def parameter_sizes(
+    model: Any, parallel: ParallelConfig, base: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[ParameterSize]:
     """The size of every parameter on one rank. In a pipeline, a tied head counts as a parameter of its own.
 
     Args:
         model: the model, on the meta device.
         parallel: the layout.
-        lora: the adapters' config, which says how the base is kept; None if there are no adapters.
+        base: formats of the weights that are kept in few bits, by name.
     """
-    kept_in_nf4 = set()
-    if lora is not None and lora.base == "nf4":
-        kept_in_nf4 = {name for name, _ in names_of_base(model)}
     tied = model.config.tie_word_embeddings
     plan = FAMILIES[model.config.model_type].whole_tp_plan(model.config.base_model_tp_plan)
     for name, parameter in model.named_parameters(remove_duplicate=not (tied and parallel.pp > 1)):
@@ -140,7 +140,26 @@ def parameter_sizes(model: Any, parallel: ParallelConfig, lora: LoraConfig | Non
                 shape[dim] //= parallel.tp
         layer = LAYER.match(name)
         number = int(layer.group(1)) if layer else None
-        yield ParameterSize(name, number, tuple(shape), fsdp, parameter.requires_grad, name in kept_in_nf4)
+        yield ParameterSize(name, number, tuple(shape), fsdp, parameter.requires_grad, base.get(name, ""))
+
+
+STORED = {"nf4": "nf4", "mxfp4": "mxfp4", "fp8": "fp8_e4m3"}
+"""Formats in which checkpoints of a quantization have weights."""
+
+
+def formats_of_base(model: Any, lora: LoraConfig | None, quantization: str) -> dict[str, str]:
+    """Formats of the weights that are kept in few bits, by name, as far as config.json tells.
+
+    Args:
+        model: the model, on the meta device.
+        lora: the adapters' config, which says how the base is kept; None if there are no adapters.
+        quantization: the checkpoint's quantization.
+    """
+    if lora is None or lora.base == "plain":
+        return {}
+    name = STORED[quantization] if lora.base == "stored" else lora.base
+    of_base = [of for of, weight in names_of_base(model) if name != "mxfp4" or weight.ndim == 3]  # experts alone
+    return dict.fromkeys(of_base, name)
 
 
 def _split_dim(name: str, plan: dict[str, str]) -> int | None:

@@ -1,14 +1,15 @@
 """The weights of decoder layers that a base in few bits is made of: frozen linear layers and stacks of experts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits.linear import NF4Linear
-from automodel_rl.few_bits.nf4 import BLOCK
-from automodel_rl.few_bits.weight import HOLDER, NF4Weight
+from automodel_rl.few_bits import nf4
+from automodel_rl.few_bits.formats import Kept
+from automodel_rl.few_bits.linear import FewBitsLinear
+from automodel_rl.few_bits.weight import HOLDER, FewBitsWeight
 from automodel_rl.lora.experts import EXPERTS
 from automodel_rl.lora.layers import is_adapter, is_named
 
@@ -16,43 +17,61 @@ STAY_PLAIN = frozenset({"indexer", "gate", "router", "shared_expert_gate"})
 """Names of modules of which nothing is kept in few bits: a small change of a choice is a large one of a result."""
 
 
-def keep_in_nf4(layers: Iterable[nn.Module]) -> None:
-    """Keeps the base of decoder layers without storage in nf4, in place.
+def keep_in_few_bits(layers: Mapping[int, nn.Module], base: Mapping[str, Kept]) -> None:
+    """Keeps weights of decoder layers without storage in few bits, in place.
+
+    Args:
+        layers: the layers, by their numbers.
+        base: how weights are kept, by their names in the model; others stay plain.
+    """
+    for number, layer in layers.items():
+        for path, module, name in list(_places(layer)):
+            how = base.get(_name(number, path))
+            if how is None:
+                continue
+            kept: Any = module
+            held = FewBitsWeight(kept._parameters.pop(name), how)
+            if isinstance(module, nn.Linear):
+                kept.__class__ = FewBitsLinear
+                kept.few_bits = held
+                continue
+            if HOLDER not in dict(kept.named_children()):
+                kept.few_bits = nn.ModuleDict()
+            kept.few_bits[name] = held
+
+
+def all_in_nf4(model: Any) -> dict[str, Kept]:
+    """A base that is all in nf4, of a causal language model with plain weights.
 
     Raises:
         InputError: a weight's rows are not whole blocks.
     """
-    for layer in layers:
-        for path, module, name in list(_places(layer)):
-            kept: Any = module
-            weight = kept._parameters[name]
-            if weight.shape[-1] % BLOCK:
-                raise InputError(
-                    f"model.lora.base=nf4: {path} has rows of {weight.shape[-1]} values, which are not whole blocks of "
-                    f"{BLOCK}: use base=plain"
-                )
-            del kept._parameters[name]
-            if isinstance(module, nn.Linear):
-                kept.__class__ = NF4Linear
-                kept.few_bits = NF4Weight(weight)
-                continue
-            if HOLDER not in dict(kept.named_children()):
-                kept.few_bits = nn.ModuleDict()
-            kept.few_bits[name] = NF4Weight(weight)
+    for name, weight in names_of_base(model):
+        if weight.shape[-1] % nf4.BLOCK:
+            raise InputError(
+                f"model.lora.base=nf4: {name} has rows of {weight.shape[-1]} values, which are not whole blocks of "
+                f"{nf4.BLOCK}: use base=plain"
+            )
+    return {name: Kept("nf4") for name, _ in names_of_base(model)}
 
 
 def names_of_base(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Names and weights that a base in few bits is made of, of a causal language model with plain weights."""
     for number, layer in enumerate(model.model.layers):
         for path, module, name in _places(layer):
-            yield f"model.layers.{number}.{path}", getattr(module, name)
+            yield _name(number, path), getattr(module, name)
 
 
-def nf4_weights(part: nn.Module) -> Iterator[tuple[str, NF4Weight, nn.Module]]:
-    """The weights in nf4 of a part, by the names that plain ones have, with the modules that use them."""
+def _name(number: int, path: str) -> str:
+    """The name in the model of a weight of a layer."""
+    return f"model.layers.{number}.{path}"
+
+
+def few_bits_weights(part: nn.Module) -> Iterator[tuple[str, FewBitsWeight, nn.Module]]:
+    """The weights in few bits of a part, by the names that plain ones have, with the modules that use them."""
     modules = dict(part.named_modules())
     for path, held in modules.items():
-        if isinstance(held, NF4Weight):
+        if isinstance(held, FewBitsWeight):
             owner, _, name = path.rpartition(f".{HOLDER}")
             yield f"{owner}{name or '.weight'}", held, modules[owner]
 

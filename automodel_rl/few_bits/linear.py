@@ -1,4 +1,4 @@
-"""Linear layers whose frozen weight stays in nf4, as a base of adapters (QLoRA; Dettmers et al., arXiv:2305.14314).
+"""Linear layers whose frozen weight stays in few bits, a base of adapters (QLoRA; Dettmers et al., arXiv:2305.14314).
 
 The weight is made plain in the forward, and again in the backward: only codes and scales are kept in between.
 
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automodel_rl.few_bits.weight import NF4Weight, values_of
+from automodel_rl.few_bits.formats import FORMATS
+from automodel_rl.few_bits.weight import FewBitsWeight, values_of
 
 
-class NF4Linear(nn.Linear):
+class FewBitsLinear(nn.Linear):
     """A linear layer with its frozen weight in `few_bits`."""
 
-    few_bits: NF4Weight
+    few_bits: FewBitsWeight
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -25,38 +26,42 @@ class NF4Linear(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         held = self.few_bits
-        output = nf4_product(hidden, held.codes, held.scale_bytes, held.rounded_to, turned=True)
+        output = few_bits_product(hidden, held.codes, held.scale_bytes, held.kept.format, held.rounded_to, turned=True)
         return output if self.bias is None else output + self.bias
 
 
 # An operator: a compiler that saw the plain weight would keep it for the backward. Its gradient is the operator's own,
 # because torch 2.11 keeps what an autograd function makes in a graph that recomputes.
-@torch.library.custom_op("automodel_rl::nf4_product", mutates_args=())
-def nf4_product(tokens: Tensor, codes: Tensor, scale_bytes: Tensor, rounded_to: torch.dtype, turned: bool) -> Tensor:
+@torch.library.custom_op("automodel_rl::few_bits_product", mutates_args=())
+def few_bits_product(
+    tokens: Tensor, codes: Tensor, scale_bytes: Tensor, name: str, rounded_to: torch.dtype, turned: bool
+) -> Tensor:
     """Tokens times the frozen weight of codes and scales, [..., O] to [..., I]; or `turned`, times its transpose.
 
     Args:
         tokens: [..., O], or [..., I] if turned.
-        codes, scale_bytes, rounded_to: those of an `NF4Weight`, whole.
+        codes, scale_bytes, rounded_to: those of a `FewBitsWeight`, whole.
+        name: the name of its format.
         turned: whether the product is with the transpose.
     """
-    weight = values_of(codes, scale_bytes, rounded_to).to(tokens.dtype)
+    weight = values_of(codes, scale_bytes, name, rounded_to).to(tokens.dtype)
     return tokens @ (weight.mT if turned else weight)
 
 
-@nf4_product.register_fake
-def _(tokens: Tensor, codes: Tensor, scale_bytes: Tensor, rounded_to: torch.dtype, turned: bool) -> Tensor:
-    outputs, half = codes.shape
-    return tokens.new_empty(*tokens.shape[:-1], outputs if turned else 2 * half)
+@few_bits_product.register_fake
+def _(tokens: Tensor, codes: Tensor, scale_bytes: Tensor, name: str, rounded_to: torch.dtype, turned: bool) -> Tensor:
+    outputs, width = codes.shape
+    return tokens.new_empty(*tokens.shape[:-1], outputs if turned else width * FORMATS[name].per_byte)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, codes, scale_bytes, ctx.rounded_to, ctx.turned = inputs
+    _, codes, scale_bytes, ctx.name, ctx.rounded_to, ctx.turned = inputs
     ctx.save_for_backward(codes, scale_bytes)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    return nf4_product(gradient, *ctx.saved_tensors, ctx.rounded_to, not ctx.turned), None, None, None, None
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    of_tokens = few_bits_product(gradient, *ctx.saved_tensors, ctx.name, ctx.rounded_to, not ctx.turned)
+    return of_tokens, None, None, None, None, None
 
 
-nf4_product.register_autograd(_backward, setup_context=_keep)
+few_bits_product.register_autograd(_backward, setup_context=_keep)

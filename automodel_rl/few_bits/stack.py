@@ -1,5 +1,5 @@
-"""Products of experts whose frozen, stacked weights stay in nf4. A stack is made plain in the forward, and again in the
-backward.
+"""Products of experts whose frozen, stacked weights stay in few bits. A stack is made plain in the forward, and again
+in the backward.
 
 Shape letters: e experts of this rank, s slots, in and out the sizes of a matrix.
 """
@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from automodel_rl.few_bits.weight import NF4Weight, values_of
+from automodel_rl.few_bits.formats import FORMATS
+from automodel_rl.few_bits.weight import FewBitsWeight, values_of
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.support.model_rules import GROUPED_MULTIPLE
 
@@ -23,45 +24,59 @@ def grouped_product(inputs: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:
     return torch.cat([stretch @ matrix for stretch, matrix in zip(stretches, weight, strict=True)])
 
 
-def frozen_grouped_product(inputs: Tensor, held: NF4Weight, is_transposed: bool, counts_e: Tensor) -> Tensor:
-    """`grouped_product` with a stack in nf4, [e, out, in], or [e, in, out] if it is transposed."""
+def frozen_grouped_product(inputs: Tensor, held: FewBitsWeight, is_transposed: bool, counts_e: Tensor) -> Tensor:
+    """`grouped_product` with a stack in few bits, [e, out, in], or [e, in, out] if it is transposed."""
     codes, scale_bytes = local_tensor(held.codes), local_tensor(held.scale_bytes)
-    return nf4_grouped_product(inputs, codes, scale_bytes, counts_e, held.rounded_to, not is_transposed)
+    turned = is_transposed == held.kept.is_turned
+    return few_bits_grouped_product(inputs, codes, scale_bytes, counts_e, held.kept.format, held.rounded_to, turned)
 
 
 # An operator with a gradient of its own, as in linear.py.
-@torch.library.custom_op("automodel_rl::nf4_grouped_product", mutates_args=())
-def nf4_grouped_product(
-    inputs: Tensor, codes: Tensor, scale_bytes: Tensor, counts_e: Tensor, rounded_to: torch.dtype, turned: bool
+@torch.library.custom_op("automodel_rl::few_bits_grouped_product", mutates_args=())
+def few_bits_grouped_product(
+    inputs: Tensor,
+    codes: Tensor,
+    scale_bytes: Tensor,
+    counts_e: Tensor,
+    name: str,
+    rounded_to: torch.dtype,
+    turned: bool,
 ) -> Tensor:
     """Each expert's slots times its frozen matrix of codes and scales; or, `turned`, times its transpose.
 
     Args:
         inputs: [s, in].
-        codes, scale_bytes, rounded_to: those of an `NF4Weight`, of this rank's experts.
+        codes, scale_bytes, rounded_to: those of a `FewBitsWeight`, of this rank's experts.
+        name: the name of its format.
         counts_e: slots of each expert.
         turned: whether the product is with transposes of the stored matrices.
     """
-    weight = values_of(codes, scale_bytes, rounded_to).to(inputs.dtype)
+    weight = values_of(codes, scale_bytes, name, rounded_to).to(inputs.dtype)
     return grouped_product(inputs, weight.mT if turned else weight, counts_e)
 
 
-@nf4_grouped_product.register_fake
+@few_bits_grouped_product.register_fake
 def _(
-    inputs: Tensor, codes: Tensor, scale_bytes: Tensor, counts_e: Tensor, rounded_to: torch.dtype, turned: bool
+    inputs: Tensor,
+    codes: Tensor,
+    scale_bytes: Tensor,
+    counts_e: Tensor,
+    name: str,
+    rounded_to: torch.dtype,
+    turned: bool,
 ) -> Tensor:
-    rows, half = codes.shape[1:]
-    return inputs.new_empty(len(inputs), rows if turned else 2 * half)
+    rows, width = codes.shape[1:]
+    return inputs.new_empty(len(inputs), rows if turned else width * FORMATS[name].per_byte)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, codes, scale_bytes, counts_e, ctx.rounded_to, ctx.turned = inputs
+    _, codes, scale_bytes, counts_e, ctx.name, ctx.rounded_to, ctx.turned = inputs
     ctx.save_for_backward(codes, scale_bytes, counts_e)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-    of_inputs = nf4_grouped_product(gradient.contiguous(), *ctx.saved_tensors, ctx.rounded_to, not ctx.turned)
-    return of_inputs, None, None, None, None, None
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    how = ctx.name, ctx.rounded_to, not ctx.turned
+    return few_bits_grouped_product(gradient.contiguous(), *ctx.saved_tensors, *how), None, None, None, None, None, None
 
 
-nf4_grouped_product.register_autograd(_backward, setup_context=_keep)
+few_bits_grouped_product.register_autograd(_backward, setup_context=_keep)

@@ -1,10 +1,10 @@
-"""Frozen weights that stay in nf4: codes and scales in place of values (QLoRA; Dettmers et al., arXiv:2305.14314).
+"""Frozen weights that stay in few bits: codes and scales in place of values (QLoRA; Dettmers et al., arXiv:2305.14314).
 
-Shape letters: ... outputs, with experts before them in a stack; I values of a row, B values of a block.
+Shape letters: ... outputs, with experts before them in a stack; I values of a row, b blocks of a row.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,78 +12,103 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_rl.compat.compilation import compile_for_any_size
-from automodel_rl.few_bits.nf4 import BLOCK, dequantize
-from automodel_rl.parallel.sharding import local_tensor, shard_parameter
+from automodel_rl.few_bits.formats import FORMATS, Format, Kept
+from automodel_rl.parallel.sharding import Box, local_tensor, shard_parameter
 
 HOLDER = "few_bits"
 """Name of the submodule that has a module's codes and scales in place of its weights."""
 
 
-class NF4Weight(nn.Module):
-    """A weight [..., I] in nf4. Both parameters are bytes: FSDP casts other parameters of a unit to one dtype.
+class FewBitsWeight(nn.Module):
+    """A weight [..., I] in few bits. Both parameters are bytes: FSDP casts other parameters of a unit to one dtype.
 
     Args:
         weight: the weight, without storage. A DTensor is cut along its first dim over a one-axis mesh, and so are codes
             and scales.
+        kept: how it is kept.
 
     Attributes:
-        codes: two codes in a byte, uint8 [..., I / 2].
-        scale_bytes: the bytes of float32 scales, uint8 [..., 4 I / B].
+        codes: uint8 [..., I] in as many bytes as the format takes.
+        scale_bytes: the bytes of scales, uint8 [..., as many as b take].
         rounded_to: the dtype to which values are rounded: that of the weight that was quantized.
     """
 
     codes: nn.Parameter
     scale_bytes: nn.Parameter
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, kept: Kept):
         super().__init__()
-        self.rounded_to = torch.float32
-        *outputs, inputs = weight.shape
-        for name, width in (("codes", inputs // 2), ("scale_bytes", inputs // BLOCK * 4)):
+        self.rounded_to, self.kept = torch.float32, kept
+        *outputs, inputs = (weight.mT if kept.is_turned else weight).shape
+        for name, width in zip(("codes", "scale_bytes"), self.format.widths(inputs), strict=True):
             empty = torch.empty(*outputs, width, dtype=torch.uint8, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
             if isinstance(weight, DTensor):
                 shard_parameter(self, name, weight.device_mesh, dim=0)
 
     @property
+    def format(self) -> Format:
+        """Its format."""
+        return FORMATS[self.kept.format]
+
+    @property
     def scales(self) -> Tensor:
-        """Scales of this rank's rows, float32 [..., I / B], which share memory with their bytes."""
-        return local_tensor(self.scale_bytes).view(torch.float32)
+        """Scales of this rank's rows, float32 [..., b]."""
+        return self.format.scales(local_tensor(self.scale_bytes))
+
+    def numbers(self) -> Iterator[Tensor]:
+        """Numbers of which one is not finite if a value is not: scales, and codes that may stand for such values."""
+        yield self.scales
+        if self.format.per_byte == 1:
+            yield FORMATS[self.kept.format].dequantize(local_tensor(self.codes), local_tensor(self.scale_bytes))
 
     def values(self) -> Tensor:
-        """The values of this rank's rows, [..., I] in the dtype to which they are rounded."""
-        return values_of(local_tensor(self.codes), local_tensor(self.scale_bytes), self.rounded_to)
+        """The values of this rank's part of the model's weight, in the dtype to which they are rounded."""
+        codes, scale_bytes = local_tensor(self.codes), local_tensor(self.scale_bytes)
+        return self._as_in_model(values_of(codes, scale_bytes, self.kept.format, self.rounded_to))
 
     def plain(self) -> Tensor:
-        """A tensor without storage that is laid out over ranks as the plain weight would be, [..., I]."""
-        local = torch.empty(*local_tensor(self.codes).shape[:-1], 2 * self.codes.shape[-1], device="meta")
+        """A tensor without storage that is laid out over ranks as the plain weight would be."""
+        columns = self.codes.shape[-1] * self.format.per_byte
+        local = self._as_in_model(torch.empty(*local_tensor(self.codes).shape[:-1], columns, device="meta"))
         if not isinstance(self.codes, DTensor):
             return local
-        shape = torch.Size((*self.codes.shape[:-1], local.shape[-1]))
+        shape = self._as_in_model(torch.empty(*self.codes.shape[:-1], columns, device="meta")).shape
         strides = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             local, self.codes.device_mesh, self.codes.placements, run_check=False, shape=shape, stride=strides
         )
 
+    def turned(self, box: Box) -> Box:
+        """A box of the model's weight as one of codes and scales, with columns counted in values."""
+        return (*box[:-2], box[-1], box[-2]) if self.kept.is_turned else box
 
-def values_of(codes: Tensor, scale_bytes: Tensor, rounded_to: torch.dtype) -> Tensor:
-    """The values of codes and of the bytes of scales, [..., I] in the dtype to which they are rounded."""
-    scales = scale_bytes.view(torch.float32)
-    return (_rounded_at_once() if codes.is_cuda else _rounded)(codes, scales, rounded_to)
+    def _as_in_model(self, rows: Tensor) -> Tensor:
+        return rows.mT if self.kept.is_turned else rows
+
+
+def values_of(codes: Tensor, scale_bytes: Tensor, name: str, rounded_to: torch.dtype) -> Tensor:
+    """The values of codes and of the bytes of scales, [..., I] in the dtype to which they are rounded.
+
+    Args:
+        codes, scale_bytes, rounded_to: those of a `FewBitsWeight`.
+        name: the name of its format.
+    """
+    return (_at_once(name) if codes.is_cuda else _rounded)(codes, scale_bytes, name, rounded_to)
 
 
 @functools.cache
-def _rounded_at_once() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
-    """`_rounded` in one kernel: written out, it takes 15 bytes for each value for a moment."""
+def _at_once(name: str) -> Callable[[Tensor, Tensor, str, torch.dtype], Tensor]:
+    """`_rounded` in one kernel for a format: written out, nf4 takes 15 bytes for each value for a moment."""
     return compile_for_any_size(_rounded)
 
 
-def _rounded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return dequantize(codes, scales).to(dtype)
+def _rounded(codes: Tensor, scale_bytes: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    return FORMATS[name].dequantize(codes, scale_bytes).to(dtype)
 
 
-def nf4_weight_of(module: nn.Module, name: str) -> Any:
-    """The `NF4Weight` in place of one of several weights of a module; None if it is plain."""
+def few_bits_weight_of(module: nn.Module, name: str) -> Any:
+    """The `FewBitsWeight` in place of one of several weights of a module; None if it is plain."""
     held = dict(module.named_children()).get(HOLDER)
     return None if held is None else dict(held.named_children()).get(name)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits.nf4 import quantiles_of
+from automodel_rl.few_bits.formats import Kept
+from automodel_rl.few_bits.nf4 import BLOCK, quantiles_of
 from automodel_rl.hf.stored import Opened, PlainTensor
 from automodel_rl.parallel.sharding import Box
 
@@ -65,9 +66,11 @@ class NF4Tensor:
         rows = values[first : first + (box[0].stop - box[0].start) * row].view(-1, *self.shape[1:])
         return rows[(slice(None), *box[1:])].to(self.dtype)
 
+    @property
+    def kept(self) -> Kept | None:
+        return Kept("nf4") if self.block == BLOCK and self.shape[-1] % BLOCK == 0 else None
+
     def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
-        """Codes, uint8 [..., I / 2], and scales, float32 [..., I / B], of a box of whole blocks. Rows must be whole
-        blocks."""
         row = math.prod(self.shape[1:])
         start, stop = box[0].start * row // self.block, box[0].stop * row // self.block
         codes, scales = self._blocks(opened, start, stop)
@@ -76,7 +79,7 @@ class NF4Tensor:
             columns = slice(box[-1].start // size, box[-1].stop // size)
             return packed.view(-1, *self.shape[1:-1], self.shape[-1] // size)[(slice(None), *box[1:-1], columns)]
 
-        return part(codes, 2), part(scales, self.block)
+        return part(codes, 2), part(scales, self.block).contiguous().view(torch.uint8)
 
     def _blocks(self, opened: Opened, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Codes, uint8, and scales, float32, of consecutive blocks."""

@@ -1,8 +1,7 @@
 """Tensors of a checkpoint, plain or quantized. All are read as plain values, only the part that is asked for.
 
 Three kinds of quantized tensors are known: fp8 weights with a scale for each block, row or tensor (DeepSeek-V3,
-arXiv:2412.19437, section 3.3.2), MXFP4 (OCP Microscaling Formats 1.0), in which gpt-oss keeps its experts, and nf4 of
-bitsandbytes (few_bits/nf4.py).
+arXiv:2412.19437, section 3.3.2), MXFP4 (few_bits/mxfp4.py), and nf4 of bitsandbytes (few_bits/nf4.py).
 """
 
 from collections.abc import Mapping
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 
 from automodel_rl.errors import InputError
+from automodel_rl.few_bits import mxfp4
+from automodel_rl.few_bits.formats import FP8_BLOCK, Kept
 from automodel_rl.hf.bitsandbytes import NF4Tensor, nf4_tensors
 from automodel_rl.hf.stored import DTYPES, Opened, PlainTensor, StoredTensor
 from automodel_rl.parallel.sharding import Box
@@ -24,12 +25,6 @@ SCALES = ("_scale_inv", "_scale")
 
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 """What the names of MXFP4 tensors add to that of the weight."""
-
-MXFP4_BLOCK = 32
-"""Values of a row that share an exponent; two of them are in a byte, the first in its lower half."""
-
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The values of E2M1, by their bits."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +66,30 @@ class ScaledTensor:
 
     def read(self, opened: Opened, box: Box) -> Tensor:
         values = self.weight.read(opened, box).float()
+        return values * self._scales(opened, box, 1)
+
+    @property
+    def kept(self) -> Kept | None:
+        columns = self.block[-1]
+        fits = columns == self.shape[-1] or columns % FP8_BLOCK == 0
+        return Kept("fp8_e4m3" if self.weight.dtype == FP8[0] else "fp8_e5m2") if fits else None
+
+    def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
+        codes = self.weight.read(opened, box).contiguous().view(torch.uint8)
+        scales = self._scales(opened, box, FP8_BLOCK).expand(*codes.shape[:-1], -(-codes.shape[-1] // FP8_BLOCK))
+        return codes, scales.contiguous().view(torch.uint8)
+
+    def _scales(self, opened: Opened, box: Box, every: int) -> Tensor:
+        """Scales of the first of every so many values of a row, for a box, float32. They expand to its shape."""
         if len(self.scales.shape) < len(self.shape):
             scales = self.scales.read(opened, tuple(slice(0, size) for size in self.scales.shape)).float()
-            return values * (scales[:, None][box[0]] if scales.numel() > 1 else scales)
+            of_first = scales.view(-1, *[1] * (len(box) - 1))
+            return of_first if scales.numel() == 1 else of_first[box[0]]
         blocks = tuple(slice(p.start // size, -(-p.stop // size)) for p, size in zip(box, self.block, strict=True))
         scales = self.scales.read(opened, blocks).float()
         for dim, (part, size) in enumerate(zip(box, self.block, strict=True)):
             scales = scales.repeat_interleave(size, dim).narrow(dim, part.start % size, part.stop - part.start)
-        return values * scales
+        return scales[..., ::every]
 
 
 @dataclass(frozen=True)
@@ -96,17 +107,25 @@ class MXFP4Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         experts, outputs, count, _ = self.blocks.shape
-        return (experts, count * MXFP4_BLOCK, outputs)
+        return (experts, count * mxfp4.BLOCK, outputs)
 
     def read(self, opened: Opened, box: Box) -> Tensor:
         experts, inputs, outputs = box
-        count = slice(inputs.start // MXFP4_BLOCK, -(-inputs.stop // MXFP4_BLOCK))
-        packed = self.blocks.read(opened, (experts, outputs, count, slice(0, MXFP4_BLOCK // 2)))
-        exponents = self.exponents.read(opened, (experts, outputs, count)).int() - 127
-        values = torch.tensor(FP4)[torch.stack([packed & 0xF, packed >> 4], -1).int().flatten(-2)]
-        values = torch.ldexp(values, exponents[..., None]).flatten(-2)
-        start = inputs.start % MXFP4_BLOCK
+        count = slice(inputs.start // mxfp4.BLOCK, -(-inputs.stop // mxfp4.BLOCK))
+        whole = slice(count.start * mxfp4.BLOCK, count.stop * mxfp4.BLOCK)
+        values = mxfp4.dequantize(*self.read_packed(opened, (experts, outputs, whole)))
+        start = inputs.start % mxfp4.BLOCK
         return values[..., start : start + inputs.stop - inputs.start].transpose(1, 2)
+
+    @property
+    def kept(self) -> Kept | None:
+        return Kept("mxfp4", is_turned=True)
+
+    def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
+        *rows, columns = box
+        count = slice(columns.start // mxfp4.BLOCK, columns.stop // mxfp4.BLOCK)
+        packed = self.blocks.read(opened, (*rows, count, slice(0, mxfp4.BLOCK // 2)))
+        return packed.flatten(-2), self.exponents.read(opened, (*rows, count))
 
 
 def stored_tensors(

@@ -13,17 +13,18 @@ import xxhash
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
+from automodel_rl.config.model import Base
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
 from automodel_rl.families.known import COMPOSITES, SAME_AS, TEXT, checkpoint_family, left_out, text_model_config
-from automodel_rl.few_bits.base import nf4_weights
-from automodel_rl.few_bits.nf4 import BLOCK, dequantize, quantize
-from automodel_rl.few_bits.weight import NF4Weight, is_few_bits
-from automodel_rl.hf.bitsandbytes import NF4Tensor
+from automodel_rl.few_bits.base import all_in_nf4, few_bits_weights, names_of_base
+from automodel_rl.few_bits.formats import Kept
+from automodel_rl.few_bits.nf4 import dequantize, quantize
+from automodel_rl.few_bits.weight import FewBitsWeight, is_few_bits
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import TurnedTensor, stored_dtype, stored_tensors
-from automodel_rl.hf.stored import Opened, PlainTensor
+from automodel_rl.hf.stored import Opened, PackedTensor, PlainTensor, StoredTensor
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import initialise, is_adapter
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
@@ -127,7 +128,7 @@ class Checkpoint:
     def read_in_nf4(self, name: str) -> Tensor:
         """A whole tensor as a base in nf4 has it: as it is if it is stored so, else quantized and made plain again."""
         tensor, stored = self.read(name), self._tensors[name]
-        if isinstance(stored, NF4Tensor) and stored.block == BLOCK:
+        if self._kept(stored) == Kept("nf4"):
             return tensor
         return dequantize(*quantize(tensor)).to(tensor.dtype)
 
@@ -250,29 +251,68 @@ class Checkpoint:
                     overlap = piece.overlap(box) if box else ((), ())
                     if overlap is not None:
                         local[overlap[1]].copy_(self._tensors[piece.name].read(opened, overlap[0]))
-            for name, held, _ in nf4_weights(part):
-                self._fill_nf4(name, held, opened)
+            for name, held, _ in few_bits_weights(part):
+                self._fill_few_bits(name, held, opened)
             if self.files.adapters is not None:
                 for name, tensor in part.named_parameters():
                     self.files.adapters.fill(name, tensor, self.family)
 
-    def _fill_nf4(self, name: str, weight: NF4Weight, opened: Opened) -> None:
-        """Fills a weight in nf4. Blocks that the files have in nf4 are copied; others are quantized."""
-        plain, codes = weight.plain(), local_tensor(weight.codes)
+    def base_in_few_bits(self, base: Base, model: Any) -> dict[str, Kept]:
+        """How weights of an adapters' base are kept in few bits, by their names; plain ones are left out.
+
+        Args:
+            base: `LoraConfig.base`.
+            model: the whole causal language model, without storage.
+
+        Raises:
+            InputError: a weight cannot be kept so.
+        """
+        if base == "plain":
+            return {}
+        if base == "nf4":
+            return all_in_nf4(model)
+        stored = {name: self._stored_base(name, tuple(weight.shape)) for name, weight in names_of_base(model)}
+        return {name: kept for name, kept in stored.items() if kept is not None}
+
+    def _stored_base(self, name: str, shape: tuple[int, ...]) -> Kept | None:
+        """How a weight is kept as it is stored; None if it is stored plain."""
+        whole = tuple(slice(0, size) for size in shape)
+        places = [(self._tensors[piece.name], piece.overlap(whole)) for piece in pieces(name, shape, self.family)]
+        if all(isinstance(stored, PlainTensor) for stored, _ in places):
+            return None
+        kept, *others = {self._kept(stored) for stored, _ in places}
+        # Pieces lie beside one another along rows, not along columns.
+        if kept is None or others or any(place is None or place[1][-1] != whole[-1] for _, place in places):
+            raise InputError(
+                f"model.lora.base=stored: {self.folder} has {name} in blocks or parts that cannot be kept so: use "
+                "base=plain or nf4"
+            )
+        return kept
+
+    @staticmethod
+    def _kept(stored: StoredTensor) -> Kept | None:
+        return stored.kept if isinstance(stored, PackedTensor) else None
+
+    def _fill_few_bits(self, name: str, weight: FewBitsWeight, opened: Opened) -> None:
+        """Fills a weight in few bits. What the files have so is copied; other values become nf4."""
+        plain, targets = weight.plain(), (local_tensor(weight.codes), local_tensor(weight.scale_bytes))
         box = local_box(plain)
         for piece in pieces(name, tuple(plain.shape), self.family):
             overlap, stored = piece.overlap(box), self._tensors[piece.name]
             weight.rounded_to = stored_dtype(stored)  # also on a rank without rows
             if overlap is None:
                 continue
-            inside, (*rows, columns) = overlap
-            if isinstance(stored, NF4Tensor) and stored.block == BLOCK and stored.shape[-1] % BLOCK == 0:
+            inside, held = (weight.turned(box) for box in overlap)
+            if isinstance(stored, PackedTensor) and stored.kept == weight.kept:
                 found = stored.read_packed(opened, inside)
             else:
+                assert weight.kept == Kept("nf4")
                 self.quantized_here.append(piece.name)
-                found = quantize(stored.read(opened, inside).to(codes.device))
-            for target, part, size in ((codes, found[0], 2), (weight.scales, found[1], BLOCK)):
-                target[*rows, slice(columns.start // size, columns.stop // size)].copy_(part)
+                codes, scales = quantize(stored.read(opened, inside).to(targets[0].device))
+                found = codes, scales.view(torch.uint8)
+            starts, stops = (weight.format.widths(end) for end in (held[-1].start, held[-1].stop))
+            for target, part, start, stop in zip(targets, found, starts, stops, strict=True):
+                target[(*held[:-1], slice(start, stop))].copy_(part)
 
 
 def _initialise_head(weight: Tensor, deviation: float) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.families.known import CheckpointFamily
-from automodel_rl.few_bits.base import nf4_weights
-from automodel_rl.few_bits.linear import NF4Linear
-from automodel_rl.few_bits.weight import NF4Weight, is_few_bits
+from automodel_rl.few_bits.base import few_bits_weights
+from automodel_rl.few_bits.linear import FewBitsLinear
+from automodel_rl.few_bits.weight import FewBitsWeight, is_few_bits
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import stored_buffers
@@ -48,13 +48,15 @@ def merged_sources(
         elif not is_adapter(name) and not is_few_bits(name):
             sources.append(Source.of(name, parameter, dtype, is_frozen=not parameter.requires_grad))
     for part in parts:
-        sources += [_nf4_source(*place, dtype, downs) for place in nf4_weights(part)]
+        sources += [_few_bits_source(*place, dtype, downs) for place in few_bits_weights(part)]
     buffers = [named_buffer for part in parts for named_buffer in stored_buffers(part)]
     return sources + [Source.of(name, buffer, buffer.dtype) for name, buffer in buffers]
 
 
-def _nf4_source(name: str, held: NF4Weight, module: nn.Module, dtype: torch.dtype, downs: dict[Any, Tensor]) -> Source:
-    """The source of a weight in nf4, as plain values, with its adapters merged if it has some.
+def _few_bits_source(
+    name: str, held: FewBitsWeight, module: nn.Module, dtype: torch.dtype, downs: dict[Any, Tensor]
+) -> Source:
+    """The source of a weight in few bits, as plain values, with its adapters merged if it has some.
 
     Args:
         name: its name where it is plain.
@@ -67,7 +69,7 @@ def _nf4_source(name: str, held: NF4Weight, module: nn.Module, dtype: torch.dtyp
     read: Callable[[], Tensor] = held.values
     if module in downs:
         read = functools.partial(merge, module, downs[module])
-    elif not isinstance(module, NF4Linear) and adapter_of(module, in_module) is not None:
+    elif not isinstance(module, FewBitsLinear) and adapter_of(module, in_module) is not None:
         read = functools.partial(merge_stack, module, in_module, held.values)
     return Source(name, held.plain(), dtype, read, is_frozen=read == held.values)
 

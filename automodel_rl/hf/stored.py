@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from automodel_rl.few_bits.formats import Kept
 from automodel_rl.parallel.sharding import Box
 
 DTYPES = {
@@ -40,6 +41,22 @@ class StoredTensor(Protocol):
 
     def read(self, opened: Opened, box: Box) -> Tensor:
         """The values in a box: in the file's dtype, or float32 if they are quantized."""
+        ...
+
+
+@runtime_checkable
+class PackedTensor(StoredTensor, Protocol):
+    """A quantized tensor whose codes and scales may be kept as they are.
+
+    Attributes:
+        kept: how a weight of the model is kept then; None if its blocks are not those of the format.
+    """
+
+    @property
+    def kept(self) -> Kept | None: ...
+
+    def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
+        """Codes and bytes of scales of whole rows, as in a `FewBitsWeight`. The box is of the stored matrices."""
         ...
 
 

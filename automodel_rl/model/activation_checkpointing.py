@@ -25,8 +25,8 @@ KEPT = (
     "torch_attn::_varlen_attn",
     "flash_attn_3::_flash_attn_forward",
     "automodel_rl::flash_sinks",
-    "automodel_rl::nf4_product",
-    "automodel_rl::nf4_grouped_product",
+    "automodel_rl::few_bits_product",
+    "automodel_rl::few_bits_grouped_product",
 )
 """Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work."""
 

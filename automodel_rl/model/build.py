@@ -1,6 +1,7 @@
 """Builds the whole model without storage, from classes of transformers or of nemo_automodel."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from automodel_rl.families.known import (
     language_family,
     multimodal_family,
 )
+from automodel_rl.few_bits.formats import Kept
 from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_experts
 from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.attention import register_attention
@@ -38,11 +40,13 @@ class EmptyModel:
         config: the config of the whole model.
         language: a causal language model, or a module with the same names.
         encoders: the encoders by component; none for a model that only reads text.
+        base: how weights of an adapters' base are kept in few bits, by their names; others are plain.
     """
 
     config: PretrainedConfig
     language: Any
     encoders: dict[str, EncoderPart]
+    base: Mapping[str, Kept] = field(default_factory=dict)
 
     @property
     def parts(self) -> list[Any]:

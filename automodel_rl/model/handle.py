@@ -19,7 +19,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import CheckpointFamily, checkpoint_family, language_family, num_deepstack
-from automodel_rl.few_bits.base import nf4_weights
+from automodel_rl.few_bits.base import few_bits_weights
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.hf.read import Checkpoint, read_whole_config
@@ -121,7 +121,8 @@ class ModelHandle:
         self.stages = split_model(empty.language, self.layout, model.implementation)
         language = [stage.part for stage in self.stages]
         self.num_deepstack = num_deepstack(self.whole_config)
-        self.extras = [parallelise(part, self.layout, model, memory, self.whole_config) for part in language]
+        how = (self.layout, model, memory, self.whole_config, empty.base)
+        self.extras = [parallelise(part, *how) for part in language]
         self.components = [Component("language", language, self.layout)] if language else []
         self.trained_encoders = {n for n, of in empty.encoders.items() if any(p.requires_grad for p in of.parameters())}
         self.partial_in_encoders: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -219,6 +220,8 @@ class ModelHandle:
         if not is_trained:
             for part in empty.parts:
                 part.requires_grad_(False)
+        if lora is not None:
+            empty = replace(empty, base=checkpoint.base_in_few_bits(lora.base, empty.language))
         handle = cls(empty, meshes, model.model_copy(update={"lora": lora}), memory, checkpoint.family)
         handle._name = files.name
         handle._checkpoint, handle.unused_tensors = checkpoint, unused
@@ -493,14 +496,14 @@ class ModelHandle:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
-    def _weights_or_scales(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's weights; of those in few bits the scales, which are not finite if a value was not."""
+    def _finite_if_weights_are(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's weights; of those in few bits numbers that are not finite if a value is not."""
         yield from ((name, local_tensor(parameter)) for name, parameter in self.named_parameters())
         for part in self.parts:
-            yield from ((name, held.scales) for name, held, _ in nf4_weights(part))
+            yield from ((name, of) for name, held, _ in few_bits_weights(part) for of in held.numbers())
 
     def _check_finite(self) -> None:
-        bad = next((name for name, tensor in self._weights_or_scales() if not tensor.isfinite().all()), None)
+        bad = next((name for name, tensor in self._finite_if_weights_are() if not tensor.isfinite().all()), None)
         for name in gather_objects(bad, self.layout.world_control):
             if name is not None:
                 raise InputError(

@@ -1,6 +1,6 @@
 """Lays out a part without storage over ranks, in steps (`STEPS`)."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES, num_deepstack, padded_ids
-from automodel_rl.few_bits.base import keep_in_nf4
+from automodel_rl.few_bits.base import keep_in_few_bits
+from automodel_rl.few_bits.formats import Kept
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.lora.split import split_adapters
 from automodel_rl.mixture.experts import experts_of
@@ -100,12 +101,22 @@ class PartInProgress:
         model: the model's config: its precision, and how routers are trained.
         memory: what is recomputed or compiled.
         whole: the config of the whole model.
+        base: how weights of an adapters' base are kept in few bits, by their names in the model.
 
     Attributes:
         counts: whether layers count something once for each microbatch: loads of experts, or losses of indexers.
     """
 
-    def __init__(self, part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, whole: PretrainedConfig):
+    def __init__(
+        self,
+        part: Any,
+        layout: Layout,
+        model: ModelConfig,
+        memory: MemoryConfig,
+        whole: PretrainedConfig,
+        base: Mapping[str, Kept],
+    ):
+        self.base = base
         self.part, self.layout, self.model, self.memory, self.whole = part, layout, model, memory, whole
         self.family, self.compute = FAMILIES[part.config.model_type], dtypes_of(model).compute
         self.compiled = memory.compile is True  # `auto` has been decided by ModelHandle.from_pretrained
@@ -163,18 +174,18 @@ def replace_layer_forwards(work: PartInProgress) -> None:
 
 
 def keep_base_in_few_bits(work: PartInProgress) -> None:
-    """Keeps frozen linear layers and experts of decoder layers in few bits, if adapters are to have such a base.
+    """Keeps frozen linear layers and experts of decoder layers in few bits, if the base is to be kept so.
 
     Raises:
         InputError: this torch cannot gather bytes.
     """
-    if work.model.lora is not None and work.model.lora.base == "nf4":
+    if work.base:
         if work.layout.parallel.fsdp_size > 1 and TORCH < (2, 13):  # checked with 2.13; 2.11 casts them
             raise InputError(
-                "model.lora.base=nf4 with parallel.dp_shard x cp of 2 or more: FSDP of this torch cannot gather bytes: "
+                "a base in few bits with parallel.dp_shard x cp of 2 or more: FSDP of this torch cannot gather bytes: "
                 "use torch 2.13 or newer, base=plain, or parallel.pp"
             )
-        keep_in_nf4(work.layers.values())
+        keep_in_few_bits(work.layers, work.base)
 
 
 def add_adapters_and_float8(work: PartInProgress) -> None:
@@ -254,9 +265,16 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
 """The order in which weights are cut, and forwards replaced and wrapped: each step takes what those before it left."""
 
 
-def parallelise(part: Any, layout: Layout, model: ModelConfig, memory: MemoryConfig, whole: PretrainedConfig) -> Extras:
+def parallelise(
+    part: Any,
+    layout: Layout,
+    model: ModelConfig,
+    memory: MemoryConfig,
+    whole: PretrainedConfig,
+    base: Mapping[str, Kept],
+) -> Extras:
     """Lays out a causal language model, or a part of one, in place. The arguments are those of `PartInProgress`."""
-    work = PartInProgress(part, layout, model, memory, whole)
+    work = PartInProgress(part, layout, model, memory, whole, base)
     for step in STEPS:
         step(work)
     return Extras(work.scope, work.replay, work.watch, work.partial, work.indexer_loss)

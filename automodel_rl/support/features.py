@@ -65,13 +65,15 @@ def _saved_modules(asked: Combination) -> str:
     return "" if lora is None or not lora.modules_to_save else f"model.lora.modules_to_save={[*lora.modules_to_save]}"
 
 
-def _nf4_base(asked: Combination) -> str:
+def _base_in_few_bits(asked: Combination) -> str:
     lora = asked.model.lora
     return "" if lora is None or lora.base == "plain" else f"model.lora.base={lora.base}"
 
 
 def _own_nf4_base(asked: Combination) -> str:
-    return "" if asked.description.quantization == "nf4" else _nf4_base(asked)
+    lora = asked.model.lora
+    is_quantized_here = lora is not None and lora.base == "nf4" and asked.description.quantization != "nf4"
+    return _base_in_few_bits(asked) if is_quantized_here else ""
 
 
 def _sent_plain(asked: Combination) -> str:
@@ -198,7 +200,7 @@ LORA = Feature("LoRA", _lora)
 LORA_DROPOUT = Feature("dropout of adapters", _lora_dropout)
 EXPERT_ADAPTERS = Feature("adapters of experts", _expert_adapters)
 SAVED_MODULES = Feature("modules to save", _saved_modules)
-NF4_BASE = Feature("a base in nf4", _nf4_base)
+BASE_IN_FEW_BITS = Feature("a base in few bits", _base_in_few_bits)
 OWN_NF4_BASE = Feature("a base in nf4 of a checkpoint that is not", _own_nf4_base)
 FROZEN = Feature("frozen parts", lambda asked: _when(bool(asked.model.frozen), "model.frozen"))
 AUX_LOSS = Feature("the auxiliary loss of routers", _aux_loss)

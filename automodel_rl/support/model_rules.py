@@ -253,10 +253,21 @@ LORA = Rule(
     _lora,
     features=(f.LORA,),
 )
-NF4_BASE = Rule(
-    "adapters on a base in nf4",
-    "linear layers and experts of decoder layers, without routers and indexers, with rows of multiples of 64 values; "
-    "weights that are published in nf4, in blocks of 64, keep their codes; with pp, cp, ep, dp",
-    features=(f.NF4_BASE,),
+
+
+def _stored_base(asked: Combination) -> str | None:
+    lora = asked.model.lora
+    if lora is None or lora.base != "stored" or asked.description.quantization:
+        return None
+    return "model.lora.base=stored: the checkpoint has no quantized weights: use plain, or nf4 to quantize them"
+
+
+BASE_IN_FEW_BITS = Rule(
+    "adapters on a base in few bits",
+    "linear layers and experts of decoder layers, without routers and indexers: nf4, with rows of multiples of 64 "
+    "values, where weights that are published so, in blocks of 64, keep their codes; or as they are stored in fp8 "
+    "(scales of tensors, rows, or blocks of multiples of 128 columns), MXFP4 or nf4; with pp, cp, ep, dp",
+    _stored_base,
+    features=(f.BASE_IN_FEW_BITS,),
 )
 LORA_DROPOUT = Rule("dropout of adapters", "in training", features=(f.LORA_DROPOUT,))

@@ -39,7 +39,7 @@ RULES = (
     layout_rules.COMPILED,
     model_rules.LORA,
     model_rules.LORA_DROPOUT,
-    model_rules.NF4_BASE,
+    model_rules.BASE_IN_FEW_BITS,
     model_rules.FLOAT8,
     model_rules.NARROW_MASTERS,
     model_rules.ROUTERS,

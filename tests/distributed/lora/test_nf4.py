@@ -17,7 +17,7 @@ from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits.base import nf4_weights
+from automodel_rl.few_bits.base import few_bits_weights
 from automodel_rl.generators.engine_ranks import EngineRanks
 from automodel_rl.generators.make_generator import make_generator
 from automodel_rl.hf.tokenizer import load_tokenizer
@@ -147,7 +147,7 @@ def train_all_linear(folder: Path, base: Literal["plain", "nf4"]) -> tuple[list[
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=lora))
     engine = Engine(handle, OPTIMIZER)
     losses = [engine.train_step([pack_microbatch(make_sequences(3, step))], sft_loss).loss for step in range(3)]
-    return losses, [name for name, *_ in nf4_weights(handle.parts[0])]
+    return losses, [name for name, *_ in few_bits_weights(handle.parts[0])]
 
 
 def test_codes_of_a_published_checkpoint_stay(ranks: RankPool, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def codes_of(folder: Path) -> dict[str, Tensor]:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=LORA))
     (part,) = handle.parts
     assert not handle.quantized_here
-    return {name: held.codes.detach().clone() for name, held, _ in nf4_weights(part)}
+    return {name: held.codes.detach().clone() for name, held, _ in few_bits_weights(part)}
 
 
 def test_a_plain_weight_among_published_codes_is_known(ranks: RankPool, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
-from automodel_rl.few_bits.base import nf4_weights
+from automodel_rl.few_bits.base import few_bits_weights
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import read_whole_config
 from automodel_rl.losses import sft_loss
@@ -48,7 +48,7 @@ def train(folder: Path, base: Literal["plain", "nf4"], parallel: ParallelConfig,
     in_nf4 = {
         piece.name
         for part in handle.parts
-        for name, held, _ in nf4_weights(part)
+        for name, held, _ in few_bits_weights(part)
         for piece in pieces(name, tuple(held.plain().shape), handle.family)
     }
     return losses, {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}, in_nf4

@@ -58,7 +58,7 @@ def test_masters_in_bfloat16_and_moments_in_8_bits_take_half_the_bytes() -> None
     model = MemoryModel(config, narrow, 1024, optimizer)
     rank = model.plan(ParallelConfig(), MemoryConfig(), 1).ranks[0]
     assert (rank.weights, rank.gradients) == (2 * model.parameters, 4 * model.parameters)
-    assert 2 < rank.moments / model.parameters < 2.2
+    assert 2 < rank.moments / model.parameters < 2.3  # rows are shorter than blocks
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from automodel_rl.few_bits.linear import nf4_product
+from automodel_rl.few_bits.linear import few_bits_product
 from automodel_rl.few_bits.nf4 import quantize
 
 
@@ -39,8 +39,8 @@ def test_a_recomputed_graph_keeps_its_input_codes_and_scales(compiled: bool) -> 
     up, down = in_nf4(128, 64), in_nf4(64, 128)
 
     def mlp(hidden: Tensor) -> Tensor:
-        between = nf4_product(hidden, *up, torch.float32, turned=True)
-        return hidden + nf4_product(F.silu(between) * between, *down, torch.float32, turned=True)
+        between = few_bits_product(hidden, *up, "nf4", torch.float32, turned=True)
+        return hidden + few_bits_product(F.silu(between) * between, *down, "nf4", torch.float32, turned=True)
 
     def recomputed(hidden: Tensor) -> Tensor:
         return checkpoint(mlp, hidden, use_reentrant=False)

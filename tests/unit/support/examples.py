@@ -153,6 +153,11 @@ EXAMPLES = (
     ),
     # model_rules FLOAT8
     Breach("model.fp8=rowwise with model.dtype=float32: fp8 layers take", {"model.dtype": "float32"}, _FP8),
+    Breach(
+        "model.lora.base=stored: the checkpoint has no quantized weights",
+        {"model.lora": {"base": "stored"}},
+        {"model.lora": {"base": "plain"}},
+    ),
     Breach("model.lora with model.master_dtype=bfloat16: adapters are few", {"model.lora": {"rank": 4}}, _MASTERS),
     Breach("optimizer.name=muon with model.master_dtype=bfloat16", {"optimizer.name": "muon"}, _MASTERS),
     Breach("model.fp8=rowwise with model.lora: adapters have no", {"model.lora": {"rank": 4}}, _FP8),
@@ -331,7 +336,7 @@ EXAMPLES = (
         {"model.lora": {"dropout": 0.1}},
     ),
     Breach(
-        "model.lora.base=nf4 with parallel.tp=2: weights in nf4 are not split",
+        "model.lora.base=nf4 with parallel.tp=2: weights in few bits are not split",
         {"parallel.tp": 2},
         {"model.lora": {"base": "nf4"}},
     ),
