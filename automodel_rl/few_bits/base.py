@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 from automodel_rl.errors import InputError
 from automodel_rl.few_bits import nf4
-from automodel_rl.few_bits.formats import Kept
+from automodel_rl.few_bits.formats import FORMATS, Kept
 from automodel_rl.few_bits.linear import FewBitsLinear
 from automodel_rl.few_bits.weight import HOLDER, FewBitsWeight
 from automodel_rl.lora.experts import EXPERTS
 from automodel_rl.lora.layers import is_adapter, is_named
+from automodel_rl.parallel.sharding import local_tensor
 
 STAY_PLAIN = frozenset({"indexer", "gate", "router", "shared_expert_gate"})
 """Names of modules of which nothing is kept in few bits: a small change of a choice is a large one of a result."""
@@ -23,6 +24,9 @@ def keep_in_few_bits(layers: Mapping[int, nn.Module], base: Mapping[str, Kept]) 
     Args:
         layers: the layers, by their numbers.
         base: how weights are kept, by their names in the model; others stay plain.
+
+    Raises:
+        InputError: a weight is cut within a block.
     """
     for number, layer in layers.items():
         for path, module, name in list(_places(layer)):
@@ -30,8 +34,15 @@ def keep_in_few_bits(layers: Mapping[int, nn.Module], base: Mapping[str, Kept]) 
             if how is None:
                 continue
             kept: Any = module
-            held = FewBitsWeight(kept._parameters.pop(name), how)
+            weight = kept._parameters.pop(name)
+            held, columns, block = FewBitsWeight(weight, how), local_tensor(weight).shape[-1], FORMATS[how.format].block
+            if columns != weight.shape[-1] and columns % block:
+                raise InputError(
+                    f"model.lora.base with parallel.tp: ranks have {columns} values of each row of "
+                    f"{_name(number, path)}, which are not whole blocks of {block}: use base=plain, or another tp"
+                )
             if isinstance(module, nn.Linear):
+                vars(kept).pop("product", None)  # that of a split plain layer
                 kept.__class__ = FewBitsLinear
                 kept.few_bits = held
                 continue

@@ -5,6 +5,7 @@ The weight is made plain in the forward, and again in the backward: only codes a
 Shape letters: O outputs, I inputs, B values of a block, t tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from automodel_rl.few_bits.formats import FORMATS
 from automodel_rl.few_bits.weight import FewBitsWeight, values_of
+from automodel_rl.parallel.sharding import local_tensor
 
 
 class FewBitsLinear(nn.Linear):
@@ -24,10 +26,23 @@ class FewBitsLinear(nn.Linear):
         """The values of this rank's rows, made plain anew at every call."""
         return self.few_bits.values()
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def product(
+        self, hidden: Tensor, bias: Tensor | None = None, own: Callable[[Tensor], Tensor] = local_tensor
+    ) -> Tensor:
+        """Tokens times this rank's part of the weight.
+
+        Args:
+            hidden: [..., I].
+            bias: [O] of this rank.
+            own: gives what the rank uses of codes and scales.
+        """
         held = self.few_bits
-        output = few_bits_product(hidden, held.codes, held.scale_bytes, held.kept.format, held.rounded_to, turned=True)
-        return output if self.bias is None else output + self.bias
+        codes, scale_bytes = own(held.codes), own(held.scale_bytes)
+        output = few_bits_product(hidden, codes, scale_bytes, held.kept.format, held.rounded_to, turned=True)
+        return output if bias is None else output + bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.product(hidden, self.bias)
 
 
 # An operator: a compiler that saw the plain weight would keep it for the backward. Its gradient is the operator's own,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.few_bits.formats import FORMATS, Format, Kept
-from automodel_rl.parallel.sharding import Box, local_tensor, shard_parameter
+from automodel_rl.parallel.sharding import Box, cuts_of, local_tensor, shard_parameter
 
 HOLDER = "few_bits"
 """Name of the submodule that has a module's codes and scales in place of its weights."""
@@ -23,8 +23,7 @@ class FewBitsWeight(nn.Module):
     """A weight [..., I] in few bits. Both parameters are bytes: FSDP casts other parameters of a unit to one dtype.
 
     Args:
-        weight: the weight, without storage. A DTensor is cut along its first dim over a one-axis mesh, and so are codes
-            and scales.
+        weight: the weight, without storage. A DTensor is cut over a one-axis mesh, and so are codes and scales.
         kept: how it is kept.
 
     Attributes:
@@ -44,7 +43,8 @@ class FewBitsWeight(nn.Module):
             empty = torch.empty(*outputs, width, dtype=torch.uint8, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
             if isinstance(weight, DTensor):
-                shard_parameter(self, name, weight.device_mesh, dim=0)
+                (cut,) = cuts_of(weight)
+                shard_parameter(self, name, weight.device_mesh, cut.dim)
 
     @property
     def format(self) -> Format:
@@ -69,11 +69,10 @@ class FewBitsWeight(nn.Module):
 
     def plain(self) -> Tensor:
         """A tensor without storage that is laid out over ranks as the plain weight would be."""
-        columns = self.codes.shape[-1] * self.format.per_byte
-        local = self._as_in_model(torch.empty(*local_tensor(self.codes).shape[:-1], columns, device="meta"))
+        whole, local = (self._plain(tensor.shape) for tensor in (self.codes, local_tensor(self.codes)))
         if not isinstance(self.codes, DTensor):
             return local
-        shape = self._as_in_model(torch.empty(*self.codes.shape[:-1], columns, device="meta")).shape
+        shape = whole.shape
         strides = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             local, self.codes.device_mesh, self.codes.placements, run_check=False, shape=shape, stride=strides
@@ -82,6 +81,9 @@ class FewBitsWeight(nn.Module):
     def turned(self, box: Box) -> Box:
         """A box of the model's weight as one of codes and scales, with columns counted in values."""
         return (*box[:-2], box[-1], box[-2]) if self.kept.is_turned else box
+
+    def _plain(self, codes: torch.Size) -> Tensor:
+        return self._as_in_model(torch.empty(*codes[:-1], codes[-1] * self.format.per_byte, device="meta"))
 
     def _as_in_model(self, rows: Tensor) -> Tensor:
         return rows.mT if self.kept.is_turned else rows

@@ -154,7 +154,8 @@ def split_weights(work: PartInProgress) -> None:
         mesh = work.layout.mesh["tp"]
         splits_head = not is_classifier(work.part.config)
         adapters = split_adapters(work.part, styles_of(plan), mesh, work.tp)
-        work.partial += split_part(work.part, plan, mesh, work.tp, work.family.scales_embedding, splits_head, adapters)
+        partial = split_part(work.part, plan, mesh, work.tp, work.family.scales_embedding, splits_head, adapters)
+        work.partial += [(module, key) for module, key in partial if module.get_parameter(key).requires_grad]
 
 
 def replace_token_mixers(work: PartInProgress) -> None:

@@ -6,6 +6,7 @@ FSDP, checkpoints and exports. The computation is on plain local tensors, with t
 """
 
 import copy
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -190,6 +191,7 @@ def split_linears(
             forward = _wide_norm_forward(how.group)
         if forward is not None:
             module.forward = MethodType(forward, module)
+            module.product = MethodType(_plain_product, module)
         if style in (REPLICATED, *SECTIONS) and not how.sequence_parallel:
             partial += [(module, key) for key, _ in module.named_parameters()]
     for name, _ in list(part.named_parameters()):
@@ -231,14 +233,23 @@ def _enter(how: TensorParallel) -> Any:
     return hook
 
 
-def _columns_forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
-    bias = None if linear.bias is None else local_tensor(linear.bias)
-    return F.linear(hidden, local_tensor(linear.weight), bias)
+Part = Callable[[Tensor], Tensor]
+"""Gives what a rank uses of a tensor."""
+
+
+def _plain_product(linear: nn.Linear, hidden: Tensor, bias: Tensor | None = None, own: Part = local_tensor) -> Tensor:
+    """Tokens times a rank's own part of the weight. A weight in few bits has a product of its own
+    (few_bits/linear.py)."""
+    return F.linear(hidden, own(linear.weight), bias)
+
+
+def _columns_forward(linear: Any, hidden: Tensor) -> Tensor:
+    return linear.product(hidden, None if linear.bias is None else local_tensor(linear.bias))
 
 
 def _rows_forward(how: TensorParallel) -> Any:
-    def forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
-        output = how.leave(F.linear(hidden, local_tensor(linear.weight)))
+    def forward(linear: Any, hidden: Tensor) -> Tensor:
+        output = how.leave(linear.product(hidden))
         return output if linear.bias is None else output + linear.bias
 
     return forward
@@ -306,9 +317,9 @@ def own_rows(whole: Tensor, sections: Sections, group: dist.ProcessGroup) -> Ten
 
 
 def _sections_forward(group: dist.ProcessGroup, sections: Sections) -> Any:
-    def forward(linear: nn.Linear, hidden: Tensor) -> Tensor:
-        bias = None if linear.bias is None else own_rows(linear.bias, sections, group)
-        return F.linear(hidden, own_rows(linear.weight, sections, group), bias)
+    def forward(linear: Any, hidden: Tensor) -> Tensor:
+        own = functools.partial(own_rows, sections=sections, group=group)
+        return linear.product(hidden, None if linear.bias is None else own(linear.bias), own)
 
     return forward
 

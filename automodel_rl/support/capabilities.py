@@ -49,7 +49,6 @@ LACKS = (
     Lack(f.NEMO_MIXTURE, f.COMPILED, "layers of its mixtures do not compile", f"set it to auto, or {_PLAIN_CLASSES}"),
     Lack(f.NEMO, f.LINEAR_HEAD, "it takes the place of the head of transformers' classes only", _PLAIN_CLASSES),
     Lack(f.TP, f.LORA_DROPOUT, "ranks would drop other inputs", "set it to 0, or use parallel.dp_shard"),
-    Lack(f.TP, f.BASE_IN_FEW_BITS, "weights in few bits are not split", "use plain, or parallel.dp_shard"),
     Lack(f.TP, f.FP8, "split layers have no fp8", "use tp=1"),
     Lack(f.ENCODER_TP, f.LORA, "adapters are not split", "use dp_shard"),
     Lack(f.WIDE, f.FP8, "fp8 layers take and give bfloat16", "use model.dtype=bfloat16"),

@@ -266,7 +266,8 @@ BASE_IN_FEW_BITS = Rule(
     "adapters on a base in few bits",
     "linear layers and experts of decoder layers, without routers and indexers: nf4, with rows of multiples of 64 "
     "values, where weights that are published so, in blocks of 64, keep their codes; or as they are stored in fp8 "
-    "(scales of tensors, rows, or blocks of multiples of 128 columns), MXFP4 or nf4; with pp, cp, ep, dp",
+    "(scales of tensors, rows, or blocks of multiples of 128 columns), MXFP4 or nf4; with pp, cp, ep, dp, and tp "
+    "where ranks have whole blocks",
     _stored_base,
     features=(f.BASE_IN_FEW_BITS,),
 )

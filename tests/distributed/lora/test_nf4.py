@@ -20,6 +20,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.few_bits.base import few_bits_weights
 from automodel_rl.generators.engine_ranks import EngineRanks
 from automodel_rl.generators.make_generator import make_generator
+from automodel_rl.hf.names import pieces
 from automodel_rl.hf.tokenizer import load_tokenizer
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
@@ -139,6 +140,79 @@ def test_every_kind_of_layer_computes_with_dequantized_weights(ranks: RankPool, 
     save_file(tensors, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
     expected, _ = ranks(1).run(train_all_linear, tmp_path / "plain", "plain")[0]
     assert losses == pytest.approx(expected, rel=1e-12)
+
+
+SPLIT_SIZES = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32}
+"""Sizes of which a half is whole blocks."""
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "sizes"),
+    [
+        ("qwen2", ("all-linear",), {"tp": 2}),
+        ("llama", ("all-linear",), {"tp": 2, "dp_shard": 2, "fsdp": "reshard"}),
+        ("llama", ("all-linear",), {"tp": 2, "pp": 2, "sequence_parallel": True}),
+        ("phi3", ("o_proj", "down_proj"), {"tp": 2}),  # queries, keys and values in one layer
+        ("qwen2_moe", ("all-linear",), {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_split_layers_compute_with_dequantized_weights(
+    ranks: RankPool, tmp_path: Path, family: str, targets: tuple[str, ...], sizes: dict
+) -> None:
+    of_mixture = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128} if "moe" in family else {}
+    for name in ("model", "plain"):
+        save_tiny_model(tmp_path / name, family, dtype=torch.float32, **SPLIT_SIZES, **of_mixture)
+    parallel = ParallelConfig(**sizes)
+    run = ranks(parallel.world_size).run
+    found = run(train_split, tmp_path / "model", "nf4", targets, parallel)
+    in_nf4 = {name for *_, names in found for name in names}
+    assert len(in_nf4) > 10
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    save_file(
+        {**tensors, **{name: dequantized(tensors[name]) for name in in_nf4}},
+        tmp_path / "plain" / "model.safetensors",
+        {"format": "pt"},
+    )
+    expected = run(train_split, tmp_path / "plain", "plain", targets, parallel)
+    for (losses, merged, _), (right, plain, _) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(right, rel=1e-12)
+        for name, tensor in merged.items():
+            torch.testing.assert_close(tensor, plain[name], rtol=0, atol=1e-9, msg=name)
+
+
+def train_split(
+    folder: Path, base: Literal["plain", "nf4"], targets: tuple[str, ...], parallel: ParallelConfig
+) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Losses, the merged model, and the names in files of this rank's weights in nf4."""
+    lora = LoraConfig(rank=4, targets=targets, base=base)
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=lora), parallel)
+    engine, rank = Engine(handle, OPTIMIZER), handle.layout.data_rank
+    losses = [
+        engine.train_step([pack_microbatch(make_sequences(2 + rank, 7 * step + rank))], sft_loss).loss
+        for step in range(3)
+    ]
+    names = [
+        piece.name
+        for part in handle.parts
+        for name, held, _ in few_bits_weights(part)
+        for piece in pieces(name, tuple(held.plain().shape), handle.family)
+    ]
+    return losses, {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}, names
+
+
+def refusal_of_a_split(folder: Path) -> str:
+    with pytest.raises(InputError) as refusal:
+        ModelHandle.from_pretrained(ModelConfig(path=str(folder), lora=LORA), ParallelConfig(tp=2))
+    return str(refusal.value)
+
+
+def test_rows_that_are_cut_within_a_block_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama", **NF4_SIZES)
+    assert (
+        "which are not whole blocks of 64: use base=plain, or another tp"
+        in ranks(2).run(refusal_of_a_split, tmp_path)[0]
+    )
 
 
 def train_all_linear(folder: Path, base: Literal["plain", "nf4"]) -> tuple[list[float], list[str]]:

@@ -39,6 +39,10 @@ def train(folder: Path, base: Base, parallel: ParallelConfig, memory: MemoryConf
     return losses, {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}, formats
 
 
+WIDE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
+"""Rows of a whole and a half block of fp8; halves of those that are cut by tp are whole blocks."""
+
+
 def save(kind: str, folder: Path) -> None:
     """A checkpoint of a kind; its folder is named by it."""
     if kind == "mxfp4":
@@ -49,10 +53,6 @@ def save(kind: str, folder: Path) -> None:
         save_fp8_model(folder, "qwen3", by_rows=True)
     else:
         save_fp8_model(folder, "qwen3_moe" if kind == "fp8 moe" else "qwen3", block=(24, 128), **WIDE)
-
-
-WIDE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 256, "head_dim": 32}
-"""Rows of a whole and a half block of fp8."""
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,7 @@ WIDE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 256, "head_dim"
         ("mxfp4", {"dp_shard": 2, "ep": 2}, {}),
         ("mxfp4", {"dp_shard": 2, "fsdp": "reshard"}, {"activation_checkpointing": "full"}),
         ("mxfp4", {"pp": 2}, {}),
+        ("fp8", {"tp": 2}, {}),
         ("nf4", {"dp_shard": 2}, {}),
     ],
     ids=str,

@@ -336,11 +336,6 @@ EXAMPLES = (
         {"model.lora": {"dropout": 0.1}},
     ),
     Breach(
-        "model.lora.base=nf4 with parallel.tp=2: weights in few bits are not split",
-        {"parallel.tp": 2},
-        {"model.lora": {"base": "nf4"}},
-    ),
-    Breach(
         "model.lora with model.implementation=nemo_automodel: adapters are added to transformers' classes only",
         NEMO_CLASSES,
         {"model.lora": {}},
