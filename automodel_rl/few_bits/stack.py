@@ -13,7 +13,9 @@ from torch import Tensor
 from automodel_rl.few_bits.formats import FORMATS
 from automodel_rl.few_bits.weight import FewBitsWeight, values_of
 from automodel_rl.parallel.sharding import local_tensor
-from automodel_rl.support.model_rules import GROUPED_MULTIPLE
+
+GROUPED_MULTIPLE = 8
+"""Sizes of bfloat16 matrices that torch's grouped products take: 16 bytes."""
 
 
 def grouped_product(inputs: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:

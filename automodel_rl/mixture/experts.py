@@ -11,12 +11,13 @@ size.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from automodel_rl.compat.modules import apply_gate
 from automodel_rl.families.family import Family
-from automodel_rl.few_bits.stack import frozen_grouped_product, grouped_product
+from automodel_rl.few_bits.stack import GROUPED_MULTIPLE, frozen_grouped_product, grouped_product
 from automodel_rl.few_bits.weight import few_bits_weight_of
 from automodel_rl.lora.experts import adapter_of
 from automodel_rl.mixture.expert_exchange import ADDED, SumRows, TakeRows, send, send_back
@@ -132,6 +133,16 @@ def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:
     return _grouped_linear(hidden, module, "down_proj", counts_e)
 
 
+def _through_adapter(adapter: Any, inputs: Tensor, counts_e: Tensor) -> Tensor:
+    """Each expert's stretch of the slots times its own A and B. Ranks are filled up with zeros to what torch's grouped
+    products take."""
+    down_eri, up_eor = local_tensor(adapter.lora_A.weight), local_tensor(adapter.lora_B.weight)
+    missing = -down_eri.shape[1] % GROUPED_MULTIPLE
+    if missing and inputs.dtype == torch.bfloat16:
+        down_eri, up_eor = F.pad(down_eri, (0, 0, 0, missing)), F.pad(up_eor, (0, missing))
+    return grouped_product(grouped_product(inputs, down_eri.mT, counts_e), up_eor.mT, counts_e)
+
+
 def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) -> Tensor:
     held = few_bits_weight_of(module, name)
     if held is None:
@@ -141,8 +152,7 @@ def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) ->
         output = frozen_grouped_product(inputs, held, module.is_transposed, counts_e)
     adapter = adapter_of(module, name)
     if adapter is not None:
-        low_sr = grouped_product(inputs, local_tensor(adapter.lora_A.weight).mT, counts_e)
-        output = output + adapter.scale * grouped_product(low_sr, local_tensor(adapter.lora_B.weight).mT, counts_e)
+        output = output + adapter.scale * _through_adapter(adapter, inputs, counts_e)
     if not module.has_bias:
         return output
     bias = local_tensor(getattr(module, f"{name}_bias"))

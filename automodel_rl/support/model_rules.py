@@ -225,10 +225,6 @@ ROUTERS = Rule(
 )
 
 
-GROUPED_MULTIPLE = 8
-"""Sizes of bfloat16 matrices that torch's grouped products take: 16 bytes."""
-
-
 def _lora(asked: Combination) -> str | None:
     lora = asked.model.lora
     if lora is None:
@@ -238,18 +234,12 @@ def _lora(asked: Combination) -> str | None:
             "model.lora.targets: lm_head cannot have adapters, for log-probabilities read its weight: remove it, or "
             "train it whole with modules_to_save"
         )
-    if lora.has_experts and asked.model.dtype == "bfloat16" and lora.rank % GROUPED_MULTIPLE:
-        return (
-            f"model.lora.rank={lora.rank}: adapters of experts in bfloat16 need a multiple of {GROUPED_MULTIPLE}, or "
-            "experts would be computed one by one: use one, or model.dtype=float32"
-        )
     return None
 
 
 LORA = Rule(
     "LoRA",
-    "linear layers and experts of transformers models, experts in bfloat16 with ranks that are multiples of "
-    f"{GROUPED_MULTIPLE}; with pp, tp, cp, ep, dp",
+    "linear layers and experts of transformers models; with pp, tp, cp, ep, dp",
     _lora,
     features=(f.LORA,),
 )

@@ -346,11 +346,6 @@ EXAMPLES = (
         {"model.lora": {"targets": ["q_proj"]}},
     ),
     Breach(
-        "model.lora.rank=4: adapters of experts in bfloat16 need a multiple of 8",
-        {"model.lora": {"rank": 4, "targets": ["experts"]}},
-        {"model.lora": {"targets": ["experts"]}, "model.dtype": "bfloat16"},
-    ),
-    Breach(
         "model.lora.dropout=0.1 with model.lora.targets=['experts']: PEFT knows none for adapters of experts",
         {"model.lora": {"dropout": 0.1, "targets": ["experts"]}},
         {"model.lora": {"targets": ["experts"]}},
