@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from automodel_rl.parallel.host_collectives import combine
 from automodel_rl.parallel.layout import Layout, own_group
 
 
@@ -147,7 +148,7 @@ class Bridge:
     def any_encoder(self, flag: bool) -> bool:
         """Whether the flag is set on any rank with the encoder. A collective of those ranks alone."""
         vote = torch.tensor(int(flag))
-        dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.encoder.stage_control)
+        combine(vote, self.encoder.stage_control, torch.maximum)
         return bool(vote)
 
     def to_language(self, chunks: Mapping[int, Tensor], sizes: Sizes, like: Tensor) -> Crossing:

@@ -18,6 +18,7 @@ from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.config.model import MoEConfig
 from automodel_rl.families.family import Family
 from automodel_rl.parallel.collectives import all_reduce
+from automodel_rl.parallel.host_collectives import combine
 from automodel_rl.parallel.layout import Layout
 
 RouterOutput = tuple[Any, Any, Any]
@@ -215,7 +216,7 @@ def sum_over_stage(by_layer: dict[int, Tensor], layout: Layout) -> dict[int, Ten
     if not by_layer:
         return {}
     total = torch.stack(list(by_layer.values())).double().cpu()
-    dist.all_reduce(total, group=layout.stage_control)
+    combine(total, layout.stage_control)
     return dict(zip(by_layer, total, strict=True))
 
 
@@ -223,7 +224,7 @@ def load_metric(loads: dict[int, Tensor], layout: Layout) -> dict[str, float]:
     """`LOAD_METRIC` over the layers of all stages, equal on every rank. A collective."""
     ratios = [(load.max() / load.mean().clamp_min(1e-9)).item() for load in loads.values()]
     total = torch.tensor([sum(ratios), len(ratios)], dtype=torch.float64)
-    dist.all_reduce(total, group=layout.pp_control)
+    combine(total, layout.pp_control)
     return {LOAD_METRIC: (total[0] / total[1]).item()} if total[1] else {}
 
 

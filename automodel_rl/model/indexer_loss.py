@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
+from automodel_rl.parallel.host_collectives import combine
 from automodel_rl.parallel.layout import Layout
 
 CROSS_ENTROPY = "indexer/cross_entropy"
@@ -98,7 +98,7 @@ def cross_entropy(losses: Sequence[IndexerLoss], num_layers: int, layout: Layout
         layout: this rank's place.
     """
     total = torch.stack([loss.total for loss in losses]).sum().cpu()
-    dist.all_reduce(total, group=layout.world_control)
+    combine(total, layout.world_control)
     return {CROSS_ENTROPY: total.item() / (losses[0].num_tokens * num_layers)}
 
 

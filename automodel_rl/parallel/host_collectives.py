@@ -1,6 +1,6 @@
 """Small gloo collectives on the host, for the few numbers and objects of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -47,8 +47,45 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return gathered
 
 
+def combine(tensor: Tensor, group: dist.ProcessGroup, how: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
+    """Combines a small tensor on the host over the ranks of a gloo group, in place, for all of them. A collective.
+
+    Numbers go up and down a binomial tree: 2 log2(n) messages lie one behind the other, and a rank talks to log2(n)
+    others at most. gloo's own sums go around a ring of all ranks, with 2 (n - 1) messages.
+
+    Args:
+        tensor: contiguous, of one shape and dtype on all ranks.
+        group: the group.
+        how: combines the numbers of two ranks; in the order of ranks.
+    """
+    rank, size, reach = group.rank(), group.size(), 1
+    while reach < size and not rank & reach:
+        if rank + reach < size:
+            other = torch.empty_like(tensor)
+            dist.recv(other, group=group, group_src=rank + reach)
+            tensor.copy_(how(tensor, other))
+        reach *= 2
+    if rank:
+        dist.send(tensor, group=group, group_dst=rank - reach)
+    if size > 1:
+        dist.broadcast(tensor, group=group, group_src=0)
+
+
+def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The numbers of all ranks of a gloo group, [n, k], rank 0's first. A collective.
+
+    Args:
+        own: this rank's numbers on the host, [k]; as many on all ranks.
+        group: the group.
+    """
+    rows = own.new_zeros(group.size(), len(own))
+    rows[group.rank()] = own
+    combine(rows, group)  # all but one rank have zeros in a row
+    return rows
+
+
 def any_rank(flags: Sequence[bool], layout: Layout) -> list[bool]:
     """Whether each flag is set on any rank; the same answers on every rank."""
     votes = torch.tensor([int(flag) for flag in flags])
-    dist.all_reduce(votes, dist.ReduceOp.MAX, group=layout.world_control)
+    combine(votes, layout.world_control, torch.maximum)
     return [bool(vote) for vote in votes.tolist()]

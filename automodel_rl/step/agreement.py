@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import IGNORED_TARGET, Microbatch
 from automodel_rl.errors import InputError, MicrobatchError, PeerError
 from automodel_rl.launch.flight import flight
 from automodel_rl.losses import Denominator, count
-from automodel_rl.parallel.host_collectives import any_rank, gather_objects
+from automodel_rl.parallel.host_collectives import any_rank, gather_objects, gather_rows
 from automodel_rl.parallel.layout import Layout
 
 OUTSIDER = -1
@@ -70,9 +69,7 @@ def agree_on_batch(microbatches: Sequence[Microbatch], vocab_size: int, layout: 
         **{str(name): number for name, number in counts.items()},
     }
     own = torch.tensor(list(reported.values()))
-    everyone = [torch.empty_like(own) for _ in range(layout.world_control.size())]
-    dist.all_gather(everyone, own, group=layout.world_control)
-    of_ranks = dict(zip(reported, torch.stack(everyone).unbind(1), strict=True))
+    of_ranks = dict(zip(reported, gather_rows(own, layout.world_control).unbind(1), strict=True))
     if of_ranks["problem"].any():
         problems = gather_objects(problem, layout.world_control)
         raise InputError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))

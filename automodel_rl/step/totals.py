@@ -4,11 +4,10 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.losses import Denominator, LossOutput
-from automodel_rl.parallel.host_collectives import from_last_stage, share_with_outsiders
+from automodel_rl.parallel.host_collectives import combine, from_last_stage, share_with_outsiders
 from automodel_rl.parallel.layout import Layout
 
 
@@ -81,11 +80,11 @@ def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> Glo
     extremes = [*totals.largest.values(), *(-value for value in totals.smallest.values())]
     numbers = torch.stack([square_norm, *(value.double().to(square_norm.device) for value in flat + extremes)]).cpu()
     norm = numbers[:1].clone()
-    dist.all_reduce(norm, group=layout.world_control)
+    combine(norm, layout.world_control)
     mine = None
     if layout.has_last_stage:
         added, compared = numbers[1 : 1 + len(flat)].clone(), numbers[1 + len(flat) :].clone()
-        dist.all_reduce(added, group=layout.data_control)
+        combine(added, layout.data_control)
         values = iter(added.tolist())
         mine = (
             {name: next(values) for name in totals.sums},
@@ -100,6 +99,6 @@ def _extremes_of_ranks(own: Tensor, totals: LossTotals, layout: Layout) -> dict[
     """The extremes over data ranks, from this rank's largest values and the negatives of its smallest ones."""
     if not len(own):
         return {}
-    dist.all_reduce(own, dist.ReduceOp.MAX, group=layout.data_control)
+    combine(own, layout.data_control, torch.maximum)
     values = iter(own.tolist())
     return {name: next(values) for name in totals.largest} | {name: -next(values) for name in totals.smallest}

@@ -1,0 +1,44 @@
+"""Numbers that go up and down a tree of ranks are those of all of them, on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from automodel_rl.config import ParallelConfig
+from automodel_rl.launch.process_group import join_process_group
+from automodel_rl.parallel.host_collectives import any_rank, combine, gather_rows
+from automodel_rl.parallel.layout import build_layout
+from tests.rank_pool import RankPool
+
+
+def combined(size: int) -> tuple[list[float], list[int], list[list[int]], list[bool], list[int]]:
+    """Sums, maxima, rows and votes of the ranks, and whom this rank sent numbers to."""
+    layout = build_layout(ParallelConfig(dp_shard=size), join_process_group(size))
+    group, rank, sent = layout.world_control, dist.get_rank(), []
+    send = dist.send
+
+    def noted(*given: object, group_dst: int, **how: object) -> None:
+        sent.append(group_dst)
+        send(*given, group_dst=group_dst, **how)
+
+    dist.send = noted
+    try:
+        sums = torch.tensor([1.0 * rank, 0.5], dtype=torch.float64)
+        combine(sums, group)
+        largest = torch.tensor([rank, -rank, 7])
+        combine(largest, group, torch.maximum)
+        rows = gather_rows(torch.tensor([rank, rank * rank]), group)
+        votes = any_rank([rank == size - 1, False], layout)
+    finally:
+        dist.send = send
+    return sums.tolist(), largest.tolist(), rows.tolist(), votes, sent
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_every_rank_gets_what_all_have(ranks: RankPool, size: int) -> None:
+    for rank, (sums, largest, rows, votes, sent) in enumerate(ranks(size).run(combined, size)):
+        assert sums == [size * (size - 1) / 2, 0.5 * size]
+        assert largest == [size - 1, 0, 7]
+        assert rows == [[other, other * other] for other in range(size)]
+        assert votes == [True, False]
+        assert {*sent} == ({rank & (rank - 1)} if rank else set())
