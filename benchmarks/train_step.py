@@ -9,6 +9,8 @@
                                                                                       all as long as the longest
     python benchmarks/train_step.py W8 activation_checkpointing=offload,mlp_tile=4096 --layers 36 --lora plain \
         --one-microbatch 262144 --warmup 0 --steps 1                                  adapters, a long row
+    python benchmarks/train_step.py W8 activation_checkpointing=offload,mlp_tile=4096 --layers 36 \
+        --optimizer adamw_8bit --master-dtype bfloat16 --one-microbatch 65536 --warmup 0 --steps 1     all weights
     python benchmarks/train_step.py W1 - --profile                                    host syncs and reductions
     python benchmarks/train_step.py W1 - --kernels 20                                 kernel time by kind
     python benchmarks/train_step.py W1 - --tiny --tokens 2048 --steps 3               check the script on a CPU
@@ -101,6 +103,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, help="size of the vocabulary; the workload's by default")
     parser.add_argument("--layers", type=int, help="decoder layers; the workload's by default")
     parser.add_argument("--lora", choices=["plain", "nf4"], help="adapters of rank 16 on a base of this kind")
+    parser.add_argument("--optimizer", choices=["adamw", "adamw_8bit", "muon"], default="adamw")
+    parser.add_argument("--master-dtype", choices=["auto", "bfloat16"], default="auto", help="model.master_dtype")
     parser.add_argument("--implementation", default="transformers")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--fp8", choices=["rowwise", "tensorwise"], help="model.fp8; bf16 by default")
@@ -164,9 +168,10 @@ def measure(
         attention=options.attention,
         fp8=options.fp8,
         lora=LoraConfig(base=options.lora) if options.lora else None,
+        master_dtype=options.master_dtype,
     )
     handle = ModelHandle.from_pretrained(model, parallel, memory)
-    engine = Engine(handle, OptimizerConfig(lr=1e-5, decay="constant"))
+    engine = Engine(handle, OptimizerConfig(name=options.optimizer, lr=1e-5, decay="constant"))
     device = handle.layout.device
     loaded = 0
     if device.type == "cuda":
