@@ -155,7 +155,9 @@ def assert_refused(
     path = write(settings, folder)
     before = sorted(folder.rglob("*"))
     assert main([algorithm, path]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    line = lines[0]
     assert line.startswith("error: ")
     assert message in line
     assert sorted(folder.rglob("*")) == before

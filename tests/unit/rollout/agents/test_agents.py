@@ -277,7 +277,7 @@ def test_a_client_that_asks_again_gets_the_answer_that_was_under_way(rollouts_of
 
 def test_two_hundred_agents_of_which_a_tenth_is_odd_end_and_leave_nothing(rollouts_of: Any, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    rollouts = rollouts_of("mixed", episode_seconds=8.0, max_turns=6)
+    rollouts = rollouts_of("mixed", episode_seconds=16.0, max_turns=6)
     found = collected(rollouts, 200, 1, pids=str(pids))
     by_number = dict(enumerate(found))
     assert sum(rollout.is_rewarded for rollout in found) >= 188
