@@ -13,7 +13,7 @@ from torch import Tensor
 from automodel_rl.batch import LocalMicrobatch, Microbatch, set_values, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.engine.kept_microbatches import keep_microbatches
-from automodel_rl.engine.parameter_groups import Settings, check_groups, of_components
+from automodel_rl.engine.parameter_groups import Settings, check_groups, check_masters, of_components
 from automodel_rl.engine.trained_state import TrainedState, take_state
 from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import Denominator, LossFn, Readout
@@ -91,6 +91,7 @@ class Engine:
     def __init__(self, handle: ModelHandle, optimizer: Settings | None = None, total_steps: int | None = None):
         self.handle, self.runner = handle, StepRunner(handle)
         configs = of_components(optimizer or OptimizerConfig(decay="constant"), handle.meshes.encoders)
+        check_masters(handle.model, configs)
         self.config = configs["language"]
         # Raises if the rate decays without an end.
         learning_rate(self.config, warmup_steps(self.config, total_steps), total_steps)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from automodel_rl.config import OptimizerConfig
+from automodel_rl.config import ModelConfig, OptimizerConfig
 from automodel_rl.errors import InputError
 from automodel_rl.hf.read import EMBEDDING, TIED_HEAD
 from automodel_rl.model.handle import ModelHandle
@@ -43,6 +43,21 @@ def of_components(settings: Settings, encoders: Iterable[str]) -> dict[str, Opti
                     "all components share schedule, gradient norm and skipped steps, so give all the same"
                 )
     return {"language": whole, **{name: configs.get(name, whole) for name in names}}
+
+
+def check_masters(model: ModelConfig, configs: Mapping[str, OptimizerConfig]) -> None:
+    """Raises InputError on all ranks if a component's optimizer cannot round master weights.
+
+    Args:
+        model: the model's config.
+        configs: the settings of every component's optimizer.
+    """
+    for name, config in configs.items():
+        if model.master_dtype != "auto" and config.name == "muon":
+            raise InputError(
+                f"optimizer.name=muon, of {name}, with model.master_dtype={model.master_dtype}: its steps round no "
+                "weights: use adamw or adamw_8bit"
+            )
 
 
 def check_groups(handle: ModelHandle, configs: Mapping[str, OptimizerConfig]) -> None:

@@ -112,6 +112,6 @@ def wait_for_host() -> None:
 
 def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     """A gradient of a parameter's layout with the values of a shard."""
-    gradient = torch.zeros_like(parameter)
+    gradient = torch.zeros_like(parameter, dtype=shard.dtype)  # master weights may be narrower
     local_tensor(gradient).copy_(shard, non_blocking=True)
     return gradient

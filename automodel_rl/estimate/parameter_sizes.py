@@ -157,9 +157,24 @@ def formats_of_base(model: Any, lora: LoraConfig | None, quantization: str) -> d
     """
     if lora is None or lora.base == "plain":
         return {}
-    name = STORED[quantization] if lora.base == "stored" else lora.base
-    of_base = [of for of, weight in names_of_base(model) if name != "mxfp4" or weight.ndim == 3]  # experts alone
-    return dict.fromkeys(of_base, name)
+    if lora.base != "stored":
+        return {of: lora.base for of, _ in names_of_base(model)}
+    name, plain = STORED[quantization], _patterns_of_plain(model.config.to_dict())
+    weights = names_of_base(model)
+    of_base = [of for of, weight in weights if name != "mxfp4" or weight.ndim == 3]  # experts alone
+    return {of: name for of in of_base if not any(pattern.search(of) for pattern in plain)}
+
+
+PLAIN = ("modules_to_not_convert", "ignore", "llm_int8_skip_modules")
+"""Keys of a quantization's settings that name modules which are not quantized."""
+
+
+def _patterns_of_plain(config: dict[str, Any]) -> list[re.Pattern[str]]:
+    """Patterns of names of weights that config.json says are not quantized: names with *, or expressions after re:."""
+    settings = config.get("quantization_config") or {}
+    entries = [entry for key in PLAIN for entry in settings.get(key) or ()]
+    bodies = [entry[3:] if entry.startswith("re:") else re.escape(entry).replace(r"\*", "[^.]*") for entry in entries]
+    return [re.compile(rf"(?:^|\.)(?:{body})(?:\.|$)") for body in bodies]
 
 
 def _split_dim(name: str, plan: dict[str, str]) -> int | None:

@@ -1,1 +1,1 @@
-"""Frozen weights in few bits: nf4, and the linear layers and experts that hold them."""
+"""Numbers in few bits: frozen weights and the layers that hold them, moments of optimizers, rounding of masters."""

@@ -12,9 +12,6 @@ from torch import Tensor
 BLOCK = 64
 """Values of a block."""
 
-BYTES = 0.5 + 4 / BLOCK
-"""Bytes of a value with its part of a scale."""
-
 # Appendix E of the paper.
 VALUES = (
     -1.0,

@@ -15,6 +15,9 @@ from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.few_bits.formats import FORMATS, Format, Kept
 from automodel_rl.parallel.sharding import Box, cuts_of, local_tensor, shard_parameter
 
+MOST_VALUES = 1 << 24
+"""Most values that are made plain at a time to look at them."""
+
 HOLDER = "few_bits"
 """Name of the submodule that has a module's codes and scales in place of its weights."""
 
@@ -44,6 +47,7 @@ class FewBitsWeight(nn.Module):
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
             if isinstance(weight, DTensor):
                 (cut,) = cuts_of(weight)
+                assert cut.dim == 0 or not kept.is_turned  # only ep cuts stacks
                 shard_parameter(self, name, weight.device_mesh, cut.dim)
 
     @property
@@ -59,8 +63,11 @@ class FewBitsWeight(nn.Module):
     def numbers(self) -> Iterator[Tensor]:
         """Numbers of which one is not finite if a value is not: scales, and codes that may stand for such values."""
         yield self.scales
-        if self.format.per_byte == 1:
-            yield FORMATS[self.kept.format].dequantize(local_tensor(self.codes), local_tensor(self.scale_bytes))
+        if self.format.per_byte == 1:  # as many bits have codes of what is no number
+            codes, scale_bytes = local_tensor(self.codes), local_tensor(self.scale_bytes)
+            count = max(1, MOST_VALUES * len(codes) // max(1, codes.numel()))
+            for of in zip(codes.split(count), scale_bytes.split(count), strict=True):
+                yield values_of(*of, self.kept.format, torch.bfloat16)
 
     def values(self) -> Tensor:
         """The values of this rank's part of the model's weight, in the dtype to which they are rounded."""

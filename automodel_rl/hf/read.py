@@ -272,7 +272,12 @@ class Checkpoint:
         if base == "nf4":
             return all_in_nf4(model)
         stored = {name: self._stored_base(name, tuple(weight.shape)) for name, weight in names_of_base(model)}
-        return {name: kept for name, kept in stored.items() if kept is not None}
+        found = {name: kept for name, kept in stored.items() if kept is not None}
+        if not found:
+            raise InputError(
+                f"model.lora.base=stored: {self.folder} has no weight of the base in few bits: use base=plain or nf4"
+            )
+        return found
 
     def _stored_base(self, name: str, shape: tuple[int, ...]) -> Kept | None:
         """How a weight is kept as it is stored; None if it is stored plain."""
@@ -285,7 +290,7 @@ class Checkpoint:
         if kept is None or others or any(place is None or place[1][-1] != whole[-1] for _, place in places):
             raise InputError(
                 f"model.lora.base=stored: {self.folder} has {name} in blocks or parts that cannot be kept so: use "
-                "base=plain or nf4"
+                "base=plain, or nf4 if its rows are multiples of 64 values"
             )
         return kept
 
@@ -306,7 +311,7 @@ class Checkpoint:
             if isinstance(stored, PackedTensor) and stored.kept == weight.kept:
                 found = stored.read_packed(opened, inside)
             else:
-                assert weight.kept == Kept("nf4")
+                assert weight.kept == Kept("nf4")  # a stored base has only what the files have so
                 self.quantized_here.append(piece.name)
                 codes, scales = quantize(stored.read(opened, inside).to(targets[0].device))
                 found = codes, scales.view(torch.uint8)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.errors import InputError
 from automodel_rl.optimizers.adamw import STATE as ADAMW_STATE
 from automodel_rl.optimizers.adamw import adamw_of
 from automodel_rl.optimizers.description import (
@@ -30,7 +29,6 @@ from automodel_rl.optimizers.description import (
     Named,
     OptimizerDescription,
     StateNames,
-    is_narrow,
     trained_parameters,
 )
 from automodel_rl.optimizers.muon_reference import reference
@@ -126,8 +124,6 @@ def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
 
 def _build(part: nn.Module, config: OptimizerConfig, group_of: GroupOf) -> list[torch.optim.Optimizer]:
     roles, named = roles_of(part), trained_parameters(part)
-    if any(is_narrow(parameter) for _, parameter in named):
-        raise InputError("optimizer.name=muon with master weights in bfloat16: its steps round none: use adamw")
     names = _matrix_names(roles)
     matrices: Named = [(name, parameter) for name, parameter in named if name in names]
     others: Named = [(name, parameter) for name, parameter in named if name not in names]

@@ -15,6 +15,9 @@ from automodel_rl.parallel.sharding import local_box, local_tensor
 MOST_VALUES = 1 << 24
 """Most values of which a step has results in full at a time."""
 
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+"""Names of embedding and head in a part."""
+
 Noise = tuple[Tensor, Tensor] | None
 """Hashes of rows, int32 [rows, 1], and places in them, int32 [I], for weights in bfloat16; None for wider ones."""
 
@@ -92,9 +95,6 @@ def write_weight(weight: Tensor, updated: Tensor, noise: Noise) -> None:
 
 
 def names_for_rounding(named: Named) -> dict[nn.Parameter, str]:
-    """What parameters' random numbers know of their names: the number of the layer, and the name there.
-
-    It is the same on every layout. Embedding, head and the rest have no name, so that the two copies of a tied weight
-    that a pipeline has split are rounded alike.
-    """
-    return {parameter: f".{name}".partition(".layers.")[2] for name, parameter in named}
+    """Names of parameters for their random numbers, the same on every layout. Embedding and head have none, so that the
+    two copies of a tied weight that a pipeline has split are rounded alike."""
+    return {parameter: "" if name in ENDS else name for name, parameter in named}

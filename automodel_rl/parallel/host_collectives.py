@@ -1,6 +1,7 @@
 """Small gloo collectives on the host, for the few numbers and objects of a step."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -47,6 +48,29 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return gathered
 
 
+@dataclass(frozen=True)
+class TreePlace:
+    """A rank's place in a binomial tree of a group's ranks. Behind a child are the ranks from it up to the next child.
+
+    Attributes:
+        children: the ranks of the group that send to this one, those with fewest ranks behind them first.
+        parent: the rank that it sends to; None for rank 0.
+        end: the rank after the last one behind this rank.
+    """
+
+    children: tuple[int, ...]
+    parent: int | None
+    end: int
+
+    @classmethod
+    def of(cls, rank: int, size: int) -> "TreePlace":
+        reach, children = 1, []
+        while reach < size and not rank & reach:
+            children += [rank + reach] if rank + reach < size else []
+            reach *= 2
+        return cls(tuple(children), rank - reach if rank else None, min(rank + reach, size))
+
+
 def combine(tensor: Tensor, group: dist.ProcessGroup, how: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
     """Combines a small tensor on the host over the ranks of a gloo group, in place, for all of them. A collective.
 
@@ -58,30 +82,36 @@ def combine(tensor: Tensor, group: dist.ProcessGroup, how: Callable[[Tensor, Ten
         group: the group.
         how: combines the numbers of two ranks; in the order of ranks.
     """
-    rank, size, reach = group.rank(), group.size(), 1
-    while reach < size and not rank & reach:
-        if rank + reach < size:
-            other = torch.empty_like(tensor)
-            dist.recv(other, group=group, group_src=rank + reach)
-            tensor.copy_(how(tensor, other))
-        reach *= 2
-    if rank:
-        dist.send(tensor, group=group, group_dst=rank - reach)
-    if size > 1:
-        dist.broadcast(tensor, group=group, group_src=0)
+    place = TreePlace.of(group.rank(), group.size())
+    for child in place.children:
+        other = torch.empty_like(tensor)
+        dist.recv(other, group=group, group_src=child)
+        tensor.copy_(how(tensor, other))
+    _hand_on(tensor, tensor, place, group)
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The numbers of all ranks of a gloo group, [n, k], rank 0's first. A collective.
+    """The numbers of all ranks of a gloo group, [n, k], rank 0's first. A collective along the same tree.
 
     Args:
         own: this rank's numbers on the host, [k]; as many on all ranks.
         group: the group.
     """
-    rows = own.new_zeros(group.size(), len(own))
-    rows[group.rank()] = own
-    combine(rows, group)  # all but one rank have zeros in a row
+    rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
+    rows = own.new_empty(group.size(), len(own))
+    rows[rank] = own
+    for child, end in zip(place.children, (*place.children[1:], place.end), strict=False):
+        dist.recv(rows[child:end], group=group, group_src=child)
+    _hand_on(rows[rank : place.end], rows, place, group)
     return rows
+
+
+def _hand_on(mine: Tensor, whole: Tensor, place: TreePlace, group: dist.ProcessGroup) -> None:
+    """Sends what this rank has of itself and those behind it up the tree, and gets the whole back down."""
+    if place.parent is not None:
+        dist.send(mine, group=group, group_dst=place.parent)
+    if group.size() > 1:
+        dist.broadcast(whole, group=group, group_src=0)
 
 
 def any_rank(flags: Sequence[bool], layout: Layout) -> list[bool]:

@@ -191,6 +191,7 @@ def split_linears(
             forward = _wide_norm_forward(how.group)
         if forward is not None:
             module.forward = MethodType(forward, module)
+        if style in (COLUMNS, ROWS, *SECTIONS):
             module.product = MethodType(_plain_product, module)
         if style in (REPLICATED, *SECTIONS) and not how.sequence_parallel:
             partial += [(module, key) for key, _ in module.named_parameters()]

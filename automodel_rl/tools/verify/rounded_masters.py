@@ -29,8 +29,8 @@ def rounded(weight: Tensor, step: int, name: str) -> Tensor:
 
 def _numbers(shape: tuple[int, ...], step: int, name: str) -> np.ndarray:
     """Numbers from 0 to 2^16 - 1 for each place of a weight in a step."""
-    in_layer = f".{name}".split(".layers.", 1)[1:]
-    key = np.uint32((zlib.crc32(f"{step} {''.join(in_layer)}".encode()) + 2**31) % 2**32)
+    is_end = name.endswith(("lm_head.weight", "embed_tokens.weight"))
+    key = np.uint32((zlib.crc32(f"{step} {'' if is_end else name}".encode()) + 2**31) % 2**32)
     rows = np.arange(np.prod(shape[:-1], dtype=np.int64), dtype=np.uint32)
     columns = np.arange(shape[-1], dtype=np.uint32) * np.uint32(0x9E3779B1)
     return (_murmur3(_murmur3(rows ^ key)[:, None] + columns) >> np.uint32(16)).reshape(shape)

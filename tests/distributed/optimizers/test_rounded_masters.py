@@ -6,18 +6,21 @@ from typing import Any
 import pytest
 import torch
 
+from automodel_rl.batch import pack
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
+from automodel_rl.errors import InputError
+from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.tools.verify.command import FLOAT32, judge
 from automodel_rl.tools.verify.comparison import Case, compare
 from tests.distributed.optimizers.test_checkpoints import train
 from tests.distributed.optimizers.test_muon import OFFLOADED, different
 from tests.rank_pool import RankPool
-from tests.tiny import save_tiny_model, save_tiny_multimodal_model
+from tests.tiny import make_sequences, save_tiny_model, save_tiny_multimodal_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Sizes of which a half is whole blocks of 8-bit moments."""
@@ -90,3 +93,38 @@ def test_gradients_and_moments_stay_wide(ranks: RankPool, tmp_path: Path, sizes:
     save_tiny_model(tmp_path, num_layers=2)
     found = ranks(2).run(dtypes_in_bfloat16, tmp_path, ParallelConfig(**sizes))
     assert found == [[{torch.bfloat16}, {torch.float32}, {torch.float32}]] * 2
+
+
+def state_that_comes_back(folder: Path) -> None:
+    """Gradients that wait for more of their kind keep their dtype when another state has the model's place."""
+    engine = Engine(
+        ModelHandle.from_pretrained(ModelConfig(path=str(folder), master_dtype="bfloat16"), ParallelConfig(dp_shard=2)),
+        OptimizerConfig(name="adamw_8bit", lr=1e-3, decay="constant"),
+    )
+    first = engine.take_state()
+    microbatches = pack(make_sequences(8, 0), 40, share=engine.handle.layout.data_share)
+    engine.forward_backward(microbatches, sft_loss)
+    gradients = {name: gradient.clone() for name, gradient in engine.take_state().gradients.items()}
+    waiting = engine.take_state()
+    engine.put_state(first)
+    engine.put_state(waiting)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    for name, gradient in engine.take_state().gradients.items():
+        assert torch.equal(gradient, gradients[name])
+
+
+def test_gradients_come_back_as_they_were(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=1)
+    ranks(2).run(state_that_comes_back, tmp_path)
+
+
+def refusal_of_muon(folder: Path) -> str:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), master_dtype="bfloat16"))
+    with pytest.raises(InputError) as refused:
+        Engine(handle, OptimizerConfig(name="muon"))
+    return str(refused.value)
+
+
+def test_muon_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, num_layers=1)
+    assert "its steps round no weights" in ranks(1).run(refusal_of_muon, tmp_path)[0]

@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any, Literal
 
 import pytest
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig
 from automodel_rl.estimate.memory import MemoryModel, RankMemory, StepPlan
+from automodel_rl.estimate.parameter_sizes import formats_of_base
 from tests.tiny_families import DENSE
 
 RANK = RankMemory(
@@ -49,6 +50,20 @@ def plan_large(
 
 
 RECOMPUTED = MemoryConfig(activation_checkpointing="full")
+
+
+def test_weights_that_a_stored_base_has_plain_are_counted_so() -> None:
+    """By the names that config.json leaves out, in the three ways in which it writes them."""
+    left_out = {
+        "modules_to_not_convert": ["model.layers.*.self_attn"],
+        "ignore": ["re:.*layers.1.mlp.up_proj", "lm_head"],
+    }
+    config = Qwen3Config(**DENSE, num_hidden_layers=2, quantization_config={"quant_method": "fp8", **left_out})
+    model = AutoModelForCausalLM.from_config(config)
+    model.requires_grad_(False)
+    formats = formats_of_base(model, LoraConfig(base="stored"), "fp8")
+    kept = [("0", "gate_proj"), ("0", "up_proj"), ("0", "down_proj"), ("1", "gate_proj"), ("1", "down_proj")]
+    assert formats == {f"model.layers.{layer}.mlp.{name}.weight": "fp8_e4m3" for layer, name in kept}
 
 
 def test_masters_in_bfloat16_and_moments_in_8_bits_take_half_the_bytes() -> None:

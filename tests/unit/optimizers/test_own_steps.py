@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
-from automodel_rl.errors import InputError
 from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer, adamw, adamw_8bit, own_steps
 from tests.unit.optimizers.test_model_optimizer import no_groups
 
@@ -93,8 +92,3 @@ def test_moments_are_as_wide_as_gradients() -> None:
     names = OPTIMIZERS["adamw"].state_names(model)["weight"]
     assert {tensor.dtype for tensor in names.empty(model.weight).values()} == {torch.float32}
     assert sum(names.sizes(model.weight)) == 4 + 2 * 4 * 128 * 4
-
-
-def test_muon_takes_no_weights_in_bfloat16() -> None:
-    with pytest.raises(InputError, match="its steps round none"):
-        optimizer_of(linear(128, 4, torch.bfloat16), OptimizerConfig(name="muon"))
