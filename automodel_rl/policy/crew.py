@@ -19,7 +19,7 @@ import torch.distributed as dist
 from automodel_rl.errors import InputError, JobEndedError, RolloutError, TrainingDivergedError
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
-from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.host_collectives import TreePlace, gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.policy.jobs import End, Job, OfFurtherModel
 from automodel_rl.policy.shares import Share
@@ -113,11 +113,7 @@ class TreeCrew:
     @property
     def _children(self) -> list[int]:
         """The ranks behind this one that it talks to, those with most ranks behind them first."""
-        reach = 1
-        while reach < self.size and not self.rank & reach:
-            reach *= 2
-        steps = [2**k for k in range(reach.bit_length() - 1)]
-        return [self.rank + step for step in reversed(steps) if self.rank + step < self.size]
+        return [*reversed(TreePlace.of(self.rank, self.size).children)]
 
     def _behind(self, child: int) -> range:
         """The ranks that a child stands for."""
