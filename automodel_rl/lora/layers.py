@@ -38,6 +38,12 @@ def install_adapters(part: Any, scope: MicrobatchScope | None = None) -> None:
         linear.forward = MethodType(_forward, linear)
 
 
+def move_adapter(source: Any, target: Any) -> None:
+    """Gives a layer's adapter to the layer that takes its place. Call it before `install_adapters`."""
+    for name in (*ADAPTER_NAMES, "lora_scale", "lora_dropout", "lora_sum"):
+        setattr(target, name, getattr(source, name))
+
+
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
     base = linear.base_forward(hidden)
     if linear.lora_dropout and torch.is_grad_enabled():  # log-probabilities and evaluations are not random

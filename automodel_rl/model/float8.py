@@ -3,7 +3,7 @@
 Scales are chosen anew for every product: `tensorwise` one for each tensor, `rowwise` one for each row (Micikevicius et
 al., arXiv:2209.05433, describe the formats). `rowwise` leaves the gradients of weights in bfloat16, which is more
 accurate, and faster too: their rows go along the tokens, and to cast those took more time than the products saved.
-Master weights, gradients and all that is not a matrix product keep their dtype.
+Master weights, gradients, adapters and all that is not a matrix product keep their dtype.
 """
 
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ from torch import nn
 
 from automodel_rl.config.model import Float8
 from automodel_rl.errors import InputError
+from automodel_rl.lora.layers import ADAPTER_NAMES, adapted_layers, move_adapter
 
 MULTIPLE = 16
 """Sizes of fp8 products, tokens included, are multiples of this."""
@@ -33,9 +34,9 @@ def check_float8(recipe: Float8, device: torch.device) -> None:
 
 
 def install_float8(layers: Iterable[nn.Module], recipe: Float8) -> None:
-    """Replaces the linear layers of decoder layers by fp8 ones with the same parameters.
+    """Replaces the linear layers of decoder layers by fp8 ones with the same parameters and adapters.
 
-    Experts and routers are no linear layers and stay as they are.
+    Experts and routers are no linear layers and stay as they are; adapters are narrow, and stay, too.
 
     Raises:
         InputError: a linear layer has a size that is no multiple of `MULTIPLE`, or torchao is not installed.
@@ -51,9 +52,19 @@ def install_float8(layers: Iterable[nn.Module], recipe: Float8) -> None:
     config = Float8LinearConfig.from_recipe_name(RECIPES[recipe])
     for layer in layers:
         for name, linear in layer.named_modules():
-            if isinstance(linear, nn.Linear) and (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE):
+            sizes = (linear.in_features, linear.out_features) if _is_wide(linear, name) else ()
+            if any(size % MULTIPLE for size in sizes):
                 raise InputError(
                     f"model.fp8={recipe}: {name} has {linear.in_features} inputs and {linear.out_features} outputs, "
                     f"and fp8 products need multiples of {MULTIPLE}: set it to null"
                 )
-        convert_to_float8_training(layer, config=config)
+        adapted = set(adapted_layers(layer))
+        before = {name: module for name, module in layer.named_modules() if module in adapted}
+        convert_to_float8_training(layer, config=config, module_filter_fn=_is_wide)
+        for name, linear in before.items():
+            move_adapter(linear, layer.get_submodule(name))
+
+
+def _is_wide(module: nn.Module, name: str) -> bool:
+    """Whether a module is a linear layer and no adapter, by its name."""
+    return isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ADAPTER_NAMES

@@ -189,11 +189,11 @@ def keep_base_in_few_bits(work: PartInProgress) -> None:
         keep_in_few_bits(work.layers, work.base)
 
 
-def add_adapters_and_float8(work: PartInProgress) -> None:
-    """Sets the forwards of linear layers with adapters, or makes them fp8 layers."""
-    install_adapters(work.part, work.scope)
+def add_float8_and_adapters(work: PartInProgress) -> None:
+    """Makes linear layers fp8 layers, and sets the forwards of those with adapters."""
     if work.model.fp8 is not None:
         install_float8(work.layers.values(), work.model.fp8)
+    install_adapters(work.part, work.scope)
 
 
 def compute_mlps_in_tiles(work: PartInProgress) -> None:
@@ -255,7 +255,7 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
     replace_indexers,
     replace_layer_forwards,
     keep_base_in_few_bits,
-    add_adapters_and_float8,
+    add_float8_and_adapters,
     compute_mlps_in_tiles,
     replace_part_forward,
     fuse_norms,

@@ -54,7 +54,7 @@ LACKS = (
     Lack(f.WIDE, f.FP8, "fp8 layers take and give bfloat16", "use model.dtype=bfloat16"),
     Lack(f.NARROW_MASTERS, f.LORA, "adapters are few, and all else is in model.dtype already", "leave one of them out"),
     Lack(f.NARROW_MASTERS, f.MUON, "its steps round no weights", "use adamw or adamw_8bit"),
-    Lack(f.LORA, f.FP8, "adapters have no fp8 layers", "set one of them to null"),
+    Lack(f.BASE_IN_FEW_BITS, f.FP8, "it is multiplied in model.dtype", "use base=plain, or set fp8 to null"),
     Lack(f.MULTIMODAL, f.FP8, "it has no fp8 layers", f"set it to null{_AS_TEXT}"),
     Lack(
         f.SPLIT_BACKWARD,

@@ -26,7 +26,7 @@ def test_weights_are_cut_before_forwards_are_set_and_forwards_wrapped_before_fsd
         "replace_indexers",
         "replace_layer_forwards",
         "keep_base_in_few_bits",
-        "add_adapters_and_float8",
+        "add_float8_and_adapters",
         "compute_mlps_in_tiles",
         "replace_part_forward",
         "fuse_norms",

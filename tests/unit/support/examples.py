@@ -160,7 +160,11 @@ EXAMPLES = (
     ),
     Breach("model.lora with model.master_dtype=bfloat16: adapters are few", {"model.lora": {"rank": 4}}, _MASTERS),
     Breach("optimizer.name=muon with model.master_dtype=bfloat16", {"optimizer.name": "muon"}, _MASTERS),
-    Breach("model.fp8=rowwise with model.lora: adapters have no", {"model.lora": {"rank": 4}}, _FP8),
+    Breach(
+        "model.fp8=rowwise with model.lora.base=nf4: it is multiplied in model.dtype",
+        {"model.lora": {"base": "nf4"}},
+        _FP8,
+    ),
     Breach("model.fp8=rowwise with parallel.tp=2: split layers", {"parallel.tp": 2}, _FP8),
     Breach("model.fp8=rowwise with model.implementation=nemo_automodel", NEMO_CLASSES, _FP8),
     Breach(
