@@ -141,12 +141,10 @@ class Written:
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Arguments of vllm.LLM, tokens that end a completion whose request names none, and the process's
-    CUDA_VISIBLE_DEVICES; None for those that it has."""
+    """Arguments of vllm.LLM, and tokens that end a completion whose request names none."""
 
     options: dict[str, Any]
     ends: tuple[int, ...]
-    devices: str | None = None
 
 
 @dataclass(frozen=True)

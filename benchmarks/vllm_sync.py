@@ -131,7 +131,7 @@ def start(options: argparse.Namespace, source: Path) -> Generator:
         "enforce_eager": True,
         "weight_transfer_config": {"backend": "same_device" if options.device is None else "nccl"},
     }
-    return start_vllm(options.python, VllmSettings(llm, (), str(options.device or 0)))
+    return start_vllm(options.python, VllmSettings(llm, ()), str(options.device or 0))
 
 
 def start_server(options: argparse.Namespace, source: Path) -> Any:

@@ -29,6 +29,7 @@ from automodel_rl.generators.generator_process import GeneratorProcess, NotStart
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
+from automodel_rl.generators.visible_devices import local_rank, visible_devices
 from automodel_rl.generators.vllm_checks import connect_servers
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.generators.vllm_replicas import SAMPLED_AT_ONCE, VllmReplicas, cache_bytes
@@ -141,7 +142,7 @@ def _transformers(
         within = TransformersGenerator(copy, writing)
         return within, Local(within.receiver, device)
     _check_devices(choice.devices)
-    visible = visible_devices(choice.devices, device) if device.type == "cuda" else None
+    visible = visible_devices(choice.devices, device.index) if device.type == "cuda" else None
     process = start_transformers(copy, writing, visible)
     if choice.transport == "ipc":
         return process, Ipc(process, device, weights.timeout)
@@ -202,9 +203,10 @@ def _vllm_process(
     if not ranks.leads:
         channel = NoGenerator()
         return channel, _vllm_transport(channel, spec, handle, ranks)
-    devices = visible_devices(choice.devices, handle.layout.device, ranks.size)
-    settings = VllmSettings(_vllm_options(choice, spec, handle, tokenizer, ranks), ends, devices)
-    process = start_vllm(choice.python, settings, _num_replicas(choice), meanwhile)
+    device = handle.layout.device
+    visible = visible_devices(choice.devices, local_rank() if device.index is None else device.index, ranks.size)
+    settings = VllmSettings(_vllm_options(choice, spec, handle, tokenizer, ranks), ends)
+    process = start_vllm(choice.python, settings, visible, _num_replicas(choice), meanwhile)
     if process.warning and dist.get_rank() == 0:
         print(process.warning, flush=True)
     return process, _vllm_transport(process, spec, handle, ranks)
@@ -303,28 +305,3 @@ def with_asked(own: set[int], asked: Sequence[int], vocab_size: int) -> tuple[in
             f"that: leave {max(asked)} out"
         )
     return tuple(sorted({*own, *asked}))
-
-
-def visible_devices(devices: Sequence[int], device: torch.device, count: int = 1) -> str | None:
-    """CUDA_VISIBLE_DEVICES for this rank's generator; None to inherit it.
-
-    Args:
-        devices: the generators' own devices, by number among those that ranks see; empty if each shares its rank's.
-        device: this rank's device.
-        count: number of devices of the generator: of its own, or of this rank and those after it.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else None
-    if devices:
-        first = int(os.environ.get("LOCAL_RANK", "0")) * count
-        own: Sequence[int] = devices[first : first + count]
-    elif device.type != "cuda":
-        return None
-    else:
-        own = range(device.index, device.index + count)
-    if names is not None and own and max(own) >= len(names):
-        raise InputError(
-            f"rollout.generator.place={list(devices)}: ranks see {len(names)} devices "
-            f"(CUDA_VISIBLE_DEVICES={visible}), whose numbers are 0 to {len(names) - 1}: name others"
-        )
-    return ",".join(str(number) if names is None else names[number] for number in own)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
+from automodel_rl.errors import InputError
 from automodel_rl.generators.child_process import ChildProcess
+from automodel_rl.generators.visible_devices import VISIBLE, local_rank, visible_devices
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
@@ -24,14 +26,17 @@ _ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 EXPANDABLE = "expandable_segments"
 """An option of torch's allocator with which vLLM's sleep frees nothing."""
 
-_early: dict[tuple[str, bool], list[ChildProcess]] = {}
+_Key = tuple[str, bool, str | None]
+"""Interpreter, whether vLLM is to sleep, and the devices that it sees."""
+
+_early: dict[_Key, list[ChildProcess]] = {}
 
 
 def start_early(spec: GeneratorSpec) -> None:
     """Starts the processes of this rank's generator, if it is a vLLM that this rank is sure to lead.
 
-    An interpreter that cannot be started is told of when the generator starts. A process that nobody has taken ends
-    with this one, or notices within a second that this one is gone.
+    An interpreter that cannot be started, and devices that are not there, are told of when the generator starts. A
+    process that nobody has taken ends with this one, or notices within a second that this one is gone.
 
     Args:
         spec: the generator that is asked for.
@@ -42,39 +47,45 @@ def start_early(spec: GeneratorSpec) -> None:
     leads = os.environ.get("RANK", "0") == "0" or (spec.tensor_parallel == 1 and not choice.devices)
     if not leads:
         return
-    python, sleeps = choice.python or sys.executable, spec.sleep_level > 0
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, InputError):
+        visible = visible_devices(choice.devices, local_rank(), spec.tensor_parallel)
+        key = (choice.python or sys.executable, spec.sleep_level > 0, visible)
         for _ in range(choice.replicas):
-            child = ChildProcess([python, str(WORKER)], _environment(sleeps))
-            _early.setdefault((python, sleeps), []).append(child)
+            child = _start(*key)
+            _early.setdefault(key, []).append(child)
             atexit.register(child.close)
 
 
-def vllm_child(python: str, sleeps: bool) -> ChildProcess:
+def vllm_child(python: str, sleeps: bool, visible: str | None) -> ChildProcess:
     """A process that was started early, or a new one.
 
     Args:
         python: the interpreter of an environment that has vLLM.
         sleeps: whether vLLM is to give its memory back between rollouts.
+        visible: the process's CUDA_VISIBLE_DEVICES; None to inherit it.
 
     Raises:
         OSError: it cannot be started.
     """
-    children = _early.pop((python, sleeps), [])
+    key = (python, sleeps, visible)
+    children = _early.pop(key, [])
     while _early:  # of other settings than the generator has in the end
         for child in _early.popitem()[1]:
             child.close()
     if not children:
-        return ChildProcess([python, str(WORKER)], _environment(sleeps))
+        return _start(*key)
     child = children.pop()
     if children:
-        _early[python, sleeps] = children
+        _early[key] = children
     return child
 
 
-def _environment(sleeps: bool) -> dict[str, str]:
-    """The environment variables of vLLM's process."""
+def _start(python: str, sleeps: bool, visible: str | None) -> ChildProcess:
+    """Starts a process. It sees its devices from the start, as it imports vLLM, which may look for them, before it is
+    told what to do."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
+    if visible is not None:
+        environment[VISIBLE] = visible
     # With processes of its own, a killed worker would leave a child behind.
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if sleeps:
@@ -84,4 +95,4 @@ def _environment(sleeps: bool) -> dict[str, str]:
                 environment[name] = ",".join(kept)
     # CUDA may be initialised where vLLM starts its workers, and must not be forked then.
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    return environment
+    return ChildProcess([python, str(WORKER)], environment)

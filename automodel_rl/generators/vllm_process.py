@@ -19,13 +19,18 @@ END_SECONDS = 15.0
 
 
 def start_vllm(
-    python: str | None, settings: VllmSettings, num_replicas: int = 1, meanwhile: Callable[[], None] = lambda: None
+    python: str | None,
+    settings: VllmSettings,
+    visible: str | None = None,
+    num_replicas: int = 1,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> GeneratorProcess | VllmReplicas:
     """Starts vLLM's offline engine in a process of its own, or several.
 
     Args:
         python: the interpreter of an environment that has vLLM; None for this process's interpreter.
-        settings: options of vLLM and of its sampling, and its devices.
+        settings: options of vLLM and of its sampling.
+        visible: the process's CUDA_VISIBLE_DEVICES; None to inherit it.
         num_replicas: number of replicas.
         meanwhile: called while it starts.
 
@@ -41,7 +46,7 @@ def start_vllm(
     children: list[ChildProcess] = []
     try:
         for _ in range(num_replicas):
-            children.append(vllm_child(python or sys.executable, sleeps))
+            children.append(vllm_child(python or sys.executable, sleeps, visible))
     except OSError as error:
         for child in children:
             child.close()

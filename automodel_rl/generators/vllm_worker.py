@@ -98,8 +98,6 @@ class VllmWorker:
         self.adapters: dict[int, Any] = {}  # the LoRARequest of each adapter that vLLM has, by its weight sync
 
     def start(self, settings: Any) -> None:
-        if settings.devices is not None:  # in time, for CUDA is not initialised yet
-            os.environ["CUDA_VISIBLE_DEVICES"] = settings.devices
         from vllm import LLM, __version__
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
         from vllm_versions import be_quiet, know_model, untested

@@ -21,6 +21,7 @@ from automodel_rl.generator_messages import Committed, PromptMedia, Request, Sam
 from automodel_rl.generators import vllm_child
 from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.visible_devices import VISIBLE
 from automodel_rl.generators.vllm_child import WORKER, start_early
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.generators.vllm_replicas import VllmReplicas
@@ -129,14 +130,20 @@ def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
 
 
 @pytest.mark.usefixtures("python_path")
-def test_a_process_that_was_started_early_is_the_generators_with_the_devices_that_it_gets() -> None:
-    """Rank 3 leads a generator of its own if each has one device, and none early if some may lead none."""
+def test_a_process_that_was_started_early_is_the_generators_and_sees_its_devices_from_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 3 leads a generator of its own if each has one device, and none early if some may lead none. The process
+    imports vLLM, which may look for devices, before it is told anything."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.delenv(VISIBLE, raising=False)
     start_early(spec_of(tensor_parallel=2))
     assert not vllm_child._early
     start_early(spec_of())
     ((child,),) = vllm_child._early.values()
     start_early(spec_of())  # once
-    generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS, devices="5"))
+    assert f"{VISIBLE}=3" in Path(f"/proc/{child.process.pid}/environ").read_text().split("\0")
+    generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS), "3")
     assert isinstance(generator, GeneratorProcess)
     try:
         assert generator.child is child
@@ -152,10 +159,25 @@ def test_a_process_that_was_started_early_is_the_generators_with_the_devices_tha
 
 
 @pytest.mark.usefixtures("python_path")
+def test_a_process_that_was_started_early_for_other_devices_is_not_the_generators() -> None:
+    start_early(spec_of())
+    ((child,),) = vllm_child._early.values()
+    generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS), "5")
+    try:
+        assert isinstance(generator, GeneratorProcess)
+        assert generator.child is not child
+        assert f"{VISIBLE}=5" in Path(f"/proc/{generator.child.process.pid}/environ").read_text().split("\0")
+        assert not vllm_child._early
+    finally:
+        generator.close()
+    child.process.wait(10)
+
+
+@pytest.mark.usefixtures("python_path")
 def test_all_replicas_are_started_early() -> None:
     start_early(spec_of(replicas=3))
     (children,) = [[*of_key] for of_key in vllm_child._early.values()]
-    generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS), num_replicas=3)
+    generator = start_vllm(None, VllmSettings({"model": "m"}, ENDS), "0", num_replicas=3)
     try:
         assert isinstance(generator, VllmReplicas)
         assert {replica.child for replica in generator.replicas} == set(children)
