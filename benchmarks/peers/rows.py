@@ -1,4 +1,4 @@
-"""The data of every peer: packed rows of 8,192 tokens, and what is measured of a loop over steps.
+"""The data of every peer: packed rows of 8,192 tokens or full rows, and what is measured of a loop over steps.
 
 Documents have log-normal lengths (median 700, sigma 1, 64 to 8,192), each ends with the end token, and rows are filled
 by best fit. A row's last tokens may be padding, a document of its own without targets; it does not count as tokens.
@@ -20,6 +20,7 @@ from automodel_rl.batch import assign_bins
 
 ROW = 8192
 WARMUP = 4
+WARMUP_OF_ADAPTERS = 3
 PEAK = 989e12
 """Dense bf16 FLOP/s of one H200."""
 
@@ -81,6 +82,39 @@ def make_rows(vocab_size: int, rows: int, steps: int, length: int = ROW) -> Rows
         [of_rows[step * rows : (step + 1) * rows] for step in range(steps)],
         [padded[step * rows : (step + 1) * rows] for step in range(steps)],
     )
+
+
+def full_rows(vocab_size: int, rows: int, steps: int, length: int) -> Rows:
+    """Rows of one document each, all of `length` tokens, with a seed."""
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size - 2, (steps, rows, length)))
+    return Rows(ids, [[[length]] * rows] * steps, [[False] * rows] * steps)
+
+
+def report_adapters(name: str, base: str, rows: Rows, seconds: list[float], loss: float) -> None:
+    """Prints the line of a finished measurement of adapters.
+
+    Args:
+        name: the peer.
+        base: lora or qlora.
+        rows: the data, full rows.
+        seconds: time of every step.
+        loss: of the first step.
+    """
+    median = statistics.median(seconds[WARMUP_OF_ADAPTERS:])
+    cuda = torch.cuda.is_available()
+    result = {
+        "peer": name,
+        "base": base,
+        "rows": list(rows.ids.shape[1:]),
+        "tokens_per_second": round(rows.ids[0].numel() / median),
+        "step_s": round(median, 3),
+        "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else 0.0,
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 1) if cuda else 0.0,
+        "loss1": round(loss, 5),
+        "first_step_s": round(seconds[0], 1),
+        "spread_s": [round(min(seconds[WARMUP_OF_ADAPTERS:]), 3), round(max(seconds[WARMUP_OF_ADAPTERS:]), 3)],
+    }
+    print(json.dumps(result), flush=True)
 
 
 def report(

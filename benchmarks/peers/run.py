@@ -67,18 +67,21 @@ def checkpoint(workload: str, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def run(peer: str, arguments: list[str], timeout: float) -> dict[str, Any]:
+def run(peer: str, arguments: list[str], timeout: float, variables: dict[str, str] | None = None) -> dict[str, Any]:
+    """The line of one peer's script, with these arguments and, beside this process's, these environment variables."""
     script = HERE / f"run_{peer}.py"
-    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | (variables or {})
     try:
         done = subprocess.run(
             [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=timeout, env=environment
         )
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
+        sys.stderr.write((late.stderr or b"")[-4000:].decode(errors="replace"))
         return {"peer": peer, "failed": f"no result in {timeout:.0f} s", "arguments": arguments[3:]}
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"peer"')]
     if lines:
         return json.loads(lines[-1])
+    sys.stderr.write(done.stderr[-4000:])
     error = next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), f"exit {done.returncode}")
     return {"peer": peer, "failed": error[:160], "arguments": arguments[3:]}
 
