@@ -69,6 +69,7 @@ arguments = trl.SFTConfig(
     output_dir="/tmp/trl",
     max_steps=steps,
     per_device_train_batch_size=num_rows,
+    gradient_accumulation_steps=1,
     learning_rate=1e-5,
     lr_scheduler_type="constant",
     adam_beta1=0.9,
