@@ -37,6 +37,10 @@ class LoraConfig(Section):
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, which suits large ranks (Kalajdzievski, arXiv:2312.03732)."""
 
+    dora: bool = False
+    """Train the length of each row of an adapted weight by itself, and its direction by the adapter (DoRA; Liu et al.,
+    arXiv:2402.09353). Adapters of linear layers alone have it."""
+
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that are set to 0 in training. Only sft reads it: other algorithms compare
     log-probabilities, which dropout would change at random."""

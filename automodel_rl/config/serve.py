@@ -134,8 +134,8 @@ class ServeConfig(Section):
     @model_validator(mode="after")
     def _can_be_served(self) -> "ServeConfig":
         lora = self.model.lora
-        if lora is not None and (lora.dropout or lora.modules_to_save):
-            raise ValueError("model.lora: dropout and modules_to_save are not served: leave them out")
+        if lora is not None and (lora.dropout or lora.modules_to_save or lora.dora):
+            raise ValueError("model.lora: dropout, dora and modules_to_save are not served: leave them out")
         if self.model.num_labels is not None:
             raise ValueError("model.num_labels: a service samples tokens and needs the vocabulary's head: leave it out")
         if self.memory.mlp_tile is not None:

@@ -10,6 +10,7 @@ from automodel_rl.families.known import CheckpointFamily
 from automodel_rl.hf.names import pieces
 from automodel_rl.lora.experts import adapted_weights_by_name
 from automodel_rl.lora.layers import ADAPTER_NAMES, merged
+from automodel_rl.lora.magnitude import MAGNITUDE
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_adapters
 from automodel_rl.lora.stacks import OWN
 
@@ -22,15 +23,17 @@ class AdapterPiece:
         down: its `lora_A`, [rank, inputs], or a stack of these for a stack of experts.
         up: its `lora_B`, [outputs, rank], or a stack of these.
         is_transposed: whether the tensor is a stack [experts, inputs, outputs].
+        lengths: the trained lengths of the tensor's rows, [outputs], if the adapter has them.
     """
 
     down: Tensor
     up: Tensor
     is_transposed: bool = False
+    lengths: Tensor | None = None
 
     def merged_into(self, tensor: Tensor, scale: float) -> Tensor:
         """The tensor with the adapter merged in, in fp32 or wider."""
-        return merged(tensor, self.down, self.up, scale, self.is_transposed)
+        return merged(tensor, self.down, self.up, scale, self.is_transposed, self.lengths)
 
 
 def adapter_pieces(adapters: Mapping[str, Tensor], family: CheckpointFamily) -> dict[str, AdapterPiece]:
@@ -47,7 +50,9 @@ def adapter_pieces(adapters: Mapping[str, Tensor], family: CheckpointFamily) -> 
             if piece.expert is not None:
                 found[piece.name] = AdapterPiece(down[piece.expert], up[piece.expert][piece.rows])
             else:
-                found[piece.name] = AdapterPiece(down, up, down.ndim == 3 and family.language.transposes_experts)
+                is_transposed = down.ndim == 3 and family.language.transposes_experts
+                lengths = adapters.get(f"{layer}.{MAGNITUDE}.weight")
+                found[piece.name] = AdapterPiece(down, up, is_transposed, lengths)
     return found
 
 

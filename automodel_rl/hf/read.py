@@ -26,7 +26,7 @@ from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import TurnedTensor, stored_dtype, stored_tensors
 from automodel_rl.hf.stored import Opened, PackedTensor, PlainTensor, StoredTensor
 from automodel_rl.hf.weight_files import open_tensors, weight_files
-from automodel_rl.lora.layers import initialise, is_adapter
+from automodel_rl.lora.layers import begin_magnitudes, initialise, is_adapter
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 
@@ -253,7 +253,9 @@ class Checkpoint:
                         local[overlap[1]].copy_(self._tensors[piece.name].read(opened, overlap[0]))
             for name, held, _ in few_bits_weights(part):
                 self._fill_few_bits(name, held, opened)
-            if self.files.adapters is not None:
+            if self.files.adapters is None:
+                begin_magnitudes(part)
+            else:
                 for name, tensor in part.named_parameters():
                     self.files.adapters.fill(name, tensor, self.family)
 

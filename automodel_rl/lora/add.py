@@ -11,6 +11,7 @@ from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.lora.experts import add_expert_adapters
 from automodel_rl.lora.layers import is_named
+from automodel_rl.lora.magnitude import Magnitude
 
 ALL_LINEAR = "all-linear"
 """The target that stands for all linear layers but the head; experts are none."""
@@ -43,7 +44,8 @@ class Encoder:
 def add_adapters(model: nn.Module, config: LoraConfig, encoders: Sequence[Encoder] = ()) -> LoraConfig:
     """Freezes a model without storage and gives its target layers and experts adapters, in place.
 
-    A layer then computes W x + b + scale * B A x. The names of its own weights stay. Modules to save stay trained.
+    A layer then computes W x + b + scale * B A x, or what magnitude.py says. The names of its own weights stay. Modules
+    to save stay trained.
 
     Args:
         model: a causal language model.
@@ -91,6 +93,9 @@ def _add_adapter(layer: Any, config: LoraConfig) -> None:
     options: dict[str, Any] = {"bias": False, "dtype": layer.weight.dtype, "device": layer.weight.device}
     layer.lora_A = nn.Linear(layer.in_features, config.rank, **options)
     layer.lora_B = nn.Linear(config.rank, layer.out_features, **options)
+    layer.lora_magnitude_vector = None
+    if config.dora:
+        layer.lora_magnitude_vector = Magnitude(layer.out_features, dtype=options["dtype"], device=options["device"])
     layer.lora_scale, layer.lora_dropout, layer.lora_sum = config.scale, config.dropout, _as_it_is
 
 

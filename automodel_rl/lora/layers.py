@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
 from automodel_rl.batch.tensors import ADAPTER_GATE
+from automodel_rl.lora.magnitude import MAGNITUDE, has_magnitude, with_magnitude
 from automodel_rl.parallel.sharding import local_box, local_tensor
 
 ADAPTER_NAMES = ("lora_A", "lora_B")
@@ -40,7 +41,7 @@ def install_adapters(part: Any, scope: MicrobatchScope | None = None) -> None:
 
 def move_adapter(source: Any, target: Any) -> None:
     """Gives a layer's adapter to the layer that takes its place. Call it before `install_adapters`."""
-    for name in (*ADAPTER_NAMES, "lora_scale", "lora_dropout", "lora_sum"):
+    for name in (*ADAPTER_NAMES, MAGNITUDE, "lora_scale", "lora_dropout", "lora_sum"):
         setattr(target, name, getattr(source, name))
 
 
@@ -52,7 +53,20 @@ def _forward(linear: Any, hidden: Tensor) -> Tensor:
     factors, up = linear.microbatch_scope.input(ADAPTER_GATE), local_tensor(linear.lora_B.weight)
     if factors is not None:  # of all tokens, of which the sum may leave a rank only its own
         return base + F.linear(linear.lora_sum(low * factors.to(low.dtype)), up)
-    return base + linear.lora_scale * F.linear(linear.lora_sum(low), up)
+    change = linear.lora_scale * F.linear(linear.lora_sum(low), up)
+    return with_magnitude(linear, base, change) if has_magnitude(linear) else base + change
+
+
+@torch.no_grad()
+def begin_magnitudes(part: nn.Module) -> None:
+    """Sets the trained lengths of rows, where adapters have them, to those that the checkpoint's rows have."""
+    for linear in adapted_layers(part):
+        if has_magnitude(linear):
+            lengths = local_tensor(linear.lora_magnitude_vector.weight)
+            weight = local_tensor(linear.weight)
+            lengths.copy_(
+                torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(weight.dtype, lengths.dtype))
+            )
 
 
 def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
@@ -79,10 +93,19 @@ def merge(linear: Any, whole_down: Tensor) -> Tensor:
         whole_down: the whole of its `lora_A`.
     """
     down = whole_down[:, local_box(linear.lora_A.weight)[1]]
-    return merged(local_tensor(linear.weight), down, local_tensor(linear.lora_B.weight), linear.lora_scale)
+    lengths = local_tensor(linear.lora_magnitude_vector.weight) if has_magnitude(linear) else None
+    weight, up = local_tensor(linear.weight), local_tensor(linear.lora_B.weight)
+    return merged(weight, down, up, linear.lora_scale, lengths=lengths)
 
 
-def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float, is_transposed: bool = False) -> Tensor:
+def merged(
+    weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+    is_transposed: bool = False,
+    lengths: Tensor | None = None,
+) -> Tensor:
     """A weight with its adapter merged in, in fp32 or wider.
 
     Args:
@@ -91,15 +114,18 @@ def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float, is_transposed
         up: `lora_B` [outputs, rank].
         scale: the factor of the adapter's output.
         is_transposed: whether the weight is [inputs, outputs] instead.
+        lengths: the trained lengths of its rows [outputs], if the adapter has them; rows are whole then.
     """
     wide = torch.promote_types(torch.promote_types(weight.dtype, up.dtype), torch.float32)
     own = weight.mT if is_transposed else weight
     result = own.to(wide) + scale * (up.to(wide) @ down.to(wide))
+    if lengths is not None:
+        result *= (lengths.to(wide) / torch.linalg.vector_norm(result, dim=1))[:, None]
     return result.mT if is_transposed else result
 
 
 def is_adapter(name: str) -> bool:
-    return any(f".{adapter}." in name for adapter in ADAPTER_NAMES)
+    return any(f".{adapter}." in name for adapter in (*ADAPTER_NAMES, MAGNITUDE))
 
 
 @torch.no_grad()
@@ -112,7 +138,7 @@ def initialise(name: str, parameter: Tensor, seed: int = 0, rows: slice = slice(
         seed: another seed gives other values.
         rows: the rows of A that get values; the others get 0.
     """
-    if ".lora_B." in name:
+    if ".lora_A." not in name:  # lengths of rows, if it has some, follow from the checkpoint
         local_tensor(parameter).zero_()
         return
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)

@@ -29,6 +29,7 @@ from automodel_rl.lora.experts import (
     adapted_weights_by_name,
 )
 from automodel_rl.lora.layers import ADAPTER, merged
+from automodel_rl.lora.magnitude import MAGNITUDE
 from automodel_rl.lora.peft_kinds import problem_of
 from automodel_rl.lora.stacks import from_peft, to_peft
 from automodel_rl.manifest import write_manifest
@@ -68,6 +69,7 @@ class AdapterFolder:
             self.base_revision: str = values.get("revision") or "main"
             self._target_parameters: list[str] = values.get("target_parameters") or []
             self._rank: int = values["r"]
+            self._has_magnitudes: bool = values.get("use_dora") or False
             self._is_of_classifier = values.get("task_type") == OF_CLASSIFIER
             if self._rank < 1:
                 raise ValueError(f"r={self._rank}")
@@ -76,6 +78,7 @@ class AdapterFolder:
                 rank=self._rank,
                 alpha=values["lora_alpha"],
                 rslora=values.get("use_rslora", False),
+                dora=self._has_magnitudes,
                 targets=self._layers
                 if isinstance(targets, str) or self._is_multimodal
                 else self._names(targets, values),
@@ -91,9 +94,21 @@ class AdapterFolder:
             named = {
                 _own_name(name.removeprefix(PEFT_PREFIX)): t for name, t in load_file(self.folder / WEIGHTS).items()
             }
-            return from_peft(named, self._rank, self._target_parameters)
         except (OSError, SafetensorError) as error:
             raise InputError(f"{self.folder / WEIGHTS}: damaged or not there ({error}): copy it again") from None
+        self._check_magnitudes(named)
+        return from_peft(named, self._rank, self._target_parameters)
+
+    def _check_magnitudes(self, named: dict[str, Tensor]) -> None:
+        """Raises InputError unless there are lengths of rows for each adapter if the config says so, and else none."""
+        wanted = {f"{layer}.{MAGNITUDE}.weight" for layer in _layers_of(named)} if self._has_magnitudes else set()
+        found = {name for name in named if name.endswith(f".{MAGNITUDE}.weight")}
+        if wanted != found:
+            what, name = ("no", min(wanted - found)) if wanted - found else ("a", min(found - wanted))
+            raise InputError(
+                f"{self.folder / WEIGHTS}: has {what} {name}, and {CONFIG} says use_dora={self._has_magnitudes}: copy "
+                "both files again"
+            )
 
     @property
     def num_labels(self) -> int | None:
@@ -117,6 +132,9 @@ class AdapterFolder:
             adapted = ADAPTER.fullmatch(name)
             if name in own:
                 fits = tensor.shape == own[name].shape
+            elif name.endswith(f".{MAGNITUDE}.weight"):
+                weight = own.get(adapted_weight(name.removesuffix(f".{MAGNITUDE}.weight"))) if self.merges else None
+                fits = weight is not None and tensor.shape == weight.shape[:1]
             else:
                 weight = own.get(adapted_weight(adapted[1])) if adapted and self.merges else None
                 fits = weight is not None and _fits(name, tensor, weight, is_transposed)
@@ -146,7 +164,13 @@ class AdapterFolder:
             is_stack = down.ndim == 3
             own = down[box[0]] if is_stack else down[:, box[1]]
             is_transposed = is_stack and family.language.transposes_experts
-            local.copy_(merged(local.cpu(), own, up[box[0]], self.config.scale, is_transposed))
+            lengths = self.tensors[f"{layer}.{MAGNITUDE}.weight"][box[0]] if self._has_magnitudes else None
+            if lengths is not None and local.shape[1] != down.shape[1]:
+                raise InputError(
+                    f"{self.folder}: adapters with use_dora=True need whole rows, and tp cuts those of {name}: "
+                    "merge them first, with automodel-rl export, or use tp=1"
+                )
+            local.copy_(merged(local.cpu(), own, up[box[0]], self.config.scale, is_transposed, lengths))
 
     @cached_property
     def _is_multimodal(self) -> bool:
@@ -273,6 +297,7 @@ def _name_in_class(name: str, family: CheckpointFamily) -> str:
     multimodal model is a module of its own."""
     if family.is_classifier and name == HEAD_IN_MODEL:
         return HEAD_IN_FILES
+    name = name.removesuffix(".weight") if name.endswith(f".{MAGNITUDE}.weight") else name
     if not family.is_multimodal:
         return name
     return re.sub(r"^model\.(layers|embed_tokens|norm)\.", r"model.language_model.\1.", name)
@@ -280,6 +305,7 @@ def _name_in_class(name: str, family: CheckpointFamily) -> str:
 
 def _own_name(name: str) -> str:
     """The name that a tensor of PEFT's file has in the model's parts."""
+    name = f"{name}.weight" if name.endswith(f".{MAGNITUDE}") else name
     return HEAD_IN_MODEL if name == HEAD_IN_FILES else re.sub(r"^model\.language_model\.", "model.", name)
 
 
@@ -318,6 +344,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin, targ
         "lora_alpha": origin.config.alpha,
         "lora_dropout": origin.config.dropout,
         "use_rslora": origin.config.rslora,
+        "use_dora": origin.config.dora,
         "modules_to_save": _modules_in_class(origin.config.modules_to_save, origin.family) or None,
         "bias": "none",
         "inference_mode": True,

@@ -19,6 +19,7 @@ FOLLOWED = frozenset(
         "revision",
         "target_modules",
         "target_parameters",
+        "use_dora",
         "use_rslora",
     )
 )
@@ -59,7 +60,6 @@ REFUSED = frozenset(
         "rank_pattern",
         "trainable_token_indices",
         "use_bdlora",
-        "use_dora",
         "use_qalora",
         "velora_config",
     )

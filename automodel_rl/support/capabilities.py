@@ -49,6 +49,7 @@ LACKS = (
     Lack(f.NEMO_MIXTURE, f.COMPILED, "layers of its mixtures do not compile", f"set it to auto, or {_PLAIN_CLASSES}"),
     Lack(f.NEMO, f.LINEAR_HEAD, "it takes the place of the head of transformers' classes only", _PLAIN_CLASSES),
     Lack(f.TP, f.LORA_DROPOUT, "ranks would drop other inputs", "set it to 0, or use parallel.dp_shard"),
+    Lack(f.TP, f.DORA, "ranks would have parts of rows", "use dp_shard, pp or cp"),
     Lack(f.TP, f.FP8, "split layers have no fp8", "use tp=1"),
     Lack(f.ENCODER_TP, f.LORA, "adapters are not split", "use dp_shard"),
     Lack(f.WIDE, f.FP8, "fp8 layers take and give bfloat16", "use model.dtype=bfloat16"),
@@ -97,6 +98,8 @@ LACKS = (
         "it goes through the backward twice, and tiles once",
         "set it to null, or use another parallel.schedule",
     ),
+    Lack(f.EXPERT_ADAPTERS, f.DORA, "PEFT knows none for adapters of experts", "set it to false"),
+    Lack(f.LORA_DROPOUT, f.DORA, "PEFT then drops inputs of frozen weights, too, which is not here", "set it to false"),
     Lack(f.EXPERT_ADAPTERS, f.LORA_DROPOUT, "PEFT knows none for adapters of experts", "set it to 0"),
     Lack(
         f.COMPARED_LOGPROBS,
@@ -148,6 +151,7 @@ LACKS = (
         "generators would keep another base than the trainer",
         "use plain, or merged, or a checkpoint in nf4",
     ),
+    Lack(f.ALONE_IN_VLLM, f.DORA, "vLLM computes adapters without lengths of rows", "use weight_sync.adapters=merged"),
     Lack(f.SERVERS, f.ADAPTERS_ALONE, "servers get whole weights", "use merged"),
     Lack(f.SAVED_MODULES, f.ADAPTERS_ALONE, "these are no adapters, and generators need them", "use merged"),
 )

@@ -165,6 +165,10 @@ def _alone_in_transformers(asked: Combination) -> str:
     return _adapters_alone(asked) and _generator("transformers")(asked)
 
 
+def _alone_in_vllm(asked: Combination) -> str:
+    return _adapters_alone(asked) and _when(bool(_generator("vllm")(asked)), "weight_sync.adapters=alone for vLLM")
+
+
 def _compared_logprobs(asked: Combination) -> str:
     run = asked.run
     return _when(run is not None and run.compares_logprobs, "an algorithm that compares log-probabilities")
@@ -198,6 +202,10 @@ MUON = Feature(
 )
 LORA = Feature("LoRA", _lora)
 LORA_DROPOUT = Feature("dropout of adapters", _lora_dropout)
+DORA = Feature(
+    "trained lengths of rows (dora)",
+    lambda asked: _when(asked.model.lora is not None and asked.model.lora.dora, "model.lora.dora=true"),
+)
 EXPERT_ADAPTERS = Feature("adapters of experts", _expert_adapters)
 SAVED_MODULES = Feature("modules to save", _saved_modules)
 BASE_IN_FEW_BITS = Feature("a base in few bits", _base_in_few_bits)
@@ -229,5 +237,6 @@ SERVERS = Feature("vLLM servers", _generator("servers"))
 CONVERSATIONS = Feature("tools, environments and agents", _conversations)
 ADAPTERS_ALONE = Feature("adapters alone in weight syncs", _adapters_alone)
 ALONE_IN_TRANSFORMERS = Feature("adapters alone for transformers generators", _alone_in_transformers)
+ALONE_IN_VLLM = Feature("adapters alone for vLLM", _alone_in_vllm)
 COMPARED_LOGPROBS = Feature("dpo, grpo", _compared_logprobs)
 AUTO_MICROBATCHES = Feature("batch.microbatch_tokens=auto", _auto_microbatches)

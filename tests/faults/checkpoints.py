@@ -40,6 +40,21 @@ def _merged_into_neighbours() -> Any:
     return patch("lora.experts.merged", shifted)
 
 
+def _merged_without_lengths() -> Any:
+    from automodel_rl.lora.layers import merged
+
+    def plain(*of_weight: Any, lengths: Any = None) -> Tensor:
+        return merged(*of_weight)
+
+    return patch("lora.layers.merged", plain)
+
+
+def _lengths_of_the_base() -> Any:
+    from automodel_rl.lora.magnitude import row_lengths
+
+    return patch("lora.magnitude.row_lengths", lambda *of_weight: row_lengths(*of_weight)[:1] * 2)
+
+
 def _experts_fastest_in_a() -> Any:
     from automodel_rl.lora.stacks import to_peft
 
@@ -63,6 +78,12 @@ FAULTS: dict[str, Fault] = {
     "adapters of experts merged into their neighbours": Fault(
         _merged_into_neighbours,
         f"{LORA}::test_adapters_are_merged_on_every_rank_as_in_files[qwen3_moe-sizes0-targets0]",
+    ),
+    "adapters merged without the lengths of their rows": Fault(
+        _merged_without_lengths, f"{LORA}::test_adapters_are_merged_on_every_rank_as_in_files[llama-sizes4-targets4]"
+    ),
+    "lengths of rows without their adapters": Fault(
+        _lengths_of_the_base, f"{LORA}::test_training_and_files_are_those_of_peft[qwen3-model5-sizes5-adamw-lora5]"
     ),
     "adapters of experts in files by another order": Fault(
         _experts_fastest_in_a, f"{LORA}::test_training_and_files_are_those_of_peft"

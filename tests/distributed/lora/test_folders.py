@@ -50,11 +50,12 @@ KINDS: dict[str, dict] = {
         "target_modules": ["v_proj"],
     },
     "of experts by bare names": {"target_parameters": [*STACKED], "target_modules": ["v_proj"]},
+    "lengths of rows": {"target_modules": ["q_proj", "o_proj"], "lora_alpha": 8, "use_dora": True},
     "head and embedding whole": {"target_modules": ["k_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
 }
 """Configs of adapters that PEFT itself makes and writes."""
 
-DENSE = [kind for kind in KINDS if "experts" not in kind]
+DENSE = [kind for kind in KINDS if "experts" not in kind and kind != "lengths of rows"]
 
 
 def save_adapters_of_peft(folder: Path, family: str, kind: str) -> Path:
@@ -97,6 +98,8 @@ def train_on(folder: Path, parallel: ParallelConfig) -> list[float]:
     [
         *((kind, "qwen3", {"pp": 2} if number % 2 else {"dp_shard": 2}) for number, kind in enumerate(DENSE)),
         ("head and embedding whole", "qwen3", {"pp": 2}),
+        ("lengths of rows", "qwen2", {"dp_shard": 2}),
+        ("lengths of rows", "qwen3", {"pp": 2}),
         ("two names", "llama", {"cp": 2}),
         ("of experts", "qwen3_moe", {"dp_shard": 2, "ep": 2}),
         ("of experts", "gpt_oss", {"pp": 2}),
@@ -138,6 +141,7 @@ def merged_logprobs(folder: Path, parallel: ParallelConfig) -> list[Tensor]:
     [
         *((kind, "qwen3", {"tp": 2}) for kind in DENSE),
         ("two names", "qwen3_moe", {"ep": 2, "dp_shard": 2}),
+        ("lengths of rows", "qwen2", {"dp_shard": 2}),
         ("of experts", "qwen3_moe", {"ep": 2, "dp_shard": 2}),
         ("of experts", "gpt_oss", {"dp_shard": 2}),
         ("of half the experts", "gpt_oss", {"tp": 2}),
@@ -208,7 +212,8 @@ def remove(folder: Path) -> dict:
 
 
 REFUSED: list[tuple[Callable[[Path], dict], str]] = [
-    (lambda folder: change(folder, use_dora=True), "adapters with use_dora=True cannot be trained or merged"),
+    (lambda folder: change(folder, use_qalora=True), "adapters with use_qalora=True cannot be trained or merged"),
+    (lambda folder: change(folder, use_dora=True), "has no model.layers.0.*.lora_magnitude_vector.weight, and"),
     (lambda folder: change(folder, bias="all"), "adapters with bias=all cannot be trained or merged"),
     (lambda folder: change(folder, peft_type="IA3"), "adapters with peft_type=IA3 cannot be trained"),
     (cut, "adapter_model.safetensors: damaged or not there"),
@@ -239,6 +244,30 @@ def test_what_cannot_be_gone_on_with_is_refused(
     save_adapters_of_peft(tmp_path, "qwen3", "two names")
     model = ModelConfig(**{"path": str(tmp_path / "adapters"), "dtype": "float64", **breaks(tmp_path)})
     assert re.search(message, ranks(1).run(refusal, model)[0])
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_lengths_of_rows_of_which_the_config_says_nothing_are_refused(
+    ranks: RankPool, tmp_path: Path, merges: bool
+) -> None:
+    save_adapters_of_peft(tmp_path, "qwen3", "lengths of rows")
+    change(tmp_path, use_dora=False)
+    model = ModelConfig(path=str(tmp_path / "adapters"), dtype="float64", merge_adapters=merges)
+    assert (
+        "lora_magnitude_vector.weight, and adapter_config.json says use_dora=False" in ranks(1).run(refusal, model)[0]
+    )
+
+
+def merge_refusal(model: ModelConfig) -> str:
+    with pytest.raises(InputError) as caught:
+        ModelHandle.from_pretrained(model, ParallelConfig(tp=2))
+    return str(caught.value)
+
+
+def test_rows_with_lengths_that_tp_cuts_are_not_merged(ranks: RankPool, tmp_path: Path) -> None:
+    save_adapters_of_peft(tmp_path, "qwen3", "lengths of rows")
+    model = ModelConfig(path=str(tmp_path / "adapters"), dtype="float64", merge_adapters=True)
+    assert "need whole rows, and tp cuts those of model.layers.0" in ranks(2).run(merge_refusal, model)[0]
 
 
 def refusal(model: ModelConfig) -> str:

@@ -18,6 +18,7 @@ from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.read import Checkpoint, read_config
 from automodel_rl.lora.layers import is_adapter
+from automodel_rl.lora.magnitude import MAGNITUDE
 from automodel_rl.lora.peft import AdapterFolder
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
@@ -57,6 +58,10 @@ def hf_tensors_of_trained(folder: Path, parallel: ParallelConfig, lora: LoraConf
     return {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}
 
 
+DORA = ("q_proj", "o_proj")
+"""Targets whose rows have trained lengths."""
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "targets"),
     [
@@ -64,13 +69,15 @@ def hf_tensors_of_trained(folder: Path, parallel: ParallelConfig, lora: LoraConf
         ("gpt_oss", {"dp_shard": 2, "ep": 2}, ("q_proj", "experts")),
         ("qwen3", {"tp": 2}, ("q_proj", "o_proj", "down_proj")),
         ("llama", {"tp": 2, "dp_shard": 2}, ("q_proj", "o_proj", "up_proj")),
+        ("llama", {"dp_shard": 3}, DORA),
     ],
 )
 def test_adapters_are_merged_on_every_rank_as_in_files(
     ranks: RankPool, tmp_path: Path, family: str, sizes: dict, targets: tuple[str, ...]
 ) -> None:
     save_tiny_model(tmp_path, family)
-    parallel, lora = ParallelConfig(**sizes), LoraConfig(rank=4, alpha=8.0, targets=targets)
+    lora = LoraConfig(rank=4, alpha=8.0, targets=targets, dora=targets == DORA)
+    parallel = ParallelConfig(**sizes)
     own = ranks(parallel.world_size).run(hf_tensors_of_trained, tmp_path, parallel, lora)
     adapters = AdapterFolder(tmp_path / "adapters", merges=True)
     files = ModelFiles(tmp_path, str(tmp_path), adapters)
@@ -99,7 +106,8 @@ def train_with_peft(
         losses.append(reference.backward([everyone]))
         reference.step()
     named = reference.model.named_parameters()
-    return losses, {n.replace(".default", ""): p.detach() for n, p in named if p.requires_grad}, reference
+    trained = {n.replace(".default", ""): p.detach() for n, p in named if p.requires_grad}
+    return losses, {n.replace(f"{MAGNITUDE}.weight", MAGNITUDE): p for n, p in trained.items()}, reference
 
 
 DENSE_LAYERS = {"mlp_only_layers": [0, 2]}
@@ -107,6 +115,7 @@ DENSE_LAYERS = {"mlp_only_layers": [0, 2]}
 
 LAYERS = LoraConfig(rank=4, alpha=8.0)
 EXPERTS = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "experts"))
+LENGTHS = LoraConfig(rank=4, alpha=8.0, dora=True)
 DOWN_OF_EXPERTS = LoraConfig(rank=2, targets=("experts.down_proj",))
 
 
@@ -118,6 +127,10 @@ DOWN_OF_EXPERTS = LoraConfig(rank=2, targets=("experts.down_proj",))
         ("qwen3", {}, {"cp": 2}, "adamw", LAYERS),
         ("qwen3", {}, {"cp": 2}, "muon", LAYERS),
         ("llama", {}, {"pp": 2, "dp_shard": 2, "fsdp": "reshard"}, "adamw", LAYERS),
+        ("qwen3", {}, {}, "adamw", LENGTHS),
+        ("qwen2", {}, {"dp_shard": 3, "fsdp": "reshard"}, "adamw", LENGTHS),
+        ("qwen3", {}, {"pp": 2, "cp": 2}, "adamw", LENGTHS),
+        ("qwen3_moe", {}, {"dp_shard": 2, "ep": 2}, "muon", LENGTHS),
         ("qwen3", {}, {"tp": 2}, "adamw", LAYERS),
         ("qwen3", {}, {"tp": 2}, "muon", LAYERS),
         ("llama", {}, {"tp": 2, "pp": 2, "sequence_parallel": True}, "adamw", LAYERS),
@@ -185,12 +198,14 @@ NAMED = [family for family in TEXT_FAMILIES if family != "laguna"]
         *((family, {}, LoraConfig()) for family in NAMED),
         ("qwen3_moe", DENSE_LAYERS, LoraConfig()),
         ("qwen3_moe", DENSE_LAYERS, DOWN_ALONE),
+        ("qwen2", {}, LENGTHS),
         *((family, {}, EXPERTS) for family in MIXTURES),
     ],
     ids=[
         *NAMED,
         "qwen3_moe with dense layers",
         "down_proj of dense layers",
+        "lengths of rows",
         *(f"experts of {family}" for family in MIXTURES),
     ],
 )

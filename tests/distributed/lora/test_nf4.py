@@ -34,9 +34,11 @@ LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"), 
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5, decay="constant")
 
 
-def train(folder: Path, parallel: ParallelConfig, memory: MemoryConfig) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    folder: Path, parallel: ParallelConfig, memory: MemoryConfig, lora: LoraConfig = LORA
+) -> tuple[list[float], dict[str, Tensor]]:
     """Trains adapters and writes them before and after; the losses and the merged model."""
-    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=LORA), parallel, memory)
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=lora), parallel, memory)
     engine = Engine(handle, OPTIMIZER)
     handle.save_pretrained(folder / "initial")
     losses = []
@@ -67,27 +69,32 @@ def save_dequantized(folder: Path, plain: Path) -> None:
     save_file({**tensors, **of_layers}, plain / "model.safetensors", {"format": "pt"})
 
 
+LENGTHS = LORA.model_copy(update={"dora": True})
+
+
 @pytest.mark.parametrize(
-    ("sizes", "memory"),
+    ("sizes", "memory", "lora"),
     [
-        ({}, {}),
-        ({}, {"activation_checkpointing": "full"}),
-        ({}, {"compile": True}),
-        ({"pp": 2}, {}),
-        ({"cp": 2}, {"activation_checkpointing": "selective"}),
-        ({"dp_shard": 2, "fsdp": "keep"}, {}),
-        ({"dp_shard": 3, "fsdp": "reshard"}, {}),  # shards of uneven numbers of rows
-        ({"pp": 2, "dp_shard": 2, "fsdp": "reshard"}, {"activation_checkpointing": "full"}),
+        ({}, {}, LORA),
+        ({}, {"activation_checkpointing": "full"}, LORA),
+        ({}, {"compile": True}, LORA),
+        ({}, {"compile": True}, LENGTHS),
+        ({"dp_shard": 3, "fsdp": "reshard"}, {"activation_checkpointing": "full"}, LENGTHS),
+        ({"pp": 2}, {}, LORA),
+        ({"cp": 2}, {"activation_checkpointing": "selective"}, LORA),
+        ({"dp_shard": 2, "fsdp": "keep"}, {}, LORA),
+        ({"dp_shard": 3, "fsdp": "reshard"}, {}, LORA),  # shards of uneven numbers of rows
+        ({"pp": 2, "dp_shard": 2, "fsdp": "reshard"}, {"activation_checkpointing": "full"}, LORA),
     ],
 )
 def test_training_is_that_of_peft_on_dequantized_weights(
-    ranks: RankPool, tmp_path: Path, sizes: dict, memory: dict
+    ranks: RankPool, tmp_path: Path, sizes: dict, memory: dict, lora: LoraConfig
 ) -> None:
     folder, plain = tmp_path / "model", tmp_path / "plain"
     save_tiny_model(folder, "llama", dtype=torch.float32, **NF4_SIZES)
     save_dequantized(folder, plain)
     parallel = ParallelConfig(**sizes)
-    of_ranks = ranks(parallel.world_size).run(train, folder, parallel, MemoryConfig(**memory))
+    of_ranks = ranks(parallel.world_size).run(train, folder, parallel, MemoryConfig(**memory), lora)
     losses, merged = of_ranks[0]
     # The compiler's own float64 differs in the ninth digit, with a plain base, too.
     rtol, atol = (1e-7, 1e-4) if memory.get("compile") else (1e-12, 1e-9)

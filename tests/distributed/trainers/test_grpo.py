@@ -126,8 +126,9 @@ def test_validation_samples_several_times_and_prompts_that_are_long_or_held_out_
     assert "validation_top_p=0.9 with validation_temperature=0, which takes" in capsys.readouterr().err
 
 
-def test_adapters_may_reach_the_generator_alone(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
-    model = {"path": str(workspace / "model"), "dtype": "float64", "lora": {"rank": 2}}
+@pytest.mark.parametrize("lora", [{"rank": 2}, {"rank": 2, "dora": True}], ids=str)
+def test_adapters_may_reach_the_generator_alone(ranks: RankPool, workspace: Path, tmp_path: Path, lora: dict) -> None:
+    model = {"path": str(workspace / "model"), "dtype": "float64", "lora": lora}
     settings = values(workspace, tmp_path / "run", model=model, length={"steps": 3}, parallel={"pp": 2})
     settings |= {"weight_sync": {"adapters": "alone", "checksum": True}}
     for output, place in (("same", "in_process"), ("own", "shared")):

@@ -15,8 +15,8 @@ LORA = LoraConfig(rank=8)
     [
         (None, {"memory": {"offload_optimizer": True}}, "offload are not served"),
         (None, {"memory": {"mlp_tile": 64}}, "mlp_tile is not served"),
-        (LoraConfig(dropout=0.1), {}, "dropout and modules_to_save are not served"),
-        (LoraConfig(modules_to_save=("lm_head",)), {}, "dropout and modules_to_save are not served"),
+        (LoraConfig(dropout=0.1), {}, "dropout, dora and modules_to_save are not served"),
+        (LoraConfig(modules_to_save=("lm_head",)), {}, "dropout, dora and modules_to_save are not served"),
         (LORA, {"host": "0.0.0.0"}, "give a key of your own"),
         (LORA, {"key": "secret-secret"}, "pattern"),
         (LORA, {"key": "tml-1"}, "12 characters"),

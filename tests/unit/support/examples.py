@@ -29,6 +29,7 @@ MIXTURE = {"description.family": "qwen3_moe", "description.num_experts": 6}
 NEMO_CLASSES = {"model.implementation": "nemo_automodel"}
 _GRPO = {"algorithm": "grpo"}
 _FP8 = {"model.fp8": "rowwise"}
+_DORA = {"model.lora": {"dora": True}}
 _MASTERS = {"model.master_dtype": "bfloat16"}
 _SPLIT_BACKWARD = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.virtual_stages": 2}
 LLAVA = {
@@ -384,6 +385,22 @@ EXAMPLES = (
         "weight_sync.adapters=alone with rollout.generator=servers",
         {"rollout.generator": {"kind": "servers", "urls": ["http://localhost:1"]}},
         {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}},
+    ),
+    Breach("model.lora.dora=true with parallel.tp=2: ranks would have parts of rows", {"parallel.tp": 2}, _DORA),
+    Breach(
+        "model.lora.dora=true with model.lora.targets=['experts']: PEFT knows none",
+        {"model.lora": {"dora": True, "targets": ["experts"]}},
+        _DORA,
+    ),
+    Breach(
+        "model.lora.dora=true with model.lora.dropout=0.1: PEFT then drops inputs of frozen weights",
+        {"model.lora": {"dora": True, "dropout": 0.1}},
+        _DORA,
+    ),
+    Breach(
+        "model.lora.dora=true with weight_sync.adapters=alone for vLLM: vLLM computes adapters without lengths",
+        {"rollout.generator": "vllm"},
+        {"algorithm": "grpo", "weight_sync.adapters": "alone", **_DORA},
     ),
     Breach(
         "weight_sync.adapters=alone: vLLM takes ranks up to 512, not 1024",
