@@ -39,6 +39,7 @@ class AttentionCall:
     Attributes:
         queries: places of the queries among this rank's tokens, int64; None for all of this rank's tokens, in order.
         keys: places of the keys in the tokens of all ranks, rank 0's first, int64; None for all of this rank's tokens.
+            If these are all tokens, and queries None, ranks exchange heads, and both are the tokens of all ranks.
         cu_queries, cu_keys: the starts of the segments, and the total at the end, int32 [N + 1].
         query_lengths, key_lengths: tokens of every segment; on the host.
         is_causal: whether a query sees no later keys.
@@ -147,6 +148,7 @@ def local_microbatch(
     cp_rank: int = 0,
     multiple: int = 1,
     tokens: Mapping[str, Tensor] | None = None,
+    exchanges_heads: bool = False,
 ) -> LocalMicrobatch:
     """The tokens of one context-parallel rank; every rank gets the same number.
 
@@ -156,6 +158,7 @@ def local_microbatch(
         multiple: t is a multiple of this, and every attention call has `LEAST_TOKENS` queries. A sequence of pads is
             added at the end if needed. It must be even for cp > 1.
         tokens: inputs [T, ...] by name, besides those of the microbatch.
+        exchanges_heads: whether the ranks exchange heads for attention, which then has all tokens in their order.
     """
     lengths = list(microbatch.lengths)
     chunks = 1 if cp == 1 else 2 * cp
@@ -185,7 +188,9 @@ def local_microbatch(
         targets=torch.where(real, microbatch.targets[places], IGNORED_TARGET),
         is_real=counted,
         is_routed=counted,
-        calls=_calls(padded, chunk, own, gathered, cp, cp_rank),
+        calls=(_call(None, torch.from_numpy(gathered), padded, padded),)
+        if exchanges_heads
+        else _calls(padded, chunk, own, gathered, cp, cp_rank),
         image_call=_image_call(microbatch, is_token, own, gathered),
         restore=None if cp == 1 and not missing else torch.from_numpy(gathered[is_token]),
         num_tokens=len(own),

@@ -58,6 +58,11 @@ class ParallelConfig(Section):
     """Context parallel: number of ranks that every sequence of a microbatch is split over. They also shard the
     weights."""
 
+    cp_exchange: Literal["all_gather", "all_to_all"] = "all_gather"
+    """What context-parallel ranks exchange for attention. all_gather: keys and values of all tokens, for any number of
+    heads. all_to_all (Ulysses; Jacobs et al., arXiv:2309.14509): a rank gets all tokens of its share of the heads. That
+    takes less memory, the more so the larger cp is, and cp x tp divides heads and KV heads."""
+
     ep: Positive = 1
     """Expert parallel: number of ranks that the experts of a mixture are split over. They are among the dp_shard x cp
     x tp ranks, so ep adds none."""
@@ -69,6 +74,11 @@ class ParallelConfig(Section):
 
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self.sizes.items()) or "one rank"
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether context-parallel ranks gather keys and values, and have fewer queries than keys."""
+        return self.cp > 1 and self.cp_exchange == "all_gather"
 
     @property
     def reshards(self) -> bool:

@@ -90,7 +90,7 @@ def layer_activations(
 ) -> LayerActivations:
     """The bytes that one layer needs for `num_tokens` tokens on one rank."""
     dtype, mode, compiled = how.dtype, how.recomputed, how.compiled
-    AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, parallel.cp))
+    AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, parallel))
     ALL_EXPERTS_FUNCTIONS.register(STAND_IN, functools.partial(_experts, compiled))
     module, rotary = _one_layer(_of_one_rank(config, parallel), layer, parallel.ep, how, num_tokens)
     if compiled:
@@ -317,19 +317,22 @@ class _Gate(torch.autograd.Function):
 
 class _MeasuredAttention(torch.autograd.Function):
     """Attention that keeps query, key, value, output and log-sum-exp. Under context parallelism, it keeps the keys and
-    values of both calls."""
+    values of both calls, or all of its share of the heads."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cp: int) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parallel: ParallelConfig) -> Tensor:
         tokens = query.shape[2]
         output = query.new_empty(1, tokens, query.shape[1], value.shape[-1])
         logsumexp = query.new_empty(query.shape[1], tokens, dtype=torch.float32)
         ctx.shapes = query.shape, key.shape, value.shape
-        if cp == 1:
+        if parallel.cp == 1:
             ctx.save_for_backward(query, key, value, output, logsumexp)
             return output
+        if not parallel.gathers_keys:
+            ctx.save_for_backward(*map(torch.empty_like, (query, key, value)), output, logsumexp)
+            return torch.empty_like(output)
         width = key.shape[1] * (key.shape[-1] + value.shape[-1])
-        keys = key.new_empty(tokens * (2 * cp + 1) // 2, width)
+        keys = key.new_empty(tokens * (2 * parallel.cp + 1) // 2, width)
         ctx.save_for_backward(torch.empty_like(query), keys, output, logsumexp)
         return torch.empty_like(output)
 
@@ -339,7 +342,7 @@ class _MeasuredAttention(torch.autograd.Function):
 
 
 def attention_stand_in(
-    cp: int,
+    parallel: ParallelConfig,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -350,7 +353,7 @@ def attention_stand_in(
 ) -> tuple[Tensor, None]:
     """Attention in transformers' signature, which keeps as much as a fused kernel does, and gradients of an index whose
     indexer is trained."""
-    output = _MeasuredAttention.apply(query, key, value, cp)
+    output = _MeasuredAttention.apply(query, key, value, parallel)
     if isinstance(indices, KeyIndex) and indices.loss is not None:
         tensors = (indices.queries, indices.keys, indices.weights)
         output = AddGradients.apply(output, *tensors, *map(torch.empty_like, tensors))

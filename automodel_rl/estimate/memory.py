@@ -332,7 +332,11 @@ class MemoryModel:
         kinds = [(number >= first_mixture, kind) for number, kind in enumerate(types)]
         like = kinds.index(kinds[layer])
         axes = ParallelConfig(
-            cp=parallel.cp, tp=parallel.tp, ep=parallel.ep, sequence_parallel=parallel.sequence_parallel
+            cp=parallel.cp,
+            cp_exchange=parallel.cp_exchange,
+            tp=parallel.tp,
+            ep=parallel.ep,
+            sequence_parallel=parallel.sequence_parallel,
         )
         return self._activations(like, self._tokens(parallel), axes, how)
 

@@ -32,6 +32,7 @@ from automodel_rl.model import flash_attention_3, flash_sinks
 from automodel_rl.model.indexer_loss import AddGradients
 from automodel_rl.model.sparse_attention import QUERIES_AT_ONCE, KeyIndex, SequenceAttention
 from automodel_rl.parallel.collectives import AllGatherCP
+from automodel_rl.parallel.head_exchange import from_heads, to_heads
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.support.attention import ATTENTION, FASTEST_FIRST
 from automodel_rl.support.combination import Combination
@@ -120,7 +121,7 @@ def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: 
         return "computes no soft cap"
     if asked.family.has_sinks and not limits.has_sinks:
         return "computes no sinks"
-    if asked.parallel.cp > 1 and description.has_windows and not limits.has_windows_over_cp:
+    if asked.parallel.gathers_keys and description.has_windows and not limits.has_windows_over_cp:
         return "has no sliding windows with context parallelism"
     if description.is_bidirectional_in_images and not limits.has_bidirectional_images:
         return "computes causal attention only, and tokens of an image see each other both ways"
@@ -168,7 +169,7 @@ def packed_attention(
     Args:
         backend: computes each call.
         query: [1, query heads, t, D].
-        key, value: [1, KV heads, t, D]; under context parallelism those of all ranks are gathered.
+        key, value: [1, KV heads, t, D]; under context parallelism those of all ranks are gathered, or heads exchanged.
         indices: what an indexer makes of this rank's tokens, if the layer has one.
 
     Returns:
@@ -187,6 +188,8 @@ def packed_attention(
         if images is None:
             return output.unsqueeze(0), None
         gathered = torch.cat([k, v], dim=-1)
+    elif microbatch.calls[0].queries is None:
+        return _of_own_heads(backend, (q, k, v), microbatch.calls[0], parameters, cp_group).unsqueeze(0), None
     else:
         # Each rank's queries use the keys differently, so their gradients add up.
         gathered = AllGatherCP.apply(torch.cat([k, v], dim=-1), cp_group, "sum")
@@ -197,6 +200,30 @@ def packed_attention(
         places, outputs = _outputs_of(backend, q, gathered, images, parameters)
         output = output.index_copy(0, places, outputs)
     return output.unsqueeze(0), None
+
+
+def _of_own_heads(
+    backend: Backend,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    call: AttentionCall,
+    parameters: AttentionParameters,
+    cp_group: dist.ProcessGroup,
+) -> Tensor:
+    """Attention of all ranks' tokens in this rank's share of the heads, and of this rank's tokens in all heads again.
+
+    Args:
+        tensors: queries, keys and values of this rank's tokens.
+        call: the call for all tokens, in the order of its keys.
+
+    Returns:
+        [t, heads, Dv].
+    """
+    if parameters.sinks is not None:
+        parameters = replace(parameters, sinks=parameters.sinks.chunk(cp_group.size())[cp_group.rank()])
+    assert call.keys is not None
+    q, k, v = (tensor.index_select(0, call.keys) for tensor in to_heads(tensors, cp_group))
+    output = _attended(backend, q, k, v, call, parameters)
+    return from_heads(torch.zeros_like(output).index_copy(0, call.keys, output), cp_group)
 
 
 def _outputs_of(

@@ -58,7 +58,8 @@ def local_microbatches(
             tokens[READ_IDS] = _ids(microbatch, readout.ids, handle.config.vocab_size)
         if readout is not None and readout.mtp:
             tokens[MTP_TARGETS] = mtp_targets(microbatch)
-        part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, tokens)
+        exchanges_heads = layout.parallel.cp_exchange == "all_to_all"
+        part = local_microbatch(microbatch, layout.parallel.cp, layout.cp_rank, multiple, tokens, exchanges_heads)
         if embeddings:
             part = dataclasses.replace(part, media=dataclasses.replace(part.media, embeddings=embeddings[number]))
         if sequence_parallel:

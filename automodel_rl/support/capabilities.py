@@ -123,6 +123,12 @@ LACKS = (
     Lack(f.MULTIMODAL, f.AUTO_MICROBATCHES, "its memory depends on its images or audio", f"give a number{_AS_TEXT}"),
     Lack(f.MULTIMODAL, f.SERVERS, "servers get no media", f"let ranks start vLLM, with kind vllm{_AS_TEXT}"),
     Lack(f.MULTIMODAL, f.ADAPTERS_ALONE, "its generators get merged ones", f"use merged{_AS_TEXT}"),
+    Lack(
+        f.EXCHANGED_HEADS,
+        f.BIDIRECTIONAL_IMAGES,
+        "it is for causal attention alone",
+        "use parallel.cp_exchange=all_gather",
+    ),
     Lack(f.VLLM, f.BIDIRECTIONAL_IMAGES, "vLLM computes causal attention in images", _PLAIN_GENERATOR),
     Lack(f.VLLM, f.AUDIO, "vLLM gets no audio", _PLAIN_GENERATOR),
     Lack(

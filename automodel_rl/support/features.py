@@ -224,6 +224,10 @@ MULTIMODAL = Feature("multimodal models", _media)
 UNNAMED_PARTS = Feature(
     ", ".join(name for name, family in MULTIMODAL_FAMILIES.items() if not family.has_peft_names), _unnamed_parts
 )
+EXCHANGED_HEADS = Feature(
+    "exchange of heads",
+    lambda asked: _when(asked.parallel.cp_exchange == "all_to_all", "parallel.cp_exchange=all_to_all"),
+)
 BIDIRECTIONAL_IMAGES = Feature("images that see both ways", _bidirectional_images)
 AUDIO = Feature("audio", _audio)
 HIDDEN_INTERLEAVING = Feature("interleaved M-RoPE that the config does not name", _hidden_interleaving)

@@ -162,6 +162,30 @@ CONTEXT_PARALLEL = Rule(
 )
 
 
+def _exchanged_heads(asked: Combination) -> str | None:
+    parallel, description = asked.parallel, asked.description
+    if parallel.cp_exchange == "all_gather":
+        return None
+    what = f"parallel.cp_exchange={parallel.cp_exchange}"
+    if parallel.cp == 1:
+        return f"{what} needs parallel.cp of at least 2: leave it out, or raise cp"
+    if asked.family.index_rotary:
+        return f"{what}: indexers choose keys among all heads' tokens: use all_gather"
+    ranks = parallel.cp * parallel.tp
+    for name, heads in (("attention heads", description.num_heads), ("key-value heads", description.num_kv_heads)):
+        if heads % ranks:
+            return f"{what}: parallel.cp x parallel.tp = {ranks} must divide the {heads} {name}: use all_gather"
+    return None
+
+
+EXCHANGED_HEADS = Rule(
+    "exchange of heads over cp (cp_exchange=all_to_all)",
+    "every model without indexers; cp x tp divides heads and KV heads",
+    _exchanged_heads,
+    features=(f.EXCHANGED_HEADS,),
+)
+
+
 RECOMPUTATION = Rule("full recomputation (activation_checkpointing)", "everywhere, also with inputs on the host")
 SELECTIVE = Rule(
     "selective recomputation (activation_checkpointing)",

@@ -130,7 +130,7 @@ def _attention(asked: Combination) -> str | None:
         return f"model.attention={name}: this model has sinks in its attention: use {' or '.join(WITH_SINKS)}"
     if limits.needs_cuda and dtype != "bfloat16":
         return f"model.attention={name} computes in bfloat16, not {dtype}: use model.attention=sdpa"
-    if cp > 1 and asked.description.has_windows and not limits.has_windows_over_cp:
+    if asked.parallel.gathers_keys and asked.description.has_windows and not limits.has_windows_over_cp:
         return f"model.attention={name} with parallel.cp={cp}: it has no sliding windows there: use varlen"
     return None
 

@@ -33,6 +33,7 @@ RULES = (
     layout_rules.TENSOR_PARALLEL,
     layout_rules.SEQUENCE_PARALLEL,
     layout_rules.CONTEXT_PARALLEL,
+    layout_rules.EXCHANGED_HEADS,
     layout_rules.RECOMPUTATION,
     layout_rules.SELECTIVE,
     layout_rules.MLP_TILES,

@@ -63,6 +63,32 @@ def _states_that_leak(mixer: str) -> Any:
     return patch(f"model.token_mixers.{mixer}.chunked_rule", leaking)
 
 
+def _keys_of_other_heads() -> Any:
+    from automodel_rl.parallel.head_exchange import to_heads
+
+    def turned(tensors: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ...]:
+        query, *others = tensors
+        return to_heads((query, *(tensor.flip(1) for tensor in others)), group)
+
+    return patch("model.attention.to_heads", turned)
+
+
+def _heads_of_other_tokens() -> Any:
+    from automodel_rl.parallel.head_exchange import from_heads
+
+    return patch("model.attention.from_heads", lambda whole, group: from_heads(whole.roll(1, 0), group))
+
+
+def _sinks_of_the_first_rank() -> Any:
+    from automodel_rl.model.attention import replace
+
+    def first(parameters: Any, sinks: Any = None, **others: Any) -> Any:
+        taken = {} if sinks is None else {"sinks": parameters.sinks[: len(sinks)]}
+        return replace(parameters, **taken, **others)
+
+    return patch("model.attention.replace", first)
+
+
 def _convolutions_that_leak() -> Any:
     from automodel_rl.model.token_mixers.whole_sequences import convolve
 
@@ -170,6 +196,8 @@ def _gradient_of_head_lost() -> Any:
     return patch("model.part_forward.gradient_sum", lambda unit, weight: gradient_sum(unit, weight).clone())
 
 
+EXCHANGED = {"cp": 2, "cp_exchange": "all_to_all"}
+
 FAULTS: dict[str, Fault] = {
     "a linear loss's gradient divided by its microbatch's count": Fault(
         _known_gradient_by_own_count, Verified("qwen3")
@@ -183,6 +211,9 @@ FAULTS: dict[str, Fault] = {
     "soft cap left out": Fault(lambda: _without("softcap"), Verified("gemma2")),
     "a factor of embeddings left out": Fault(lambda: _family_without("embedding_factor"), Verified("granite")),
     "a factor of logits left out": Fault(lambda: _family_without("logit_divisor"), Verified("granite")),
+    "keys of other heads exchanged": Fault(_keys_of_other_heads, Verified("qwen3", EXCHANGED)),
+    "heads exchanged for those of other tokens": Fault(_heads_of_other_tokens, Verified("qwen3", EXCHANGED)),
+    "exchanged heads with sinks of the first rank": Fault(_sinks_of_the_first_rank, Verified("gpt_oss", EXCHANGED)),
     "sinks left out": Fault(lambda: _without("sinks"), Verified("gpt_oss")),
     "sinks without a gradient": Fault(_sinks_without_gradient, Verified("gpt_oss")),
     "the kind of rotary embeddings ignored": Fault(_plain_rotary_embeddings, Verified("ministral3")),

@@ -6,7 +6,6 @@ heads for all tokens of some heads, compute, and exchange the results back.
 Shape letters: t tokens of this rank, T tokens of the microbatch.
 """
 
-import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.errors import InputError
-from automodel_rl.parallel.collectives import AllGatherCP, AllToAll
+from automodel_rl.parallel.collectives import AllGatherCP
+from automodel_rl.parallel.head_exchange import from_heads, to_heads
 from automodel_rl.parallel.tensor_parallel import Sections, own_rows
 
 WRONG_TRITON = (Version("3.4.0"), Version("3.7.1"))
@@ -112,29 +112,6 @@ def over_whole_sequences(
         whole_row = mixed.new_zeros(microbatch.num_tokens * size, *mixed.shape[1:])
         mixed = whole_row.index_copy(0, microbatch.restore, mixed)
     return mixed if cp_group is None else from_heads(mixed, cp_group)
-
-
-def to_heads(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Exchanges [t, heads, d] of this rank's tokens for [size * t, heads / size, d] of all ranks' tokens, rank 0's
-    first. The dtype of the tensors together is the widest."""
-    size, num_tokens = group.size(), len(parts[0])
-    widest = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-    cut = [part.to(widest).unflatten(1, (size, -1)).transpose(0, 1).flatten(2) for part in parts]  # [size, t, ...]
-    sent = [num_tokens] * size
-    came = AllToAll.apply(torch.cat(cut, dim=-1).flatten(0, 1), sent, sent, 0, group)
-    pieces = came.split([piece.shape[-1] for piece in cut], dim=-1)
-    return tuple(
-        piece.unflatten(1, (part.shape[1] // size, -1)).to(part.dtype)
-        for piece, part in zip(pieces, parts, strict=True)
-    )
-
-
-def from_heads(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchanges [size * t, heads / size, d] for [t, heads, d]."""
-    size = group.size()
-    sent = [len(whole) // size] * size
-    came = AllToAll.apply(whole.flatten(1), sent, sent, 0, group).unflatten(0, (size, -1)).transpose(0, 1)
-    return came.unflatten(2, whole.shape[1:]).flatten(1, 2)
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from automodel_rl.compat.modules import set_attention
-from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig
+from automodel_rl.config import ComponentsConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.components import EncoderComponent
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.activations import META, LiveBytes, attention_stand_in, stand_in_norms
@@ -77,7 +77,7 @@ def plan_encoders(
         packing: the microbatches of a step, and what their media are for encoders.
         optimizer: the optimizer's config.
     """
-    AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, 1))
+    AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, ParallelConfig()))
     count = microbatches(packing, components.language.parallel)
     found = {}
     for name, component in components.encoders.items():

@@ -98,6 +98,7 @@ CASES = [
     ("qwen3", {}, "full", {"lora": LoraConfig(rank=8)}),
     ("qwen3", {}, "selective", {"lora": LoraConfig(rank=8)}),
     ("qwen3", {"cp": 2}, "none", {}),
+    ("qwen3", {"cp": 2, "cp_exchange": "all_to_all"}, "full", {}),
     ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
 ]
 

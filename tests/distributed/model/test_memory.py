@@ -68,6 +68,7 @@ def compare_modes(folder: Path, parallel: ParallelConfig, modes: list[str]) -> N
     [
         ("qwen3", {"pp": 2}, list(MODES)),
         ("qwen3_moe", {"cp": 2, "ep": 2}, list(MODES)),
+        ("qwen3", {"cp": 2, "cp_exchange": "all_to_all"}, ["selective", "offload"]),
         pytest.param(
             "qwen3",
             {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2},

@@ -86,6 +86,20 @@ def test_what_ranks_share_takes_sixteen_bytes_a_parameter(sizes: dict[str, int])
     assert rank.weights + rank.gradients + rank.moments == pytest.approx(16 * model.parameters / 8, rel=0.02)
 
 
+def test_exchanged_heads_keep_less_the_more_ranks_there_are() -> None:
+    """Of keys and values, a rank has those of all tokens, or its share of the heads'."""
+    kept = MemoryConfig(compile=True)
+    ways = {
+        cp: [
+            plan_large("8B", ParallelConfig(cp=cp, cp_exchange=exchange), kept, tokens=65_536)[1].ranks[0].activations
+            for exchange in ("all_gather", "all_to_all")
+        ]
+        for cp in (2, 4, 8)
+    }
+    shares = [exchanged / gathered for gathered, exchanged in ways.values()]
+    assert 0.97 > shares[0] > shares[1] > shares[2] > 0.8
+
+
 def test_large_models_fit_as_their_weights_are_shared() -> None:
     room = 0.92 * 79.2 * 2**30
     ways = {

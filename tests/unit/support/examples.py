@@ -29,6 +29,7 @@ MIXTURE = {"description.family": "qwen3_moe", "description.num_experts": 6}
 NEMO_CLASSES = {"model.implementation": "nemo_automodel"}
 _GRPO = {"algorithm": "grpo"}
 _FP8 = {"model.fp8": "rowwise"}
+_EXCHANGED = {"parallel.cp_exchange": "all_to_all"}
 _DORA = {"model.lora": {"dora": True}}
 _MASTERS = {"model.master_dtype": "bfloat16"}
 _SPLIT_BACKWARD = {"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.virtual_stages": 2}
@@ -272,6 +273,27 @@ EXAMPLES = (
     ),
     # layout_rules SEQUENCE_PARALLEL
     Breach("parallel.sequence_parallel=true needs parallel.tp of at least 2", {"parallel.sequence_parallel": True}),
+    # layout_rules EXCHANGED_HEADS
+    Breach("parallel.cp_exchange=all_to_all needs parallel.cp of at least 2", _EXCHANGED),
+    Breach(
+        "parallel.cp_exchange=all_to_all: parallel.cp x parallel.tp = 4 must divide the 6 key-value heads",
+        {"parallel.cp": 4, **_EXCHANGED},
+        {"description.num_heads": 12, "description.num_kv_heads": 6},
+    ),
+    Breach(
+        "parallel.cp_exchange=all_to_all: indexers choose keys among all heads' tokens",
+        {"parallel.cp": 2, **_EXCHANGED},
+        {"description.family": "deepseek_v32"},
+    ),
+    Breach(
+        "images of a 'gemma3' model with parallel.cp_exchange=all_to_all: it is for causal attention",
+        {"parallel.cp": 2, **_EXCHANGED},
+        {
+            "description.family": "gemma3_text",
+            "description.multimodal": "gemma3",
+            "description.is_bidirectional_in_images": True,
+        },
+    ),
     # layout_rules CONTEXT_PARALLEL
     Breach(
         "parallel.cp x parallel.tp = 4 must divide the 6 heads (or channels) of layers without attention",
