@@ -119,8 +119,12 @@ TEACHER |= {"num_attention_heads": 32, "tie_word_embeddings": False}
 """A model of 8B parameters, from which a recipe distils."""
 
 SHAPES["qwen3_8b"] = TEACHER
+SHAPES["llama3_70b_nf4"] = SHAPES["llama3_70b"] | {
+    "quantization_config": SHAPES["qwen3_32b"]["quantization_config"],
+    "tie_word_embeddings": False,
+}
 
-DEVICES = {"qwen3_8b": "H100", "qwen3_32b": "H100"}
+DEVICES = dict.fromkeys(("qwen3_8b", "qwen3_32b", "llama3_70b_nf4"), "H100")
 """Devices of recipes that are not for an H200."""
 
 FILES = [file for file in CONFIGS.glob("*/*.yaml") if file.stem != "serve"]  # a service is not planned
