@@ -62,6 +62,7 @@ class RankMemory:
 
     Attributes:
         shards_at_once: whether gradients come while activations go, layer by layer, as with a single microbatch.
+        lets_go: whether gathered weights go likewise, as those do then that had stayed until the end of the step.
         optimizer: weights, moments and reduced gradients in the optimizer step, if moments come from the host for it.
     """
 
@@ -74,15 +75,17 @@ class RankMemory:
     head: int
     backward: int
     shards_at_once: bool = False
+    lets_go: bool = False
     optimizer: int = 0
     reference: int = 0
     last: int = 0
 
     @property
     def peak(self) -> int:
-        """The most memory in use at one time. With one microbatch, gradients take the place of activations."""
-        lasting = self.weights + self.moments + self.gathered + self.buffers
-        both = (self.gradients, self.activations)
+        """The most memory in use at one time. With one microbatch, gradients take the place of activations, and of
+        gathered weights."""
+        lasting = self.weights + self.moments + self.buffers + (0 if self.lets_go else self.gathered)
+        both = (self.gradients, self.activations + (self.gathered if self.lets_go else 0))
         in_backward = (max(both) if self.shards_at_once else sum(both)) + max(self.head, self.backward)
         return self.reference + max(self.optimizer, lasting + max(in_backward, self.gradients + self.last))
 
@@ -272,6 +275,7 @@ class MemoryModel:
             head=self._head(parallel, head, sums_whole) if has_head else 0,
             backward=max(most_backward + plain + messages, reduction),
             shards_at_once=not adds_up,
+            lets_go=not adds_up and not parallel.reshards,
             optimizer=weights + moments + trained_shards * self.gradient if offloads else 0,
             reference=trained_shards * self.compute if memory.reference == "device" else 0,
             last=max(map(_largest, units)) * self.gradient,

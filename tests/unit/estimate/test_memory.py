@@ -122,6 +122,18 @@ def test_frozen_weights_are_there_once() -> None:
     assert step.ranks[0].gathered == 2 * trained
 
 
+def test_the_peak_of_one_row_that_trains_all_weights_is_that_which_an_h200_had() -> None:
+    """Allocated in a step with one row (benchmarks/README.md). Gathered weights go while gradients come."""
+    config = Qwen3Config(
+        **LARGE["8B"], num_key_value_heads=8, head_dim=128, vocab_size=151_936, tie_word_embeddings=False
+    )
+    how = MemoryConfig(activation_checkpointing="offload", mlp_tile=4096, compile=True)
+    narrow = ModelConfig(path="x", master_dtype="bfloat16")
+    model = MemoryModel(config, narrow, 65_536, OptimizerConfig(name="adamw_8bit"))
+    assert model.plan(ParallelConfig(), how, 1).peak == pytest.approx(68.45 * 2**30, rel=0.02)
+    assert model.plan(ParallelConfig(), how, 2).peak > 80 * 2**30
+
+
 @pytest.mark.parametrize(("tokens", "measured"), [(57_344, 42.64), (110_592, 68.10), (118_784, 71.97)])
 def test_peaks_of_adapters_are_those_that_an_h100_had(tokens: int, measured: float) -> None:
     """Allocated in a step with one row (benchmarks/README.md)."""
