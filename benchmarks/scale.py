@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
 from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import ModelConfig, ParallelConfig
+from automodel_rl.parallel import host_collectives
 from automodel_rl.step import agreement
 from tests.tiny import make_sequences, save_tiny_model
 
@@ -62,6 +63,10 @@ def made_up_job(rank: int, size: int) -> Iterator[tuple[list[int], Collectives]]
     own, collectives, real = [size], Collectives(), dist.new_group
     real_rows, real_recv = agreement.gather_rows, dist.recv
 
+    def gather_pieces(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+        collectives.counts[f"{group.size()} gather of objects"] += 1
+        return [own] * group.size()
+
     def new_group(ranks: list[int] | None = None, *given: Any, **how: Any) -> Any:
         if ranks is None or rank in ranks:
             own.append(size if ranks is None else len(ranks))
@@ -87,7 +92,7 @@ def made_up_job(rank: int, size: int) -> Iterator[tuple[list[int], Collectives]]
         (torch.distributed.device_mesh, "new_group"): new_group,
         (agreement, "gather_rows"): gather_rows,
         (dist, "recv"): recv,
-        (dist, "all_gather_object"): alike("allgather of objects", _gather_objects),
+        (host_collectives, "gather_pieces"): gather_pieces,
         (dist, "broadcast_object_list"): alike("broadcast of objects", _broadcast_totals),
     }
     before = {place: getattr(*place) for place in places}
@@ -100,10 +105,6 @@ def made_up_job(rank: int, size: int) -> Iterator[tuple[list[int], Collectives]]
         for place, function in before.items():
             setattr(*place, function)
         dist.destroy_process_group()
-
-
-def _gather_objects(gathered: list[Any], own: Any) -> None:
-    gathered[:] = [own] * len(gathered)
 
 
 def _broadcast_totals(box: list[Any], _: Any) -> None:

@@ -1,5 +1,7 @@
 """Small gloo collectives on the host, for the few numbers and objects of a step."""
 
+import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,13 +41,6 @@ def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
     if layout.parallel.pp > 1:
         dist.broadcast(tensor, group=layout.pp_group, group_src=layout.last_stage_rank)
     return tensor
-
-
-def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The objects of all ranks, rank 0's first."""
-    gathered = [value] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
 
 
 @dataclass(frozen=True)
@@ -97,13 +92,45 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
         own: this rank's numbers on the host, [k]; as many on all ranks.
         group: the group.
     """
+    lengths = [len(own)] * group.size()
+    return _gather(own, lengths, group).view(group.size(), len(own))
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """The objects of all ranks of a gloo group, rank 0's first. A collective along the same tree.
+
+    Args:
+        value: anything that can be pickled; tensors are on the host.
+        group: the group.
+    """
+    return [pickle.loads(piece.numpy().tobytes()) for piece in gather_pieces(_pickled(value), group)]
+
+
+def gather_pieces(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """The bytes of all ranks of a gloo group, rank 0's first. A collective along the same tree.
+
+    Args:
+        own: this rank's bytes on the host, uint8 [k]; any number on each rank.
+        group: the group.
+    """
+    lengths = gather_rows(torch.tensor([len(own)]), group).flatten().tolist()
+    return _gather(own, lengths, group).split(lengths)
+
+
+def _pickled(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _gather(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """What all ranks have, in one row, of which each knows everybody's length."""
     rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
-    rows = own.new_empty(group.size(), len(own))
-    rows[rank] = own
+    starts = [0, *itertools.accumulate(lengths)]
+    whole = own.new_empty(starts[-1])
+    whole[starts[rank] : starts[rank + 1]] = own
     for child, end in zip(place.children, (*place.children[1:], place.end), strict=False):
-        dist.recv(rows[child:end], group=group, group_src=child)
-    _hand_on(rows[rank : place.end], rows, place, group)
-    return rows
+        dist.recv(whole[starts[child] : starts[end]], group=group, group_src=child)
+    _hand_on(whole[starts[rank] : starts[place.end]], whole, place, group)
+    return whole
 
 
 def _hand_on(mine: Tensor, whole: Tensor, place: TreePlace, group: dist.ProcessGroup) -> None:

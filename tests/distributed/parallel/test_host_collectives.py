@@ -1,18 +1,20 @@
 """Numbers that go up and down a tree of ranks are those of all of them, on every rank."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.launch.process_group import join_process_group
-from automodel_rl.parallel.host_collectives import any_rank, combine, gather_rows
+from automodel_rl.parallel.host_collectives import any_rank, combine, gather_objects, gather_rows
 from automodel_rl.parallel.layout import build_layout
 from tests.rank_pool import RankPool
 
 
-def combined(size: int) -> tuple[list[float], list[int], list[list[int]], list[bool], list[int]]:
-    """Sums, maxima, rows and votes of the ranks, and whom this rank sent numbers to."""
+def combined(size: int) -> tuple[list[float], list[int], list[list[int]], list[Any], list[bool], list[int]]:
+    """Sums, maxima, rows, objects and votes of the ranks, and whom this rank sent numbers to."""
     layout = build_layout(ParallelConfig(dp_shard=size), join_process_group(size))
     group, rank, sent = layout.world_control, dist.get_rank(), []
     send = dist.send
@@ -28,17 +30,19 @@ def combined(size: int) -> tuple[list[float], list[int], list[list[int]], list[b
         largest = torch.tensor([rank, -rank, 7])
         combine(largest, group, torch.maximum)
         rows = gather_rows(torch.tensor([rank, rank * rank]), group)
+        objects = gather_objects({"rank": "x" * 1000 * rank} if rank % 3 else None, group)
         votes = any_rank([rank == size - 1, False], layout)
     finally:
         dist.send = send
-    return sums.tolist(), largest.tolist(), rows.tolist(), votes, sent
+    return sums.tolist(), largest.tolist(), rows.tolist(), objects, votes, sent
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_every_rank_gets_what_all_have(ranks: RankPool, size: int) -> None:
-    for rank, (sums, largest, rows, votes, sent) in enumerate(ranks(size).run(combined, size)):
+    for rank, (sums, largest, rows, objects, votes, sent) in enumerate(ranks(size).run(combined, size)):
         assert sums == [size * (size - 1) / 2, 0.5 * size]
         assert largest == [size - 1, 0, 7]
         assert rows == [[other, other * other] for other in range(size)]
+        assert objects == [{"rank": "x" * 1000 * other} if other % 3 else None for other in range(size)]
         assert votes == [True, False]
         assert {*sent} == ({rank & (rank - 1)} if rank else set())
