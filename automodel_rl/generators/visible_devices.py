@@ -25,9 +25,9 @@ def visible_devices(devices: Sequence[int], own: int, count: int = 1) -> str:
         InputError: ranks do not see these devices.
     """
     visible = os.environ.get(VISIBLE)
-    if visible == "" and not devices:
-        return ""  # the job is to use none
-    names = None if visible is None else [name for name in visible.split(",") if name]
+    names = None if visible is None else [name for name in visible.split(",") if name not in ("", "-1")]
+    if visible is not None and names is not None and not devices and (not names or (count == 1 and own >= len(names))):
+        return visible  # a job on CPUs: a rank has a GPU that it sees
     if devices:
         first = local_rank() * count
         numbers: Sequence[int] = devices[first : first + count]

@@ -26,7 +26,7 @@ from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import TurnedTensor, stored_dtype, stored_tensors
 from automodel_rl.hf.stored import Opened, PackedTensor, PlainTensor, StoredTensor
 from automodel_rl.hf.weight_files import open_tensors, weight_files
-from automodel_rl.lora.layers import begin_magnitudes, initialise, is_adapter
+from automodel_rl.lora.layers import begin_magnitudes, initialise, is_adapter, is_magnitude
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 
@@ -238,7 +238,7 @@ class Checkpoint:
         part.to(device)  # for buffers, and so that FSDP notices the new storage
         with self._opened() as opened, torch.no_grad():
             for name, tensor in persistent_tensors(part):
-                if is_adapter(name) and self.files.adapters is None:
+                if is_adapter(name) and not is_magnitude(name) and self.files.adapters is None:
                     initialise(name, tensor)
                 if is_adapter(name) or is_few_bits(name):
                     continue

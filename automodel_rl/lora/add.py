@@ -115,6 +115,12 @@ def _train_whole(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> 
             )
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
             parameter.requires_grad_(True)
+    within = [module for part in parts for module in part.modules() if isinstance(module, nn.ModuleList)]
+    if config.dora and any(parameter.requires_grad for layers in within for parameter in layers.parameters()):
+        raise InputError(
+            f"model.lora.dora=true with model.lora.modules_to_save={list(config.modules_to_save)}: what layers train "
+            "beside adapters would compute in float32: leave modules of layers out"
+        )
     ends = (model.lm_head, model.model.embed_tokens) if config.modules_to_save else ()
     if model.config.tie_word_embeddings and any(end.weight.requires_grad for end in ends):
         raise InputError(

@@ -49,8 +49,8 @@ def _forward(linear: Any, hidden: Tensor) -> Tensor:
     base = linear.base_forward(hidden)
     if linear.lora_dropout and torch.is_grad_enabled():  # log-probabilities and evaluations are not random
         hidden = F.dropout(hidden, linear.lora_dropout)
-    low = F.linear(hidden, local_tensor(linear.lora_A.weight))
-    factors, up = linear.microbatch_scope.input(ADAPTER_GATE), local_tensor(linear.lora_B.weight)
+    down, up = (local_tensor(part.weight).to(hidden.dtype) for part in (linear.lora_A, linear.lora_B))
+    low, factors = F.linear(hidden, down), linear.microbatch_scope.input(ADAPTER_GATE)
     if factors is not None:  # of all tokens, of which the sum may leave a rank only its own
         return base + F.linear(linear.lora_sum(low * factors.to(low.dtype)), up)
     change = linear.lora_scale * F.linear(linear.lora_sum(low), up)
@@ -120,12 +120,18 @@ def merged(
     own = weight.mT if is_transposed else weight
     result = own.to(wide) + scale * (up.to(wide) @ down.to(wide))
     if lengths is not None:
-        result *= (lengths.to(wide) / torch.linalg.vector_norm(result, dim=1))[:, None]
+        found = torch.linalg.vector_norm(result, dim=1).clamp(min=torch.finfo(wide).tiny)
+        result *= (lengths.to(wide) / found)[:, None]
     return result.mT if is_transposed else result
 
 
 def is_adapter(name: str) -> bool:
     return any(f".{adapter}." in name for adapter in (*ADAPTER_NAMES, MAGNITUDE))
+
+
+def is_magnitude(name: str) -> bool:
+    """Whether a parameter is the trained lengths of rows of an adapted layer."""
+    return name.endswith(f".{MAGNITUDE}.weight")
 
 
 @torch.no_grad()
@@ -138,9 +144,11 @@ def initialise(name: str, parameter: Tensor, seed: int = 0, rows: slice = slice(
         seed: another seed gives other values.
         rows: the rows of A that get values; the others get 0.
     """
-    if ".lora_A." not in name:  # lengths of rows, if it has some, follow from the checkpoint
+    if ".lora_B." in name:
         local_tensor(parameter).zero_()
         return
+    if ".lora_A." not in name:
+        raise ValueError(f"{name} is no adapter that begins without the checkpoint's weights")
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
     bound = 1 / math.sqrt(parameter.shape[-1])  # kaiming_uniform with a = sqrt(5)
     whole = torch.zeros(parameter.shape, dtype=torch.float64)

@@ -43,20 +43,22 @@ def with_magnitude(linear: Any, base: Tensor, change: Tensor) -> Tensor:
         base: what its own weight and bias give, [..., O].
         change: what its adapter adds, [..., O].
     """
-    magnitude = local_tensor(linear.lora_magnitude_vector.weight)
+    magnitude, weight = local_tensor(linear.lora_magnitude_vector.weight), local_tensor(linear.weight).to(base.dtype)
     down, up = local_tensor(linear.lora_A.weight), local_tensor(linear.lora_B.weight)
     with torch.no_grad():
-        before, now = row_lengths(local_tensor(linear.weight), down, up, linear.lora_scale)
-    # Both are rounded alike where layers compute in bfloat16, so that an adapter which is new changes nothing.
-    factor = (magnitude.to(before.dtype) / before.to(magnitude.dtype) * (before / now)).to(base.dtype)
-    output = factor * (base + change)
-    return output if linear.bias is None else output + (1 - factor) * local_tensor(linear.bias)
+        lengths = row_lengths(weight, down, up, linear.lora_scale)
+    factor = magnitude.to(lengths.dtype) / lengths
+    # Rows are scaled in fp32: an error of a factor is the same for all tokens.
+    output = factor * (base + change).to(factor.dtype)
+    if linear.bias is not None:
+        output = output + (1 - factor) * local_tensor(linear.bias)
+    return output.to(base.dtype)
 
 
-def row_lengths(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The lengths of the rows of a weight, fp32 or wider [O], without and with its adapter.
+def row_lengths(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """The lengths of the rows of a weight with its adapter, fp32 or wider [O], and above 0.
 
-    Of the second no weight is made: |W + s B A|^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B, by rows.
+    No weight is made: |W + s B A|^2 = |W|^2 + 2 s (W A^T) . B + s^2 (B A A^T) . B, by rows.
 
     Args:
         weight: [O, I].
@@ -65,9 +67,8 @@ def row_lengths(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> tuple
         scale: the factor of the adapter's output.
     """
     wide = torch.promote_types(torch.promote_types(weight.dtype, up.dtype), torch.float32)
-    before = torch.linalg.vector_norm(weight, dim=1, dtype=wide)
-    both = torch.promote_types(weight.dtype, down.dtype)  # a base in few bits has the dtype of its files
-    crossed = (weight.to(both) @ down.to(both).T).to(wide)
+    own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+    crossed = (weight @ down.to(weight.dtype).T).to(wide)
     up, down = up.to(wide), down.to(wide)
-    squared = before.square() + 2 * scale * (crossed * up).sum(1) + scale**2 * ((up @ (down @ down.T)) * up).sum(1)
-    return before, squared.clamp(min=0).sqrt()
+    squared = own + 2 * scale * (crossed * up).sum(1) + scale**2 * ((up @ (down @ down.T)) * up).sum(1)
+    return squared.clamp(min=torch.finfo(wide).tiny).sqrt()  # a row of zeros stays one

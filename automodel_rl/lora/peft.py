@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.model import LoraConfig
@@ -28,8 +28,8 @@ from automodel_rl.lora.experts import (
     adapted_weight,
     adapted_weights_by_name,
 )
-from automodel_rl.lora.layers import ADAPTER, merged
-from automodel_rl.lora.magnitude import MAGNITUDE
+from automodel_rl.lora.layers import ADAPTER, adapted_layers, merged
+from automodel_rl.lora.magnitude import MAGNITUDE, has_magnitude
 from automodel_rl.lora.peft_kinds import problem_of
 from automodel_rl.lora.stacks import from_peft, to_peft
 from automodel_rl.manifest import write_manifest
@@ -242,6 +242,24 @@ class AdapterOrigin:
     config: LoraConfig
     base: str
     family: CheckpointFamily
+
+
+def check_magnitudes(model: nn.Module, family: CheckpointFamily) -> None:
+    """Raises InputError if PEFT could not open adapters with lengths of rows: those of layers whose names experts have,
+    too, it wraps in another way (`target_parameters`), which has none.
+
+    Args:
+        model: the language model with its adapters.
+        family: the checkpoint's family.
+    """
+    adapted, experts = set(adapted_layers(model)), family.file_names.experts
+    short = () if experts is None else (experts.gate, experts.up, experts.down)
+    for name, module in model.named_modules():
+        if module in adapted and has_magnitude(module) and name.rpartition(".")[2] in short:
+            raise InputError(
+                f"model.lora.dora=true: PEFT has no lengths of rows for {name}, for its experts have such names, too: "
+                f"leave {', '.join(short)} out of model.lora.targets"
+            )
 
 
 def save_adapters(

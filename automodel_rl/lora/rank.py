@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.lora.experts import adapted_stacks, adapter_of
-from automodel_rl.lora.layers import adapted_layers
+from automodel_rl.lora.layers import adapted_layers, is_magnitude
 from automodel_rl.parallel.sharding import local_box
 
 ATTENTION = re.compile(r"\.(self_attn|attn|attention|linear_attn)\.")
@@ -90,4 +90,6 @@ def fill_up_to_rank(name: str, tensor: Tensor, shape: tuple[int, ...], first: in
 
 
 def _rank_dim(name: str) -> int:
+    if is_magnitude(name):
+        raise ValueError(f"{name} has no dim of the rank")
     return -2 if ".lora_A." in name else -1

@@ -20,7 +20,7 @@ from automodel_rl.lora.add import Encoder
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.model.activation_checkpointing import checkpoint_layers
 from automodel_rl.model.fused_norm import install_fused_norms
-from automodel_rl.model.parallelise import dtypes_of, mixed_precision, store_weights
+from automodel_rl.model.parallelise import dtypes_of, layers_precision, store_weights
 from automodel_rl.model.varlen import choose_varlen
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Unit, wrap_fsdp
@@ -144,7 +144,7 @@ def parallelise_encoder(
     layers = encoder_layers(part)
     checkpoint_layers(layers, memory.recomputed)
     # Ranks may have different numbers of images, so they cannot gather or reduce for each.
-    policy = mixed_precision(model)
+    policy = layers_precision(model)
     wrap_fsdp([Unit(module, layout.fsdp_mesh, policy) for module in (*layers, part)], reshards=False)
     return partial
 

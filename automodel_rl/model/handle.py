@@ -27,7 +27,7 @@ from automodel_rl.hf.sources import adapters_alone, gradient_sources, merged_sou
 from automodel_rl.hf.write import ComponentTensors, save_hf_checkpoint
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.lora.add import add_adapters
-from automodel_rl.lora.peft import AdapterOrigin, save_adapters
+from automodel_rl.lora.peft import AdapterOrigin, check_magnitudes, save_adapters
 from automodel_rl.mixture.routers import router_shape, routers_of
 from automodel_rl.model.attention import choose_attention, set_attention_of_heads
 from automodel_rl.model.build import EmptyModel, build_empty_model
@@ -213,6 +213,8 @@ class ModelHandle:
         if model.indexer is None:
             freeze_indexers(numbered_layers(empty.language).values(), language_family(config))
         lora = None if model.lora is None else add_adapters(empty.language, model.lora, encoders)
+        if lora is not None and lora.dora:
+            check_magnitudes(empty.language, checkpoint.family)
         if files.adapters is not None:
             files.adapters.check(empty.parts)
         if empty.encoders:

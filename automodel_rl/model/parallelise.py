@@ -1,5 +1,6 @@
 """Lays out a part without storage over ranks, in steps (`STEPS`)."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -71,6 +72,15 @@ def mixed_precision(model: ModelConfig, least: torch.dtype = torch.bfloat16) -> 
     dtypes = dtypes_of(model)
     used = torch.promote_types(dtypes.compute, least)
     return MixedPrecisionPolicy(param_dtype=used, reduce_dtype=dtypes.gradient, cast_forward_inputs=False)
+
+
+def layers_precision(model: ModelConfig) -> MixedPrecisionPolicy:
+    """How FSDP treats weights and gradients of decoder layers and encoders. Where adapters have lengths of rows,
+    weights are gathered as they are kept: frozen ones in the dtype that computes, and adapters in fp32, for an error of
+    a length is the same for all tokens."""
+    policy = mixed_precision(model)
+    has_lengths = model.lora is not None and model.lora.dora
+    return dataclasses.replace(policy, param_dtype=None) if has_lengths else policy
 
 
 @dataclass(frozen=True)
@@ -326,7 +336,7 @@ def _fsdp_units(work: PartInProgress) -> list[Unit]:
     units = [Unit(module, mesh, mixed_precision(work.model, least=torch.float32)) for module in work.accurate]
     if layout.parallel.ep > 1:
         units += [Unit(module, layout.expert_fsdp_mesh, policy) for module in work.experts]
-    units += [Unit(layer, mesh, policy) for layer in work.layers.values()]
+    units += [Unit(layer, mesh, layers_precision(work.model)) for layer in work.layers.values()]
     # Gemma 4's per-layer embeddings are larger than all else.
     units += [Unit(m, mesh, policy) for n, m in part.model.named_children() if n == "embed_tokens_per_layer"]
     embedding, head = part.model.embed_tokens, part.lm_head

@@ -36,6 +36,12 @@ def check_model(model: OpenedModel) -> None:
     multimodal = model.description.multimodal
     if multimodal is not None:
         raise InputError(f"model.path: a {multimodal!r} model has encoders, and models of text alone are served")
+    lora = model.model.lora
+    if lora is not None and (lora.dora or lora.modules_to_save):
+        raise InputError(
+            f"model.path: its adapters have lengths of rows (use_dora={lora.dora}) or modules beside them "
+            f"(modules_to_save={[*lora.modules_to_save]}), which are not served: merge them with automodel-rl export"
+        )
 
 
 def check_base_model(name: str | None, config: ServeConfig) -> None:

@@ -52,7 +52,10 @@ def _merged_without_lengths() -> Any:
 def _lengths_of_the_base() -> Any:
     from automodel_rl.lora.magnitude import row_lengths
 
-    return patch("lora.magnitude.row_lengths", lambda *of_weight: row_lengths(*of_weight)[:1] * 2)
+    def of_base(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+        return row_lengths(weight, down, torch.zeros_like(up), scale)
+
+    return patch("lora.magnitude.row_lengths", of_base)
 
 
 def _experts_fastest_in_a() -> Any:

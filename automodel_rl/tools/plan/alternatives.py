@@ -158,6 +158,8 @@ def _candidates(
             changed |= {"layers_per_stage": None}
         if pp == 1:
             changed |= {"virtual_stages": 1}
+        if cp == 1:
+            changed |= {"cp_exchange": "all_gather"}
         for mode, offload, fsdp in itertools.product(RECOMPUTED, (False, True), SHARDED):
             saved = {"activation_checkpointing": mode, "offload_optimizer": offload}
             yield parallel.model_copy(update={**changed, "fsdp": fsdp}), memory.model_copy(update=saved)

@@ -94,10 +94,15 @@ def _of_layers(
     seconds = 0.0
     if parallel.tp > 1:  # two all-reduces a layer and pass
         seconds += 2 * passes * 2 * hidden * (parallel.tp - 1) / parallel.tp / _link(parallel, "tp", device)
-    if parallel.cp > 1:  # keys and values are gathered, and their gradients scattered
-        heads = model.values.get("num_key_value_heads") or config.num_attention_heads
-        width = (model.values.get("head_dim") or config.hidden_size // config.num_attention_heads) * heads
-        seconds += (passes + 1) * 2 * own_tokens * width * model.compute / _link(parallel, "cp", device)
+    if parallel.cp > 1:
+        head_dim = model.values.get("head_dim") or config.hidden_size // config.num_attention_heads
+        kv_heads = model.values.get("num_key_value_heads") or config.num_attention_heads
+        if parallel.gathers_keys:  # keys and values are gathered, and their gradients scattered
+            sent = (passes + 1) * 2 * own_tokens * kv_heads
+        else:  # queries, keys, values and outputs go to the ranks of their heads, and gradients back
+            away = own_tokens / parallel.cp * (parallel.cp - 1) / parallel.cp
+            sent = passes * 2 * away * (config.num_attention_heads + kv_heads)
+        seconds += sent * head_dim * model.compute / _link(parallel, "cp", device)
     if parallel.ep > 1:  # a token goes once to each other rank with experts of its own, and a sum comes back
         met = (parallel.ep - 1) * (1 - (1 - 1 / parallel.ep) ** experts_per_token(config))
         seconds += 2 * passes * met * hidden / _link(parallel, "ep", device)

@@ -77,7 +77,7 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
     values = config.to_dict()
     head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
     group = max(1, config.num_attention_heads // (values.get("num_key_value_heads") or config.num_attention_heads))
-    kv_heads = math.lcm(2, parallel.tp)
+    kv_heads = math.lcm(2, parallel.tp * (1 if parallel.cp_exchange == "all_gather" else parallel.cp))
     heads = kv_heads * min(group, 2)
     small = {
         "hidden_size": heads * (head_dim if whole_heads else HEAD_DIM),

@@ -1,7 +1,9 @@
 """Adapters against PEFT on plain transformers, in float64."""
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.engine import Engine
+from automodel_rl.errors import InputError
 from automodel_rl.families.text import TEXT_FAMILIES
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.read import Checkpoint, read_config
-from automodel_rl.lora.layers import is_adapter
+from automodel_rl.lora.layers import adapted_layers, is_adapter
 from automodel_rl.lora.magnitude import MAGNITUDE
 from automodel_rl.lora.peft import AdapterFolder
 from automodel_rl.losses import sft_loss
@@ -220,6 +223,47 @@ def test_peft_computes_with_the_files_what_was_trained(
         # transformers' Nemotron-H gives fp32.
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance, check_dtype=False)
         assert (expected - untouched).abs().max() > 1e-3
+
+
+def new_in_bfloat16(folder: Path, lora: LoraConfig) -> tuple[Tensor, set[torch.dtype]]:
+    """Log-probabilities with new adapters, and the dtypes in which layers see lengths of rows."""
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="bfloat16", lora=lora))
+    seen: set[torch.dtype] = set()
+    for linear in adapted_layers(handle.parts[0]) if lora.dora else []:
+        linear.base_forward = watching(linear, seen)
+    engine = Engine(handle, OptimizerConfig(decay="constant"))
+    return torch.cat(engine.logprobs([pack_microbatch(make_sequences(3, seed=0))])), seen
+
+
+def watching(linear: Any, seen: set[torch.dtype]) -> Callable[[Tensor], Tensor]:
+    forward = linear.base_forward
+
+    def watched(hidden: Tensor) -> Tensor:
+        seen.add(linear.lora_magnitude_vector.weight.dtype)
+        return forward(hidden)
+
+    return watched
+
+
+def test_lengths_are_in_fp32_where_layers_compute_in_bfloat16(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen2", dtype=torch.bfloat16)
+    (found, seen), (expected, _) = (ranks(1).run(new_in_bfloat16, tmp_path, lora)[0] for lora in (LENGTHS, LAYERS))
+    assert seen == {torch.float32}
+    assert torch.equal(found, expected)
+
+
+def refusal(folder: Path, lora: LoraConfig) -> str:
+    with pytest.raises(InputError) as refused:
+        ModelHandle.from_pretrained(ModelConfig(path=str(folder), lora=lora))
+    return str(refused.value)
+
+
+def test_lengths_that_peft_could_not_open_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3_moe", **DENSE_LAYERS)
+    text = ranks(1).run(refusal, tmp_path, LENGTHS)[0]
+    assert "PEFT has no lengths of rows for model.layers.0.mlp.gate_proj" in text
+    whole = LENGTHS.model_copy(update={"targets": ("q_proj",), "modules_to_save": ("input_layernorm",)})
+    assert "what layers train beside adapters would compute in float32" in ranks(1).run(refusal, tmp_path, whole)[0]
 
 
 def test_adapters_of_several_layers_in_one_are_refused_with_tp(ranks: RankPool, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from automodel_rl import ModelHandle
 from automodel_rl.config import ModelConfig, ParallelConfig
@@ -11,6 +12,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.families.known import FAMILIES
 from automodel_rl.tools.verify.command import FLOAT32, FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, compare
+from automodel_rl.tools.verify.small_model import shrink
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
@@ -39,6 +41,14 @@ def test_exchanged_heads_equal_one_process(
     tolerances = FLOAT64 if FAMILIES[family].is_exact(parallel.tp) else FLOAT32
     different = [row for row in judge(found, tolerances) if not row.is_equal]
     assert not different, different
+
+
+def test_a_small_model_of_verify_has_heads_for_all_ranks(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3", num_attention_heads=8, num_key_value_heads=4)
+    config = AutoConfig.from_pretrained(tmp_path)
+    for sizes in ({"cp": 4}, {"cp": 2, "tp": 2}):
+        small = shrink(config, ParallelConfig(cp_exchange="all_to_all", **sizes))
+        assert small.num_key_value_heads == 4
 
 
 def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def test_devices_of_their_own_are_dealt_to_the_ranks_of_a_machine(monkeypatch: p
 def test_a_generator_shares_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device(monkeypatch, rank, (), None) for rank in (0, 1)] == ["0", "1"]
     assert [device(monkeypatch, rank, (), "4,5") for rank in (0, 1)] == ["4", "5"]
-    assert [device(monkeypatch, rank, (), "") for rank in (0, 1)] == ["", ""]  # a job without GPUs
+    for none in ("", "-1", "0"):  # ranks on CPUs
+        assert device(monkeypatch, 1, (), none) == none
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, "2,3"), ("7,6,5,4", "5,4")])

@@ -13,7 +13,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.model.flops import AttentionFlops
 from automodel_rl.tools.plan.devices import DEVICES
-from automodel_rl.tools.plan.speed import WAIT, Work, step_seconds
+from automodel_rl.tools.plan.speed import WAIT, Work, _of_layers, step_seconds
 
 
 def seconds_of_messages(num_chosen: int, ep: int) -> float:
@@ -54,6 +54,19 @@ MIXTURE = {
     "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 640,
 }  # fmt: skip
 SPLIT = [15, 13]
+
+
+def test_exchanged_heads_send_less_the_more_ranks_there_are() -> None:
+    """Of 16 heads and 8 KV heads: 24 heads of a rank's tokens there and back, and not 16 of all tokens."""
+    model = MemoryModel(AutoConfig.for_model("qwen3", **DENSE), ModelConfig(path="x"), 8192, OptimizerConfig())
+
+    def seconds(**sizes: Any) -> float:
+        parallel = ParallelConfig(**sizes)
+        return _of_layers(model, parallel, MemoryConfig(), 1e6, DEVICES["H200"]) - 28 * WAIT["cp"] * 1e6 / 8192
+
+    for cp in (2, 4, 8):
+        share = seconds(cp=cp, cp_exchange="all_to_all") / seconds(cp=cp)
+        assert share == pytest.approx(2 * 2 * 24 * (cp - 1) / cp**2 / (3 * 2 * 8))
 
 
 @pytest.mark.parametrize(
