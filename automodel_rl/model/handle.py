@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.compat.fsdp import keep_gradients
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
-from automodel_rl.config.model import MemoryConfig
+from automodel_rl.config.model import LoraConfig, MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import CheckpointFamily, checkpoint_family, language_family, num_deepstack
@@ -209,12 +209,9 @@ class ModelHandle:
         for part in empty.parts:
             checkpoint.check(part)
         unused = checkpoint.unused(empty.parts)
-        encoders = [as_encoder(part) for part in empty.encoders.values()]
         if model.indexer is None:
             freeze_indexers(numbered_layers(empty.language).values(), language_family(config))
-        lora = None if model.lora is None else add_adapters(empty.language, model.lora, encoders)
-        if lora is not None and lora.dora:
-            check_magnitudes(empty.language, checkpoint.family)
+        lora = None if model.lora is None else _with_adapters(empty, model.lora, checkpoint)
         if files.adapters is not None:
             files.adapters.check(empty.parts)
         if empty.encoders:
@@ -511,3 +508,11 @@ class ModelHandle:
                 raise InputError(
                     f"{self.source}: tensor {name} holds NaN or infinite weights: use an intact checkpoint"
                 )
+
+
+def _with_adapters(empty: EmptyModel, lora: LoraConfig, checkpoint: Checkpoint) -> LoraConfig:
+    """Gives a model without storage its adapters; their config with the targets that it has."""
+    encoders = [as_encoder(part) for part in empty.encoders.values()]
+    found = add_adapters(empty.language, lora, encoders)
+    check_magnitudes(empty.language, checkpoint.family)
+    return found
