@@ -7,7 +7,6 @@ and recomputation of layers, whose inputs go to the host for long rows.
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from axolotl.cli.args import TrainerCliArgs
 from axolotl.cli.config import load_cfg
 from axolotl.cli.train import do_train
 from axolotl.integrations.base import BasePlugin
+from clock import Clock
 from datasets import Dataset
-from rows import full_rows, report_adapters, synchronize
+from rows import full_rows, report_adapters
 from transformers import AutoConfig, TrainerCallback
 from transformers.utils import import_utils, is_flash_attn_3_available
 
@@ -30,32 +30,20 @@ LONG = 16384
 
 rows = full_rows(AutoConfig.from_pretrained(folder).vocab_size, num_rows, steps, length)
 on_cuda = torch.cuda.is_available()
-seconds: list[float] = []
-first: list[float] = []
 
 
-class Clock(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        synchronize()
-        self.started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        synchronize()
-        seconds.append(time.perf_counter() - self.started)
-        control.should_log = state.global_step == 1  # its logs begin the peaks of memory anew
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        first.extend([logs["loss"]] if "loss" in logs else [])
+class ClockToTheEnd(Clock):
+    """What axolotl does after the last step is not waited for. Its logs begin the peaks of memory anew."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        report_adapters("axolotl 0.19.0", base, rows, seconds, float(first[0]))
+        report_adapters("axolotl 0.19.0", base, rows, self.seconds, float(self.first["loss"]))
         sys.stdout.flush()
         os._exit(0)
 
 
 class Measure(BasePlugin):
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[TrainerCallback]:
-        return [Clock()]
+        return [ClockToTheEnd()]
 
 
 def settings(work: Path) -> dict[str, Any]:

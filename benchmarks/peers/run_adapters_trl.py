@@ -7,7 +7,6 @@ Unsloth has its own fused kernels, and recomputation with the layers' inputs on 
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ if "unsloth" in sys.argv:
 import torch
 import transformers
 import trl
+from clock import Clock
 from datasets import Dataset
 from peft import LoraConfig
-from rows import WARMUP_OF_ADAPTERS, full_rows, report_adapters, synchronize
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+from rows import WARMUP_OF_ADAPTERS, full_rows, report_adapters
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import is_flash_attn_3_available
 
 folder, length, num_rows, steps, base = Path(sys.argv[1]), *map(int, sys.argv[2:5]), sys.argv[5]
@@ -92,36 +92,30 @@ arguments = trl.SFTConfig(
     disable_tqdm=True,
     seed=0,
 )
-seconds: list[float] = []
-first: list[float] = []
 
 
-class Clock(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        synchronize()
-        self.started = time.perf_counter()
+class ClockAfterWarmup(Clock):
+    """Peaks of memory are those of the steps that count, too."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        synchronize()
-        seconds.append(time.perf_counter() - self.started)
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        super().on_step_end(args, state, control, **others)
         if state.global_step == WARMUP_OF_ADAPTERS and on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        control.should_log = state.global_step == 1
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        first.extend([logs["loss"]] if "loss" in logs else [])
 
 
+clock = ClockAfterWarmup()
 trainer = trl.SFTTrainer(
     model=model,
     args=arguments,
     train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids, "attention_mask": [[1] * length] * len(ids)}),
     processing_class=tokenizer,
-    callbacks=[Clock()],
+    callbacks=[clock],
     **options,
 )
 trainer.train()
 name = f"TRL {trl.__version__}, transformers {transformers.__version__}"
-report_adapters(f"Unsloth {unsloth.__version__}" if with_unsloth else name, base, rows, seconds, first[0])
+report_adapters(
+    f"Unsloth {unsloth.__version__}" if with_unsloth else name, base, rows, clock.seconds, clock.first["loss"]
+)
 sys.stdout.flush()
 os._exit(0)

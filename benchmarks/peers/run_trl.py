@@ -7,13 +7,13 @@ peft's adapters over weights in bf16, without FSDP, which does not take them her
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from clock import Clock
 from datasets import Dataset
-from rows import ROW, make_rows, report, synchronize
+from rows import ROW, make_rows, report
 from tokenizers import Tokenizer, models
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.attention.varlen import varlen_attn
@@ -21,7 +21,6 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
-    TrainerCallback,
 )
 from transformers.masking_utils import AttentionMaskInterface
 from trl import SFTConfig, SFTTrainer
@@ -96,38 +95,27 @@ arguments = SFTConfig(
     seed=0,
     **sharding,
 )
-seconds: list[float] = []
-first: list[float] = []
-
-
-class Clock(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        synchronize()
-        self.started = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        synchronize()
-        seconds.append(time.perf_counter() - self.started)
-        control.should_log = state.global_step == 1
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if "loss" in logs:
-            first.extend([logs["loss"], logs["grad_norm"]])
-
-
 options: dict[str, Any] = {}
 if with_lora:
     from peft import LoraConfig
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     options["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules=targets)
+clock = Clock()
 trainer = SFTTrainer(
-    model=model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()], **options
+    model=model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[clock], **options
 )
 if not with_lora:
     plugin = trainer.accelerator.state.fsdp_plugin
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 trainer.train()
-report("TRL 1.16 + Liger", folder, rows, seconds, (first[0], first[1]), of_microbatch * ROW)
+report(
+    "TRL 1.16 + Liger",
+    folder,
+    rows,
+    clock.seconds,
+    (clock.first["loss"], clock.first["grad_norm"]),
+    of_microbatch * ROW,
+)
 sys.stdout.flush()
 os._exit(0)
