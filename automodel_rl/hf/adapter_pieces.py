@@ -10,7 +10,7 @@ from automodel_rl.families.known import CheckpointFamily
 from automodel_rl.hf.names import pieces
 from automodel_rl.lora.experts import adapted_weights_by_name
 from automodel_rl.lora.layers import ADAPTER_NAMES, merged
-from automodel_rl.lora.magnitude import MAGNITUDE
+from automodel_rl.lora.magnitude import magnitude_of
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_adapters
 from automodel_rl.lora.stacks import OWN
 
@@ -51,7 +51,7 @@ def adapter_pieces(adapters: Mapping[str, Tensor], family: CheckpointFamily) -> 
                 found[piece.name] = AdapterPiece(down[piece.expert], up[piece.expert][piece.rows])
             else:
                 is_transposed = down.ndim == 3 and family.language.transposes_experts
-                lengths = adapters.get(f"{layer}.{MAGNITUDE}.weight")
+                lengths = adapters.get(magnitude_of(layer))
                 found[piece.name] = AdapterPiece(down, up, is_transposed, lengths)
     return found
 

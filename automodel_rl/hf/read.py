@@ -26,7 +26,8 @@ from automodel_rl.hf.names import Piece, is_stack, pieces
 from automodel_rl.hf.quantized import TurnedTensor, stored_dtype, stored_tensors
 from automodel_rl.hf.stored import Opened, PackedTensor, PlainTensor, StoredTensor
 from automodel_rl.hf.weight_files import open_tensors, weight_files
-from automodel_rl.lora.layers import begin_magnitudes, initialise, is_adapter, is_magnitude
+from automodel_rl.lora.layers import begin_magnitudes, initialise, is_adapter
+from automodel_rl.lora.magnitude import is_magnitude
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 

@@ -129,11 +129,6 @@ def is_adapter(name: str) -> bool:
     return any(f".{adapter}." in name for adapter in (*ADAPTER_NAMES, MAGNITUDE))
 
 
-def is_magnitude(name: str) -> bool:
-    """Whether a parameter is the trained lengths of rows of an adapted layer."""
-    return name.endswith(f".{MAGNITUDE}.weight")
-
-
 @torch.no_grad()
 def initialise(name: str, parameter: Tensor, seed: int = 0, rows: slice = slice(None)) -> None:
     """Fills this rank's shard of an adapter: A as PEFT does, B with 0. The whole tensor is the same on every layout.

@@ -17,6 +17,16 @@ MAGNITUDE = "lora_magnitude_vector"
 """The name that PEFT has for it."""
 
 
+def magnitude_of(layer: str) -> str:
+    """The name of the parameter, by the layer's."""
+    return f"{layer}.{MAGNITUDE}.weight"
+
+
+def is_magnitude(name: str) -> bool:
+    """Whether a parameter is the trained lengths of rows of an adapted layer."""
+    return name.endswith(magnitude_of(""))
+
+
 class Magnitude(nn.Module):
     """The trained lengths of the rows of a layer's weight.
 

@@ -29,7 +29,7 @@ from automodel_rl.lora.experts import (
     adapted_weights_by_name,
 )
 from automodel_rl.lora.layers import ADAPTER, adapted_layers, merged
-from automodel_rl.lora.magnitude import MAGNITUDE, has_magnitude
+from automodel_rl.lora.magnitude import MAGNITUDE, has_magnitude, is_magnitude, magnitude_of
 from automodel_rl.lora.peft_kinds import problem_of
 from automodel_rl.lora.stacks import from_peft, to_peft
 from automodel_rl.manifest import write_manifest
@@ -101,8 +101,8 @@ class AdapterFolder:
 
     def _check_magnitudes(self, named: dict[str, Tensor]) -> None:
         """Raises InputError unless there are lengths of rows for each adapter if the config says so, and else none."""
-        wanted = {f"{layer}.{MAGNITUDE}.weight" for layer in _layers_of(named)} if self._has_magnitudes else set()
-        found = {name for name in named if name.endswith(f".{MAGNITUDE}.weight")}
+        wanted = {magnitude_of(layer) for layer in _layers_of(named)} if self._has_magnitudes else set()
+        found = {name for name in named if is_magnitude(name)}
         if wanted != found:
             what, name = ("no", min(wanted - found)) if wanted - found else ("a", min(found - wanted))
             raise InputError(
@@ -132,8 +132,8 @@ class AdapterFolder:
             adapted = ADAPTER.fullmatch(name)
             if name in own:
                 fits = tensor.shape == own[name].shape
-            elif name.endswith(f".{MAGNITUDE}.weight"):
-                weight = own.get(adapted_weight(name.removesuffix(f".{MAGNITUDE}.weight"))) if self.merges else None
+            elif is_magnitude(name):
+                weight = own.get(adapted_weight(name.removesuffix(magnitude_of("")))) if self.merges else None
                 fits = weight is not None and tensor.shape == weight.shape[:1]
             else:
                 weight = own.get(adapted_weight(adapted[1])) if adapted and self.merges else None
@@ -164,7 +164,7 @@ class AdapterFolder:
             is_stack = down.ndim == 3
             own = down[box[0]] if is_stack else down[:, box[1]]
             is_transposed = is_stack and family.language.transposes_experts
-            lengths = self.tensors[f"{layer}.{MAGNITUDE}.weight"][box[0]] if self._has_magnitudes else None
+            lengths = self.tensors[magnitude_of(layer)][box[0]] if self._has_magnitudes else None
             if lengths is not None and local.shape[1] != down.shape[1]:
                 raise InputError(
                     f"{self.folder}: adapters with use_dora=True need whole rows, and tp cuts those of {name}: "
@@ -315,7 +315,7 @@ def _name_in_class(name: str, family: CheckpointFamily) -> str:
     multimodal model is a module of its own."""
     if family.is_classifier and name == HEAD_IN_MODEL:
         return HEAD_IN_FILES
-    name = name.removesuffix(".weight") if name.endswith(f".{MAGNITUDE}.weight") else name
+    name = name.removesuffix(".weight") if is_magnitude(name) else name
     if not family.is_multimodal:
         return name
     return re.sub(r"^model\.(layers|embed_tokens|norm)\.", r"model.language_model.\1.", name)

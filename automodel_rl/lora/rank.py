@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from automodel_rl.lora.experts import adapted_stacks, adapter_of
-from automodel_rl.lora.layers import adapted_layers, is_magnitude
+from automodel_rl.lora.layers import adapted_layers
+from automodel_rl.lora.magnitude import is_magnitude
 from automodel_rl.parallel.sharding import local_box
 
 ATTENTION = re.compile(r"\.(self_attn|attn|attention|linear_attn)\.")

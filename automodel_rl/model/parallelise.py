@@ -336,7 +336,8 @@ def _fsdp_units(work: PartInProgress) -> list[Unit]:
     units = [Unit(module, mesh, mixed_precision(work.model, least=torch.float32)) for module in work.accurate]
     if layout.parallel.ep > 1:
         units += [Unit(module, layout.expert_fsdp_mesh, policy) for module in work.experts]
-    units += [Unit(layer, mesh, layers_precision(work.model)) for layer in work.layers.values()]
+    of_layers = layers_precision(work.model)
+    units += [Unit(layer, mesh, of_layers) for layer in work.layers.values()]
     # Gemma 4's per-layer embeddings are larger than all else.
     units += [Unit(m, mesh, policy) for n, m in part.model.named_children() if n == "embed_tokens_per_layer"]
     embedding, head = part.model.embed_tokens, part.lm_head
