@@ -6,8 +6,9 @@ import os
 import warnings
 from collections.abc import Iterator
 
-LOGGERS = ("torchao", "torch.utils._pytree")
-"""Loggers that remark on optional kernels that a machine lacks, and on a deprecation inside torchao."""
+LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap")
+"""Loggers that remark on optional kernels that a machine lacks, on a deprecation inside torchao, and on recomputation in
+compiled layers."""
 
 
 def quiet_libraries() -> None:

@@ -14,10 +14,7 @@ from automodel_rl.config.model import Recomputed
 from automodel_rl.few_bits import linear, stack  # noqa: F401 (likewise)
 from automodel_rl.model import flash_sinks  # noqa: F401 (likewise)
 
-KEPT = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::_grouped_mm",
+OF_ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -25,6 +22,14 @@ KEPT = (
     "torch_attn::_varlen_attn",
     "flash_attn_3::_flash_attn_forward",
     "automodel_rl::flash_sinks",
+)
+"""Operators of attention. Their results are small, and their work grows with the square of a row."""
+
+KEPT = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::_grouped_mm",
+    *OF_ATTENTION,
     "automodel_rl::few_bits_product",
     "automodel_rl::few_bits_grouped_product",
 )
@@ -36,14 +41,24 @@ OPTIONAL = ("flash_attn_3",)
 """Libraries whose operators are only there once the library has been imported."""
 
 
-def checkpoint_layers(layers: Iterable[Any], mode: Recomputed) -> None:
-    """Makes every layer recompute in its backward: everything, or all but the results of `KEPT` (selective)."""
+def checkpoint_layers(layers: Iterable[Any], mode: Recomputed, in_graph: bool = False) -> None:
+    """Makes every layer recompute in its backward.
+
+    Args:
+        layers: layers of a part, whose forwards are replaced.
+        mode: "selective" keeps the results of `KEPT`, "full" and "offload" nothing.
+        in_graph: the layers are compiled afterwards, so that a graph holds the recomputation. It always keeps results
+            of attention, and is told of each operator. Of autograd functions in a graph that recomputes all, torch 2.11
+            keeps the results, such as the gathered keys of all ranks; and torch 2.13 does not compile split layers.
+    """
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        policy = functools.partial(_policy, frozenset(_kept_operators()))
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    if mode == "selective" or in_graph:
+        kept = frozenset(_operators(KEPT if mode == "selective" else OF_ATTENTION))
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, functools.partial(_policy, kept)
+        )
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
@@ -64,9 +79,9 @@ def _policy(kept: frozenset[Any], _: Any, operator: Any, *__: Any, **___: Any) -
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _kept_operators() -> list[Any]:
+def _operators(names: Iterable[str]) -> list[Any]:
     found = []
-    for name in KEPT:
+    for name in names:
         namespace, operator = name.split("::")
         with contextlib.suppress(*([AttributeError] if namespace in OPTIONAL else [])):
             packet = getattr(getattr(torch.ops, namespace), operator)

@@ -238,13 +238,13 @@ def compile_and_recompute(work: PartInProgress) -> None:
     with tiles between them, too. What a layer keeps is seen from outside of all that.
     """
     layers = work.layers.values()
-    in_graph = not work.counts and work.memory.mlp_tile is None
+    in_graph = work.compiled and not work.counts and work.memory.mlp_tile is None
     if work.compiled and not in_graph:
         compile_layers(layers)
     if work.counts or work.model.lora is not None:
         work.scope.follow(work.layers)
-    checkpoint_layers(layers, work.memory.recomputed)
-    if work.compiled and in_graph:
+    checkpoint_layers(layers, work.memory.recomputed, in_graph)
+    if in_graph:
         compile_layers(layers)
         if work.model.lora is not None:
             work.scope.follow(work.layers)

@@ -5,16 +5,18 @@ A backend of attention that a graph can hold stands in for the fused kernels, an
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
 
 from automodel_rl import Engine, ModelHandle, OptimizerConfig, sft_loss
 from automodel_rl.batch import AttentionCall, Microbatch, empty_microbatch, pack_microbatch
@@ -24,6 +26,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.engine.warm_up import warm_up
 from automodel_rl.model import softmax
 from automodel_rl.model.attention import BACKENDS, AttentionParameters
+from automodel_rl.model.part_forward import layers_of
 from automodel_rl.support.attention import ATTENTION
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model, save_tiny_multimodal_model
@@ -100,6 +103,7 @@ CASES = [
     ("qwen3", {"cp": 2}, "none", {}),
     ("qwen3", {"cp": 2, "cp_exchange": "all_to_all"}, "full", {}),
     ("qwen3", {"tp": 2, "sequence_parallel": True}, "selective", {}),
+    ("qwen3", {"tp": 2, "sequence_parallel": True}, "full", {}),
 ]
 
 
@@ -119,6 +123,44 @@ def test_microbatches_of_any_size_need_no_graph_of_their_own(
         assert (graphs[1], breaks) == (2 if parallel.world_size == 1 else 1, {})
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4 if options["dtype"] == "float32" else 2e-2)
+
+
+def kept_of_layers(folder: Path, parallel: ParallelConfig) -> list[list[int]]:
+    """Sizes of what recomputed layers keep in a step, in units of a layer's input if as large: uncompiled, compiled."""
+    found = []
+    for compiled in (False, True):
+        sizes: list[int] = []
+        with traced_only() if compiled else nullcontext():
+            memory = MemoryConfig(activation_checkpointing="full", compile=compiled)
+            handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), attention="sdpa"), parallel, memory)
+            for layer in layers_of(handle.parts[0]):
+                layer.forward = _watched(layer.forward, sizes)
+            microbatch = pack_microbatch(make_sequences(8, seed=handle.layout.data_rank))
+            Engine(handle, OptimizerConfig(lr=1e-3, decay="constant")).train_step([microbatch], sft_loss)
+        found.append(sorted(sizes))
+    return found
+
+
+def _watched(forward: Callable[..., Tensor], sizes: list[int]) -> Callable[..., Tensor]:
+    def call(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def note(kept: Tensor) -> Tensor:
+            if not isinstance(kept, nn.Parameter) and kept.is_floating_point() and kept.numel() >= hidden.numel():
+                sizes.append(kept.numel() // hidden.numel())
+            return kept
+
+        with saved_tensors_hooks(note, lambda kept: kept):
+            return forward(hidden, *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 2, "cp_exchange": "all_to_all"}], ids=str)
+def test_recomputed_layers_keep_no_tensor_that_ranks_exchange(ranks: RankPool, tmp_path: Path, sizes: dict) -> None:
+    """Keys and values of a long row, gathered, would be larger than all else that a layer keeps."""
+    save_tiny_model(tmp_path, "qwen3")
+    for uncompiled, compiled in ranks(2).run(kept_of_layers, tmp_path, ParallelConfig(**sizes)):
+        assert max(uncompiled) == 1
+        assert max(compiled) == 1  # attention's result is as large as the input
 
 
 def warm_up_and_train(folder: Path, parallel: ParallelConfig, warms_up: bool) -> tuple[list[float], list[int]]:
