@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
+
 from automodel_rl.batch import RoutesAt
 from automodel_rl.engine.parameter_groups import Settings
 from automodel_rl.losses import Denominator, LossFn, Readout
@@ -175,6 +177,13 @@ class UseWeights(Job):
 @dataclass(frozen=True)
 class UseChangedWeights(Job):
     """Compute with changed weights until `UseWeightsBefore`."""
+
+
+@dataclass(frozen=True)
+class UseRoundingNoise(Job):
+    """Compute with noise as large as rounding to a dtype until `UseWeightsBefore`."""
+
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

@@ -251,6 +251,10 @@ class Policy:
         model has its own again, bit for bit."""
         return self._with_others(jobs.UseChangedWeights())
 
+    def with_rounding_noise(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Computes in this block with noise in every layer's input, as large as rounding to a dtype."""
+        return self._with_others(jobs.UseRoundingNoise(dtype))
+
     @contextlib.contextmanager
     def _with_others(self, job: jobs.Job) -> Iterator[None]:
         self.crew.ask(job)

@@ -21,6 +21,7 @@ from automodel_rl.files import is_of_files
 from automodel_rl.launch.flight import flight, flight_file
 from automodel_rl.model.changed_weights import changed_weights
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.rounding_noise import rounding_noise
 from automodel_rl.policy import jobs
 from automodel_rl.policy.jobs import Job, Settled
 from automodel_rl.policy.routes import RouteStore
@@ -67,6 +68,7 @@ class PolicyRank:
             jobs.KeepWeights: self._keep_weights,
             jobs.UseWeights: lambda job, _: self._use(self._kept[job.name].in_place()),
             jobs.UseChangedWeights: lambda job, _: self._use(changed_weights(handle)),
+            jobs.UseRoundingNoise: lambda job, _: self._use(rounding_noise(handle, job.dtype)),
             jobs.UseWeightsBefore: lambda job, _: self._in_use.pop().close(),
             jobs.MoveRoutes: lambda job, _: self.routes.move(job.pieces),
             jobs.ForgetRoutes: lambda job, _: self.routes.forget(job.rollouts),

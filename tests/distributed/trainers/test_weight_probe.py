@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from automodel_rl.errors import RolloutError
+from automodel_rl.generators import weight_probe
 from automodel_rl.generators.supervisor import GeneratorSupervisor
 from automodel_rl.generators.transformers_generator import TransformersGenerator
 from tests.distributed.trainers.runs import Settings, metrics_of, settings_of, train
@@ -66,6 +67,22 @@ def test_right_weights_pass_with_adapters_and_in_another_process(
     settings["model"]["lora"] = {"rank": 4}
     settings["rollout"]["generator"] = {"kind": "transformers", "place": "shared"}
     ranks(1).run(train, settings)
+
+
+def train_without_tolerances(settings: Settings) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_probe, "TOLERANCES", dict.fromkeys(weight_probe.TOLERANCES, 1e-12))
+        train(settings)
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2}], ids=str)
+def test_noise_explains_more_than_what_is_known_of_other_models(
+    ranks: RankPool, workspace: Path, tmp_path: Path, sizes: dict
+) -> None:
+    settings = probed(workspace, tmp_path / "run", parallel=sizes)
+    settings["model"]["dtype"] = "bfloat16"
+    ranks(2).run(train_without_tolerances, settings)
+    assert len(metrics_of(tmp_path / "run")) == 2
 
 
 @pytest.mark.parametrize("name", STALE)
