@@ -63,8 +63,11 @@ def main() -> None:
     if not (folder / "config.json").is_file():
         write_model(folder, WORKLOADS["W1"] | (TINY if options.tiny else {}))
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    make = conversations._tiny_generator if options.tiny else conversations._vllm
-    generator = make(folder) if options.tiny else make(folder, options.vllm_python, vocab_size)
+    generator = (
+        conversations._tiny_generator(folder)
+        if options.tiny
+        else conversations._vllm(folder, options.vllm_python, vocab_size)
+    )
     pool = EnvironmentPool(
         Setup("conversations:Slow", (), 30.0, "auto", str(folder / "environments.log")), ends_on_bad_call=False
     )

@@ -109,7 +109,7 @@ def one_round(
     """Times of a checkpoint and of the steps beside it."""
     synchronise()
     started = time.perf_counter()
-    assert saver.save(folder, {"step": engine.step}, {}, lambda _: None) is None
+    assert saver.save(folder, {"step": engine.step}, {}) is None
     blocked = time.perf_counter() - started
     times, written_after = [], 0.0
     while len(times) < steps or not written_after:

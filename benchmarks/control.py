@@ -77,13 +77,20 @@ def rank_of(rank: int, size: int, port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
     made: list[Any] = []
-    dist.new_group = lambda *given, **named: made.append(new_group(*given, **named)) or made[-1]
+
+    def note_group(*given: Any, **named: Any) -> Any:
+        made.append(new_group(*given, **named))
+        return made[-1]
+
+    dist.new_group = note_group
     started = time.perf_counter()
     device = join_process_group(size)
     layout = build_layout(ParallelConfig(pp=4, dp_shard=size // 4), device)
     took = time.perf_counter() - started
     crew = TreeCrew(layout, do)
-    ended = crew.follow() if rank else lead(crew, size, took)
+    if rank == 0:
+        lead(crew, size, took)
+    ended = crew.follow() if rank else None
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, num_sockets(), group=layout.world_control)
     if rank == 0:

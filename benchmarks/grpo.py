@@ -195,7 +195,10 @@ def write_files(folder: Path, options: argparse.Namespace) -> None:
     if options.workload == "vision":
         write_vision_checkpoint(folder, texts, tiny=options.tiny)
         return
-    write_checkpoint(options.workload, folder, model_sizes(options.workload, options.tiny))
+    sizes = model_sizes(options.workload, options.tiny)
+    write_checkpoint(
+        options.workload, folder, sizes | ({"num_hidden_layers": options.layers} if options.layers else {})
+    )
     train_tokenizer(texts, 400 if options.tiny else 4000).save_pretrained(folder)
 
 
@@ -247,7 +250,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("prompts", help="JSON lines with prompt")
     parser.add_argument("--generator", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
-    parser.add_argument("--workload", choices=["W1", "W2", "W32", "W70", "vision"], default="W1")
+    parser.add_argument("--workload", choices=["W1", "W2", "W8", "W32", "W70", "vision"], default="W1")
+    parser.add_argument("--layers", type=int, help="decoder layers; the workload's by default")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where checkpoints are written")
     parser.add_argument("--replay", action="store_true", help="router replay, and a pass without it to compare")
     parser.add_argument("--own-process", action="store_true", help="the transformers generator in a process of its own")

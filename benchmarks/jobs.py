@@ -99,7 +99,7 @@ def main() -> None:
     dist.barrier()
     device: dict[str, Any] = {} if torch.cuda.is_available() else {"dtype": "float32"}
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), **device), parallel)
-    crew = TreeCrew(handle.layout, Ranks(handle, None).do)  # type: ignore[arg-type] # nothing is saved
+    crew = TreeCrew(handle.layout, Ranks(handle, None).do)  # nothing is saved
     if crew.rank == 0:
         longest = 256 if options.tiny else 8192
         capacity = 600 if options.tiny else options.capacity

@@ -71,7 +71,7 @@ def service(folder: Path, lora: dict[str, int] | None, generator: dict[str, Any]
             assert server.stdout is not None
             line = next(line for line in server.stdout if "TINKER_BASE_URL" in line)
             url, key = (word.partition("=")[2] for word in line.split()[1:])
-            client = tinker.ServiceClient(base_url=url, api_key=key)
+            client: Any = tinker.ServiceClient(base_url=url, api_key=key)
             client.page = f"{url}/?key={key}"
             try:
                 yield client

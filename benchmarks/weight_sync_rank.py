@@ -74,7 +74,7 @@ def check(
 def make_transport(name: str, generator: GeneratorProcess, handle: ModelHandle, seconds: float) -> Transport:
     if name == "ipc":
         return Ipc(generator, handle.layout.device, seconds)
-    return Collective(generator, handle.layout, seconds)
+    return Collective(generator, handle, seconds)
 
 
 def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle:

@@ -1,5 +1,5 @@
-"""The workloads of the benchmarks: W1, a dense 1.5B model, W2, a mixture of 3.2B, W8, some layers of a dense 8B model,
-W32 and W70, dense models of 32B and 70B in nf4, and tiny ones for a CPU."""
+"""The workloads of the benchmarks: W1, a dense 1.5B model, W2, a mixture of 3.2B, W8 and W30, 12 layers of a dense 8B
+model and of a mixture of 30B, W32 and W70, dense models of 32B and 70B in nf4, and tiny ones for a CPU."""
 
 import json
 import math
@@ -67,6 +67,15 @@ WORKLOADS["W70"] = WORKLOADS["W8"] | {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
+WORKLOADS["W30"] = WORKLOADS["W2"] | {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+}
 IN_NF4 = ("W32", "W70")
 """Workloads whose checkpoints are in nf4: in bf16 they are larger than most disks of a machine with one GPU."""
 
@@ -83,7 +92,7 @@ TINY: dict[str, Any] = {
 def model_sizes(workload: str, tiny: bool) -> dict[str, Any]:
     """The config of a workload; tiny keeps the number of layers and of experts."""
     sizes = WORKLOADS[workload]
-    return sizes | TINY | ({"moe_intermediate_size": 32} if workload == "W2" else {}) if tiny else sizes
+    return sizes | TINY | ({"moe_intermediate_size": 32} if "moe_intermediate_size" in sizes else {}) if tiny else sizes
 
 
 def write_checkpoint(workload: str, folder: Path, sizes: dict[str, Any]) -> None:
