@@ -127,7 +127,7 @@ class WeightProbe:
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the model's computation and of what generators get."""
+        """The dtypes of the model's computation and of what generators get."""
         return self.handle.dtype, sync_dtype(self.config.weight_sync, self.handle)
 
     def squares(self, completions: list[Completion]) -> Tensor:

@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Iterator
 
 LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap")
-"""Loggers that remark on optional kernels that a machine lacks, on a deprecation inside torchao, and on recomputation in
-compiled layers."""
+"""Loggers that remark on kernels that a machine lacks, a deprecation in torchao, and recomputation in graphs."""
 
 
 def quiet_libraries() -> None:
