@@ -324,7 +324,7 @@ class _MeasuredAttention(torch.autograd.Function):
         tokens = query.shape[2]
         output = query.new_empty(1, tokens, query.shape[1], value.shape[-1])
         logsumexp = query.new_empty(query.shape[1], tokens, dtype=torch.float32)
-        ctx.shapes = query.shape, key.shape, value.shape
+        ctx.shapes, ctx.gathered = (query.shape, key.shape, value.shape), None
         if parallel.cp == 1:
             ctx.save_for_backward(query, key, value, output, logsumexp)
             return output
@@ -334,11 +334,16 @@ class _MeasuredAttention(torch.autograd.Function):
         width = key.shape[1] * (key.shape[-1] + value.shape[-1])
         keys = key.new_empty(tokens * (2 * parallel.cp + 1) // 2, width)
         ctx.save_for_backward(torch.empty_like(query), keys, output, logsumexp)
+        ctx.gathered = 2 * (keys.shape, (tokens * parallel.cp, width))
         return torch.empty_like(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *(gradients[0].new_empty(shape) for shape in ctx.shapes), None
+        # Of keys and values of both calls, apart and side by side, and of those of all tokens, which ranks then exchange.
+        whole = [gradients[0].new_empty(shape) for shape in ctx.gathered or ()]
+        found = [gradients[0].new_empty(shape) for shape in ctx.shapes]
+        del whole
+        return *found, None
 
 
 def attention_stand_in(
