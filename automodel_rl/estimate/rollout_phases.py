@@ -10,7 +10,8 @@ from automodel_rl.config.rollout import LARGEST_BUFFER
 from automodel_rl.estimate.memory import RankMemory
 
 ASLEEP = 2 * 2**30
-"""Bytes that a vLLM keeps while it sleeps: its CUDA context, graphs and communicators. Measured: 1.3 GiB on one GPU."""
+"""Bytes that a vLLM has beside its weights and cache, also while it sleeps: its CUDA context, graphs and communicators.
+Measured: 1.3 GiB on one GPU."""
 
 USABLE_IN_ROLLOUTS = 0.97
 """Share of a device's memory that rollouts may fill. vLLM's share of it is a limit that it keeps by itself."""
@@ -78,7 +79,7 @@ def rollout_phases(
     if isinstance(generator, VllmGeneratorConfig):
         awake = generator.memory_fraction * device_bytes
         replicas = generator.replicas
-        in_sync = replicas * model_bytes / generator.tensor_parallel if run.sleep_level else awake
+        in_sync = replicas * (model_bytes / generator.tensor_parallel + ASLEEP) if run.sleep_level else awake
     else:
         awake = in_sync = float(model_bytes)
         replicas = 1
