@@ -339,7 +339,7 @@ class _MeasuredAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Of keys and values of both calls, apart and side by side, and of those of all tokens, which ranks then exchange.
+        # Of both calls, keys and values apart and side by side, and of those of all tokens, which ranks then exchange.
         whole = [gradients[0].new_empty(shape) for shape in ctx.gathered or ()]
         found = [gradients[0].new_empty(shape) for shape in ctx.shapes]
         del whole
