@@ -1,6 +1,7 @@
 """How completions are generated and rewarded, and how weights reach the generators."""
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -256,6 +257,11 @@ class WeightSyncConfig(Section):
     """What is sent with model.lora. merged: whole weights, to which the adapters are added in float32. alone: only the
     adapters, which the generator applies as the trainer does."""
 
+    publish: Path | None = None
+    """Folder that each version of the weights is written to, too, as what has changed since the version before; null
+    writes none. Whoever shares the folder reads any version from it, bit for bit (weight_sync/README.md). All ranks
+    share it. The first rank of a stage keeps the stage's last version in host memory."""
+
     checksum: bool = False
     """Compare every tensor of the generator with what the trainer sent, after every weight sync."""
 
@@ -274,6 +280,15 @@ class WeightSyncConfig(Section):
         if isinstance(values, dict) and "transport" in values:
             raise ValueError("transport: follows from where rollout.generator runs: leave it out")
         return values
+
+    @model_validator(mode="after")
+    def _publishes_whole_weights(self) -> "WeightSyncConfig":
+        if self.publish is not None and self.adapters == "alone":
+            raise ValueError(
+                f"publish={self.publish} writes the weights of a whole model, and adapters=alone makes none: set "
+                "adapters to merged, or leave publish out"
+            )
+        return self
 
 
 class RouterReplayConfig(Section):

@@ -29,6 +29,7 @@ from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.vllm_replicas import VllmReplicas
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.weight_sync.publisher import Publisher
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
 
@@ -70,7 +71,8 @@ class GeneratorSupervisor:
         prepare: Callable[[Generator, Transport], None] = lambda generator, transport: None,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        self.spec, self.handle, self.tokenizer, self.prepare = spec, engine.handle, tokenizer, prepare
+        self.spec, self.engine, self.tokenizer, self.prepare = spec, engine, tokenizer, prepare
+        self.handle = engine.handle
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.ranks = EngineRanks.join(spec)
         self.offload = RolloutOffload(engine)
@@ -81,6 +83,9 @@ class GeneratorSupervisor:
         self.generator, transport = self._start_with_others(meanwhile)
         self.offload.restore()
         self.sync = WeightSync(self.handle, transport, spec.weight_sync, resends_frozen=spec.sleep_level == 2)
+        folder = spec.weight_sync.publish
+        self._publisher = None if folder is None else Publisher(self.handle, folder, spec.weight_sync)
+        self._published: int | None = None
         self.policy_version = 0
         self._policy_version_of: dict[int, int] = {0: 0}  # by the number of the weight sync
 
@@ -88,9 +93,12 @@ class GeneratorSupervisor:
         """Gives all generators the weights that the model has now. Those that sleep get them when they wake.
 
         Args:
-            policy_version: the policy version of these weights, the same on all ranks.
+            policy_version: the policy version of these weights, the same on all ranks; 0 of weights that no step
+                made.
         """
         self.policy_version = policy_version
+        if self._publisher is not None and policy_version and self.engine.step != self._published:
+            self._publish(self._publisher)
         self._look_for_servers()
         if not self.spec.sleep_level:
             self._send()
@@ -239,6 +247,19 @@ class GeneratorSupervisor:
                 raise
         self.prepare(generator, transport)
         return generator, transport
+
+    def _publish(self, publisher: Publisher) -> None:
+        """Publishes the weights after so many optimizer steps. What cannot be written does not end the run."""
+        self._published = self.engine.step
+        try:
+            publisher.publish(self.engine.step)
+        except WeightSyncError as problem:
+            if dist.get_rank() == 0:
+                print(
+                    f"warning: weight_sync.publish: version {self.engine.step} could not be written ({problem}); "
+                    "the next one will be whole",
+                    flush=True,
+                )
 
     def _send(self) -> None:
         self._policy_version_of[self.sync.version + 1] = self.policy_version

@@ -35,6 +35,7 @@ from automodel_rl.manifest import StoredFile, write_manifest
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model
 from automodel_rl.tokenizer_files import save_tokenizer
+from automodel_rl.weight_sync.published import VERSION_FILE, PublishedWeights
 
 Adapters = Literal["peft", "merged", "per-expert"]
 """What becomes of adapters: PEFT's files, part of a whole model, or files in which experts have them one by one."""
@@ -52,8 +53,8 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     Memory holds one tensor of the model at a time, and the contents of one file; with adapters also all of these.
 
     Args:
-        checkpoint: a `step_N` folder, a folder of adapters, or the folder of a model with quantized weights. It need
-            not be trusted.
+        checkpoint: a `step_N` folder, a folder of adapters, a published version, or the folder of a model with
+            quantized weights. It need not be trusted.
         out: the folder to write, which must not exist.
         overrides: overrides of the run's config, as on the command line, such as the new place of its model.
         adapters: what becomes of adapters; of a folder of adapters something else than they are.
@@ -66,6 +67,9 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     check_place(out, str(out))
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _export_adapters(checkpoint, out, overrides, adapters)
+        return
+    if (checkpoint / VERSION_FILE).is_file():
+        _export_published(checkpoint, out, overrides)
         return
     if (checkpoint / "config.json").is_file():
         _export_plain(checkpoint, out, overrides, adapters)
@@ -207,6 +211,33 @@ def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: A
         return written
 
     _publish(out, write, f"{folder} with plain weights")
+
+
+def _export_published(version: Path, out: Path, overrides: Sequence[str]) -> None:
+    """Writes a published version of a run's weights, with the tokenizer of the model that the run began with."""
+    given = dict(parse_overrides(overrides))
+    if given.keys() != {"model.path"}:
+        raise InputError(
+            f"{version}: a published version is weights alone: add --model.path and the model that the run began with, "
+            "and nothing else"
+        )
+    files = find_model(ModelConfig(path=given["model.path"]))
+    config = read_config(files.folder)
+    tokenizer = load_tokenizer(files.tokenizer_folder, language_config(config).vocab_size)
+    tensors: dict[str, Tensor] = {}
+    number = PublishedWeights(version.parent).bring(tensors, int(version.name))
+    dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    weights = open_weights(files, config)
+    foreign = weights.unused(empty_parts(config, dtype, ModelConfig(path=str(files.folder))))
+    tensors |= {name: weights.read_untrained(name, dtype) for name in foreign}
+
+    def write(unfinished: Path) -> dict[str, StoredFile]:
+        written = write_weights(unfinished, sorted(tensors.items()))
+        exported = read_whole_config(files.folder) if weights.is_composite else config
+        write_description(unfinished, _in_dtype(exported, dtype), tokenizer, files.folder)
+        return written
+
+    _publish(out, write, f"the model after {number} optimizer steps")
 
 
 def _publish(out: Path, write: Callable[[Path], dict[str, StoredFile]], *lines: str) -> None:

@@ -109,7 +109,8 @@ COMMANDS: dict[str, Command] = {
         "CHECKPOINT OUT [--merge | --per-expert] [--dotted.key value ...]",
         "a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine",
         "--merge writes a whole model in place of adapters, --per-expert adapters of a mixture as vLLM reads them; "
-        "CHECKPOINT may then also be a folder of adapters.",
+        "CHECKPOINT may then also be a folder of adapters. A version that weight_sync.publish has written needs "
+        "--model.path and the model that the run began with.",
         ("--merge", "--per-expert", "--model.path"),
     ),
     "verify-checkpoint": Command(

@@ -96,12 +96,16 @@ def make_transport(kind: str, receiver: Receiver, handle: ModelHandle, seconds: 
 
 
 def trained_model(
-    folder: Path, parallel: dict[str, Any], dtype: str = "float32", lora: dict[str, Any] | None = None
+    folder: Path,
+    parallel: dict[str, Any],
+    dtype: str = "float32",
+    lora: dict[str, Any] | None = None,
+    lr: float = 1e-2,
 ) -> tuple[ModelHandle, Engine]:
     """A model whose weights are no longer the checkpoint's."""
     model = ModelConfig.model_validate({"path": str(folder), "dtype": dtype, "lora": lora})
     handle = ModelHandle.from_pretrained(model, ParallelConfig.model_validate(parallel))
-    engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+    engine = Engine(handle, OptimizerConfig(lr=lr, decay="constant"))
     train(handle, engine, seed=0)
     return handle, engine
 

@@ -1,0 +1,207 @@
+"""The trainer's side of published weights: writes what has changed since the last version to a folder."""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from automodel_rl.config import WeightSyncConfig
+from automodel_rl.errors import InputError, WeightSyncError, reason
+from automodel_rl.files import publish_folder
+from automodel_rl.generator_messages import Committed
+from automodel_rl.hf.buckets import Plan
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.weight_sync.checksum import checksum
+from automodel_rl.weight_sync.published import (
+    WHOLE_EVERY,
+    folder_of,
+    is_whole,
+    numbers_in,
+    remove_versions,
+    unfinished_folder,
+    write_block,
+    write_version,
+)
+from automodel_rl.weight_sync.senders import Senders
+from automodel_rl.weight_sync.slots import Slot, Slots
+from automodel_rl.weight_sync.sync import WeightSync
+from automodel_rl.weight_sync.transport import Transport
+
+T = TypeVar("T")
+
+
+class Publisher:
+    """Publishes a model's weights. Every rank of the job has one.
+
+    Args:
+        handle: the model.
+        folder: the folder of versions, which all ranks share.
+        config: the config's section `weight_sync`.
+
+    Attributes:
+        changed: how many numbers the last version has changed; all of a whole one.
+        num_bytes: size of its files.
+    """
+
+    def __init__(self, handle: ModelHandle, folder: Path, config: WeightSyncConfig):
+        self.folder, self.control = folder, handle.layout.world_control
+        self.changed = self.num_bytes = 0
+        self._files = SenderFiles(handle)
+        self._sync = WeightSync(handle, self._files, config.model_copy(update={"checksum": False}))
+        self._before: tuple[int, str] | None = None
+        self._whole: list[int] | None = None  # the numbers of whole versions; None before the first version of this run
+
+    def publish(self, number: int) -> None:
+        """Writes the weights that the model has now as a version. A collective of all ranks.
+
+        Args:
+            number: the policy version, higher than that of the last call.
+
+        Raises:
+            WeightSyncError: on all ranks; it could not be written. The next version will be whole.
+        """
+        before, self._before = self._before, None  # until the version is complete
+        place = unfinished_folder(self.folder, number)
+        self._whole = self._on_first(lambda: self._begin(number, place))
+        whole = before is None or number - self._whole[-1] >= WHOLE_EVERY
+        self._files.open(place, whole)
+        try:
+            self._sync.send()
+            problem = ""
+        except WeightSyncError as error:
+            problem = str(error)
+        shares = gather_objects((problem, self._files.changed, self._files.sums), self.control)
+        problem = next((text for text, *_ in shares if text), "")
+        if problem:
+            raise WeightSyncError(problem)
+        self.changed = sum(changed for _, changed, _ in shares)
+        sums = {name: total for *_, share in shares for name, total in share.items()}
+        self._whole += [number] if whole else []
+        base = None if whole else before
+        self._before, self.num_bytes = self._on_first(lambda: self._finish(number, place, base, sums))
+
+    def _begin(self, number: int, place: Path) -> list[int]:
+        """Makes an empty folder to write to, and returns the numbers of the whole versions that are there. At the start
+        of a run, removes versions of an earlier one that went further."""
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        if self._whole is None:
+            remove_versions(self.folder, [old for old in numbers_in(self.folder) if old >= number])
+            return [old for old in numbers_in(self.folder) if is_whole(self.folder, old)]
+        return self._whole
+
+    def _finish(
+        self, number: int, place: Path, before: tuple[int, str] | None, sums: dict[str, int]
+    ) -> tuple[tuple[int, str], int]:
+        """Gives a version its name, and removes versions that nobody needs any longer."""
+        digest = write_version(place, number, before, self._sync.producer.plans, sums, self.changed)
+        num_bytes = sum(path.stat().st_size for path in place.iterdir())
+        publish_folder(place, folder_of(self.folder, number))
+        oldest = (self._whole or [number])[-2:][0]
+        remove_versions(self.folder, [old for old in numbers_in(self.folder) if old < oldest])
+        return (number, digest), num_bytes
+
+    def _on_first(self, work: Callable[[], T]) -> T:
+        """Does work on the first rank, and returns its result, or raises its problem, on all."""
+        result: T | None = None
+        problem = ""
+        if dist.get_rank() == 0:
+            try:
+                result = work()
+            except (OSError, InputError) as error:
+                problem = reason(error)
+        result, problem = gather_objects((result, problem), self.control)[0]
+        if problem:
+            raise WeightSyncError(problem)
+        return cast(T, result)
+
+
+class SenderFiles(Transport):
+    """Writes each sender's buckets to a file, whole or as a delta. One rank of each stage keeps the stage's numbers of
+    the version before in host memory, in the dtype that is sent.
+
+    Args:
+        handle: the model.
+
+    Attributes:
+        changed: how many numbers of this rank's senders the last weight sync has changed.
+    """
+
+    reach = "own stages"
+
+    def __init__(self, handle: ModelHandle):
+        self.device, self.senders = handle.layout.device, Senders(handle).written
+        self.changed = 0
+        self._place, self._is_whole = Path(), True
+        self._plans: Sequence[Plan] = []
+        self._files: dict[int, BinaryIO] = {}
+        self._last: dict[tuple[int, int], Tensor] = {}  # elements of the version before, by sender and bucket
+        self._sums: dict[tuple[int, int], dict[str, list[int]]] = {}
+
+    def open(self, place: Path, is_whole: bool) -> None:
+        """Chooses what the next weight sync writes.
+
+        Args:
+            place: the folder of files.
+            is_whole: whether they hold all numbers, frozen ones included.
+        """
+        self._place, self._is_whole = place, is_whole
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """The checksums of this rank's tensors as they were written."""
+        found: dict[str, list[int]] = {}
+        for of_bucket in self._sums.values():
+            for name, parts in of_bucket.items():
+                found.setdefault(name, []).extend(parts)
+        return {name: int(torch.tensor(parts).sum()) for name, parts in found.items()}
+
+    def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
+        self._plans, self._last, self._sums = plans, {}, {}
+        return Slots.allocate(num_bytes, num_buffers, self.device)
+
+    def begin(self, version: int, *, frozen: bool) -> None:
+        self.changed = 0
+        self._files = {sender: (self._place / f"sender_{sender}.bin").open("wb") for sender in self.senders}
+        if self._is_whole and not frozen:
+            for (sender, number), elements in self._last.items():
+                bucket = self._plans[sender].buckets[number]
+                if bucket.is_frozen:
+                    self.changed += write_block(self._files[sender], self._plans[sender], bucket, None, elements)
+
+    def release(self, slot: Slot) -> None:
+        """Does nothing: what was in a slot is on the host before `send` returns."""
+
+    def send(self, sender: int, number: int, slot: Slot) -> None:
+        if sender not in self._files:
+            return
+        plan, key = self._plans[sender], (sender, number)
+        bucket = plan.buckets[number]
+        elements = bucket.elements(slot.buffer)
+        sums = self._sums[key] = {}
+        for chunk in bucket.chunks:
+            stretch = elements[chunk.offset : chunk.offset + chunk.count]
+            sums.setdefault(plan.tensors[chunk.tensor].name, []).append(int(checksum(stretch, chunk.start)))
+        new = torch.empty_like(elements, device="cpu").copy_(elements)
+        old = None if self._is_whole else self._last.get(key)
+        self.changed += write_block(self._files[sender], plan, bucket, old, new)
+        self._last[key] = new
+
+    def commit(self, version: int, *, sums: bool) -> Committed:
+        self.close()
+        return Committed(version, None)
+
+    def give_up(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # what could not be written is known by then
+                file.close()
+        self._files = {}
