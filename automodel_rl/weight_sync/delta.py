@@ -38,9 +38,9 @@ def apply_delta(numbers: Tensor, delta: bytes) -> None:
     bits = _bits(numbers)
     size = -(-len(bits) // 8)
     changed = np.unpackbits(np.frombuffer(delta[:size], np.uint8), count=len(bits), bitorder="little").astype(bool)
+    if len(delta) - size != changed.sum() * bits.itemsize:
+        raise ValueError(f"a delta of {len(delta)} bytes is none of {len(bits)} numbers of which {changed.sum()} changed")
     differences = np.frombuffer(delta[size:], bits.dtype)
-    if len(differences) != changed.sum():
-        raise ValueError(f"a delta of {len(differences)} changed numbers says that {changed.sum()} are")
     bits[changed] ^= differences
 
 
