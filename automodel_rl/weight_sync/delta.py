@@ -39,7 +39,7 @@ def apply_delta(numbers: Tensor, delta: bytes) -> None:
     size = -(-len(bits) // 8)
     changed = np.unpackbits(np.frombuffer(delta[:size], np.uint8), count=len(bits), bitorder="little").astype(bool)
     if len(delta) - size != changed.sum() * bits.itemsize:
-        raise ValueError(f"a delta of {len(delta)} bytes is none of {len(bits)} numbers of which {changed.sum()} changed")
+        raise ValueError(f"a delta of {len(delta)} bytes is none of {len(bits)} numbers with {changed.sum()} changes")
     differences = np.frombuffer(delta[size:], bits.dtype)
     bits[changed] ^= differences
 
