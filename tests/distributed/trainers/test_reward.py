@@ -67,7 +67,10 @@ def test_it_learns_as_transformers_does_on_every_layout(ranks: RankPool, workspa
     ranks(2).run(train, settings | {"output": str(tmp_path / "two"), "parallel": {"tp": 2}})
     ranks(2).run(train, settings | {"output": str(tmp_path / "three"), "parallel": {"pp": 2}})
     for name in ("one", "two", "three"):
-        assert [row["train/loss"] for row in metrics_of(tmp_path / name)] == pytest.approx(expected, rel=1e-11)
+        losses = [row["train/loss"] for row in metrics_of(tmp_path / name)]
+        assert losses[:3] == pytest.approx(expected[:3], rel=1e-11)
+        # AdamW divides gradients that are zero but for rounding by their own size, and processors round differently.
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def by_trl(folder: Path, pairs: Path, output: Path) -> list[float]:
