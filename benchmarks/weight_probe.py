@@ -64,10 +64,11 @@ def main() -> None:
 def measure(policy: Policy, fleet: Fleet, run: Run) -> None:
     policy.begin()
     fleet.start(run.config.generator_spec)
-    probe = WeightProbe(run.config, policy, fleet, run.handle, run.tokenizer)
+    probe = WeightProbe(run.config, policy, fleet, run.handle, run.tokenizer, print)
 
     def error(written: dict) -> float:
-        return probe.squares([c for completions in written.values() for c in completions]).mean().sqrt().item()
+        rows = probe.rows([c for completions in written.values() for c in completions])
+        return probe.distance(rows, rows["rollout_logprobs"], policy.logprobs(rows))
 
     fleet.sync()
     probe.ask()

@@ -267,8 +267,8 @@ class WeightSyncConfig(Section):
 
     check_every: Annotated[int, Field(ge=0)] = 50
     """Let every generator write a fixed text at the start of a run, with changed weights, and in every so many steps;
-    the run stops if a token's log-probability is not what the model computes, by more than the dtypes explain. 0 never
-    does."""
+    the run stops if log-probabilities of its tokens are not what the model computes, by more than rounding explains.
+    Of a deep model in bf16, rounding may explain as much as other weights make; the run says so then. 0 never does."""
 
     timeout: Annotated[float, Field(gt=0)] = 300.0
     """Most seconds that the trainer or a generator waits for the other at any point of a weight sync. After that the

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import varlen  # noqa: F401 (it registers its operator)
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_rl.config.model import Recomputed
 from automodel_rl.few_bits import linear, stack  # noqa: F401 (likewise)
@@ -35,6 +35,10 @@ KEPT = (
 )
 """Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work."""
 
+ANNOTATIONS = ("profiler::_record_function_enter_new", "profiler::_record_function_exit")
+"""Operators that name a stretch of a profile. An FSDP unit within a layer calls more of them in a recomputation than in
+the forward, and torch refuses a recomputation that calls an operator more often, if the operator is not ignored."""
+
 _keeps_nothing: ContextVar[bool] = ContextVar("keeps_nothing", default=False)
 
 OPTIONAL = ("flash_attn_3",)
@@ -47,9 +51,10 @@ def checkpoint_layers(layers: Iterable[Any], mode: Recomputed, in_graph: bool = 
     Args:
         layers: layers of a part, whose forwards are replaced.
         mode: "selective" keeps the results of `KEPT`, "full" and "offload" nothing.
-        in_graph: the layers are compiled afterwards, so that a graph holds the recomputation. It always keeps results
-            of attention, and is told of each operator. Of autograd functions in a graph that recomputes all, torch 2.11
-            keeps the results, such as the gathered keys of all ranks; and torch 2.13 does not compile split layers.
+        in_graph: the layers are compiled afterwards, so that their graphs hold the recomputation. Such a graph always
+            keeps results of attention, and is told of each operator. Of autograd functions in a graph that recomputes
+            all, torch 2.11 keeps the results, such as the gathered keys of all ranks; and torch 2.13 does not compile
+            split layers. A layer whose graph breaks recomputes outside of graphs.
     """
     if mode == "none":
         return
@@ -59,6 +64,7 @@ def checkpoint_layers(layers: Iterable[Any], mode: Recomputed, in_graph: bool = 
         options["context_fn"] = functools.partial(
             create_selective_checkpoint_contexts, functools.partial(_policy, kept)
         )
+        SAC_IGNORED_OPS.update(_operators(ANNOTATIONS))
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)
 

@@ -232,8 +232,8 @@ def watch_routers(work: PartInProgress) -> None:
 def compile_and_recompute(work: PartInProgress) -> None:
     """Compiles layers, makes them compute again in the backward, and notes their microbatch for adapters and routers.
 
-    A recomputation notes the microbatch, too, so it is always around that. A graph of a layer that counts nothing holds
-    the recomputation, which sees what is to be kept, and the microbatch is noted around the graph. Around other layers
+    A recomputation notes the microbatch, too, so it is always around that. A layer that counts nothing is compiled with
+    its recomputation, which sees what is to be kept, and the microbatch is noted around both. Around other layers
     both come after the graph, which cannot tell whether a microbatch is computed for the first time; around graphs
     with tiles between them, too. What a layer keeps is seen from outside of all that.
     """

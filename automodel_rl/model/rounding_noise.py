@@ -27,16 +27,11 @@ def rounding_noise(handle: ModelHandle, dtype: torch.dtype) -> Iterator[None]:
         dtype: of the rounding.
     """
     unit = torch.finfo(dtype).eps / 4
-    hooks = [
-        layer.register_forward_pre_hook(functools.partial(_disturb, unit, number))
-        for part in handle.parts
-        for number, layer in numbered_layers(part).items()
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for stage in handle.stages:  # encoders have no decoder layers
+            for number, layer in numbered_layers(stage.part).items():
+                hooks.callback(layer.register_forward_pre_hook(functools.partial(_disturb, unit, number)).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _disturb(unit: float, seed: int, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -188,7 +188,7 @@ class UseRoundingNoise(Job):
 
 @dataclass(frozen=True)
 class UseWeightsBefore(Job):
-    """Compute with the weights again that the last such job has replaced."""
+    """Compute again as before the last `UseWeights`, `UseChangedWeights` or `UseRoundingNoise`."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class OnlineRun:
     def resume(self) -> None:
         """Goes back to a checkpoint if that was asked for, and gives the generators their weights."""
         config, run = self.config, self.run
-        self._probe = WeightProbe(config, self.policy, self.fleet, run.handle, run.tokenizer)
+        self._probe = WeightProbe(config, self.policy, self.fleet, run.handle, run.tokenizer, run.say)
         queue = RolloutQueue(self.prompts, self.rollouts)
         self._collected = StepRollouts(config, run, self.fleet, queue, self._probe, self.validation)
         parts: dict[str, Resumable] = {"prompts": queue, "signal": self._collected.signal}

@@ -72,7 +72,7 @@ def microbatches_of(step: int) -> list[Microbatch]:
 
 
 def train(
-    folder: Path, parallel: ParallelConfig, memory: MemoryConfig, options: dict
+    folder: Path, parallel: ParallelConfig, memory: MemoryConfig, options: dict, steps: int | None = None
 ) -> tuple[list[tuple[float, float]], list[int], dict]:
     """Loss and gradient norm of each step, the number of graphs after each, and why graphs were broken."""
     torch._dynamo.reset()
@@ -83,7 +83,7 @@ def train(
         engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
         results, graphs = [], []
         alone = handle.layout.parallel.world_size == 1
-        for step in range(STEPS if alone else STEPS_OF_MANY):
+        for step in range(steps or (STEPS if alone else STEPS_OF_MANY)):
             microbatches = microbatches_of(step + 51 * handle.layout.data_rank)
             output = engine.train_step(microbatches, sft_loss)
             if alone:
@@ -123,6 +123,28 @@ def test_microbatches_of_any_size_need_no_graph_of_their_own(
         assert (graphs[1], breaks) == (2 if parallel.world_size == 1 else 1, {})
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4 if options["dtype"] == "float32" else 2e-2)
+
+
+UNITS_WITHIN = [  # decays, and experts
+    ("falcon_h1", {}, True, "full"),
+    ("qwen3_5_text", {}, True, "selective"),
+    ("olmo_hybrid", {}, False, "selective"),
+    ("deepseek_v3", {"dp_shard": 2, "ep": 2}, False, "selective"),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "compiled", "recomputed"), UNITS_WITHIN, ids=str)
+def test_layers_with_fsdp_units_within_recompute_what_they_had(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict, compiled: bool, recomputed: str
+) -> None:
+    """FSDP's hooks break graphs, and do more in a recomputation than in the forward."""
+    save_tiny_model(tmp_path, family, num_layers=4)
+    run = functools.partial(ranks(ParallelConfig(**sizes).world_size).run, train, tmp_path, ParallelConfig(**sizes))
+    options = {"dtype": "float64"}
+    ((expected, *_), *_) = run(MemoryConfig(compile=False, activation_checkpointing="none"), options, 2)
+    ((found, *_), *_) = run(MemoryConfig(compile=compiled, activation_checkpointing=recomputed), options, 2)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 def kept_of_layers(folder: Path, parallel: ParallelConfig) -> list[list[int]]:

@@ -11,7 +11,7 @@ from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.model.rounding_noise import rounding_noise
 from tests.rank_pool import RankPool
-from tests.tiny import make_sequences, save_tiny_model
+from tests.tiny import make_sequences, save_tiny_model, save_tiny_multimodal_model
 
 
 def logprobs_of(folder: Path, dtype: str, parallel: ParallelConfig, noise: torch.dtype | None = None) -> Tensor:
@@ -47,3 +47,15 @@ def test_ranks_that_share_a_tensor_disturb_it_alike(ranks: RankPool, tmp_path: P
     (alone,) = ranks(1).run(logprobs_of, tmp_path, "float64", ParallelConfig(), torch.bfloat16)
     for of_rank in ranks(2).run(logprobs_of, tmp_path, "float64", ParallelConfig(tp=2), torch.bfloat16):
         assert torch.allclose(of_rank, alone, rtol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=str)
+def test_the_layers_of_a_language_model_beside_an_encoder_are_disturbed(
+    ranks: RankPool, tmp_path: Path, sizes: dict
+) -> None:
+    save_tiny_multimodal_model(tmp_path, "llava", num_layers=2)
+    parallel = ParallelConfig(**sizes)
+    run = ranks(parallel.world_size).run
+    plain, *_ = run(logprobs_of, tmp_path, "float32", parallel)
+    disturbed, *_ = run(logprobs_of, tmp_path, "float32", parallel, torch.bfloat16)
+    assert 0 < distance(disturbed, plain) < 0.1

@@ -1,5 +1,7 @@
 """The probe of generators' weights: it says nothing of right ones, and stops a run whose generator keeps old ones."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from automodel_rl.errors import RolloutError
 from automodel_rl.generators import weight_probe
 from automodel_rl.generators.supervisor import GeneratorSupervisor
 from automodel_rl.generators.transformers_generator import TransformersGenerator
+from automodel_rl.trainers.run import Run
 from tests.distributed.trainers.runs import Settings, metrics_of, settings_of, train
 from tests.rank_pool import RankPool
 
@@ -27,8 +30,9 @@ def probed(workspace: Path, output: Path, **changes: Any) -> Settings:
     return settings
 
 
-def train_with_a_stale_weight(settings: Settings, name: str, from_version: int) -> str:
-    """A run whose generator on the last rank keeps a weight as it was before a weight sync."""
+@contextmanager
+def stale_weights(name: str, from_version: int) -> Iterator[None]:
+    """The generator on the last rank keeps weights, by a part of their names, as they were before a weight sync."""
     send = GeneratorSupervisor._send
 
     def send_but_one(self: GeneratorSupervisor) -> None:
@@ -45,8 +49,12 @@ def train_with_a_stale_weight(settings: Settings, name: str, from_version: int) 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GeneratorSupervisor, "_send", send_but_one)
-        with pytest.raises(RolloutError) as caught:
-            train(settings)
+        yield
+
+
+def train_with_a_stale_weight(settings: Settings, name: str, from_version: int) -> str:
+    with stale_weights(name, from_version), pytest.raises(RolloutError) as caught:
+        train(settings)
     return str(caught.value)
 
 
@@ -69,10 +77,14 @@ def test_right_weights_pass_with_adapters_and_in_another_process(
     ranks(1).run(train, settings)
 
 
-def train_without_tolerances(settings: Settings) -> None:
+def train_without_tolerances(settings: Settings) -> list[str]:
+    """What the run says of the probe."""
+    said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_probe, "TOLERANCES", dict.fromkeys(weight_probe.TOLERANCES, 1e-12))
+        patch.setattr(Run, "say", lambda self, text: said.append(text))
         train(settings)
+    return [text for text in said if "weight_sync.check_every" in text]
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2}], ids=str)
@@ -81,8 +93,22 @@ def test_noise_explains_more_than_what_is_known_of_other_models(
 ) -> None:
     settings = probed(workspace, tmp_path / "run", parallel=sizes)
     settings["model"]["dtype"] = "bfloat16"
-    ranks(2).run(train_without_tolerances, settings)
+    assert ranks(2).run(train_without_tolerances, settings) == [[], []]
     assert len(metrics_of(tmp_path / "run")) == 2
+
+
+def train_where_rounding_explains_everything(settings: Settings) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch, stale_weights("", 0):
+        patch.setattr(weight_probe, "AS_NOISE", 1e6)
+        return train_without_tolerances(settings)
+
+
+def test_a_run_says_once_that_the_probe_cannot_tell(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
+    """A generator that keeps all of its weights differs by as much as other weights make."""
+    settings = probed(workspace, tmp_path / "run")
+    settings["model"]["dtype"] = "bfloat16"
+    ((said,),) = ranks(1).run(train_where_rounding_explains_everything, settings)
+    assert "cannot tell whether generators have the weights that they got" in said
 
 
 @pytest.mark.parametrize("name", STALE)
