@@ -69,6 +69,7 @@ def _run(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         **dict.fromkeys(ALGORITHMS, lambda rest: _train(command, rest)),
         "run": _run_loop,
+        "generate": _generate,
         "serve": _serve,
         "init": _init,
         "verify": _verify,
@@ -126,7 +127,7 @@ def _start(
         sys.path.append(os.getcwd())  # a config's loss_function may be there; rewards and other ranks look there, too
     resume, rest = _take_resume(rest)
     launcher, rest = _take_launcher(rest)
-    max_minutes, rest = _take_minutes(rest)
+    max_minutes, rest = _take_positive("--max-minutes", rest)
     config = load(rest)
     if shown:
         return _show_examples(config, shown)
@@ -199,6 +200,29 @@ def _serve(arguments: list[str]) -> int:
     return serve(config, [sys.executable, "-m", "automodel_rl", "serve", *arguments])
 
 
+def _generate(arguments: list[str]) -> int:
+    folder, rest = _take_option("--join", arguments)
+    minutes, rest = _take_positive("--wait", rest)
+    python, rest = _take_vllm(rest)
+    fraction, rest = _take_positive("--memory-fraction", rest)
+    if folder is None or rest:
+        given = f"generate {rest[0]}: is not known; " if rest else ""
+        raise InputError(f"{given}generate takes the folder that a run publishes to: automodel-rl generate --join DIR")
+    if fraction is not None and (fraction > 1 or python is None):
+        raise InputError(f"--memory-fraction {fraction:g}: is vLLM's share of a GPU's memory, at most 1, with --vllm")
+
+    def work() -> None:
+        from automodel_rl.generators.joined import OwnChoice, generate
+
+        generate(Path(folder), OwnChoice(python, fraction or OwnChoice.memory_fraction), minutes or LONGEST_WAIT)
+
+    return guard(work)
+
+
+LONGEST_WAIT = 30.0
+"""Minutes that `generate` waits for a run."""
+
+
 def _take_resume(arguments: list[str]) -> tuple[str, list[str]]:
     """The value of --resume, which says what to go on from, and the other arguments."""
     given, rest = _take_option("--resume", arguments)
@@ -214,17 +238,18 @@ def _take_launcher(arguments: list[str]) -> tuple[str | None, list[str]]:
     return launcher, rest
 
 
-def _take_minutes(arguments: list[str]) -> tuple[float | None, list[str]]:
-    text, rest = _take_option("--max-minutes", arguments)
+def _take_positive(option: str, arguments: list[str]) -> tuple[float | None, list[str]]:
+    """The value of an option that is a number above 0, and the other arguments."""
+    text, rest = _take_option(option, arguments)
     if text is None:
         return None, rest
     try:
-        minutes = float(text)
+        number = float(text)
     except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < float("inf"):
-        raise InputError(f"--max-minutes {text}: must be a number above 0")
-    return minutes, rest
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise InputError(f"{option} {text}: must be a number above 0")
+    return number, rest
 
 
 def _take_shown(arguments: list[str]) -> tuple[int, list[str]]:

@@ -172,6 +172,15 @@ class Generate(Message):
 
 
 @dataclass(frozen=True)
+class UseVersion(Message):
+    """What comes after this is written with a version of published weights, which a generator that has joined reads
+    itself. `policy_version` is the fleet's number of these weights."""
+
+    version: int
+    policy_version: int
+
+
+@dataclass(frozen=True)
 class Finished(Message):
     """A completion, sent as soon as it is written. `place` is its request's place in the `Generate` of this number. A
     process sends a `Written`; its rank sends on what it has made of it."""

@@ -129,6 +129,6 @@ def _lose(supervisor: Any, generator: Any, problem: str) -> None:
 
 def fleet_of(crew: LocalCrew) -> Fleet:
     """The fleet of a crew's generators, which are started."""
-    fleet, spec = Fleet(crew), SimpleNamespace(shares_memory=False)
+    fleet, spec = Fleet(crew), SimpleNamespace(shares_memory=False, choice=None)
     fleet.start(spec)  # type: ignore[arg-type]
     return fleet

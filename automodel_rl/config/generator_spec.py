@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automodel_rl.config.generators import (
+    JoinedGeneratorConfig,
     TransformersSamplerConfig,
     VllmGeneratorConfig,
     VllmSamplerConfig,
@@ -32,7 +33,7 @@ class GeneratorSpec:
             written with.
     """
 
-    choice: TransformersSamplerConfig | VllmSamplerConfig | VllmServersConfig
+    choice: TransformersSamplerConfig | VllmSamplerConfig | VllmServersConfig | JoinedGeneratorConfig
     longest_sequence: int
     weight_sync: WeightSyncConfig
     sleep_level: int = 0

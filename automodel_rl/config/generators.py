@@ -203,6 +203,45 @@ class VllmServersConfig(Section):
         return True
 
 
+class JoinedGeneratorConfig(Section):
+    """Generators on any machines, which join the run and leave it while it goes on: `automodel-rl generate --join
+    FOLDER`, where FOLDER is weight_sync.publish. They read the weights there, and write what ranks' generators would.
+    What one writes that leaves or is killed, others write, with the same seeds."""
+
+    kind: Literal["joined"] = "joined"
+
+    at_least: Positive = 1
+    """Number of generators that the run waits for before it begins."""
+
+    wait_minutes: Annotated[float, Field(gt=0)] = 30.0
+    """Longest wait without any generator. After it the run saves a checkpoint and ends."""
+
+    host: str = "localhost"
+    """Name of the first rank's machine for generators on other machines. localhost lets only this machine's join."""
+
+    port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    """Port on which the first rank's machine waits for them; 0 for any."""
+
+    batch_size: Positive = 256
+    """Most completions that a transformers generator writes at once."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def has_process(self) -> bool:
+        return True
+
+    @property
+    def is_apart(self) -> bool:
+        return True
+
+    @property
+    def runs_vllm(self) -> bool:
+        return False
+
+
 def _of_kind(value: Any) -> Any:
     """A kind alone, or nothing, is the section of this kind, or of the first, with its defaults."""
     if value is None or (isinstance(value, str) and value):
@@ -213,7 +252,10 @@ def _of_kind(value: Any) -> Any:
 
 
 GeneratorConfig = Annotated[
-    Annotated[TransformersGeneratorConfig | VllmGeneratorConfig | VllmServersConfig, Field(discriminator="kind")],
+    Annotated[
+        TransformersGeneratorConfig | VllmGeneratorConfig | VllmServersConfig | JoinedGeneratorConfig,
+        Field(discriminator="kind"),
+    ],
     BeforeValidator(_of_kind),
 ]
 

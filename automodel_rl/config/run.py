@@ -10,7 +10,7 @@ from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.data import CommonBatchConfig, PromptDataConfig, SourcesConfig
 from automodel_rl.config.further_models import FurtherModel
 from automodel_rl.config.generator_spec import GeneratorSpec
-from automodel_rl.config.generators import VllmGeneratorConfig
+from automodel_rl.config.generators import JoinedGeneratorConfig, VllmGeneratorConfig
 from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.optimizer import OptimizerConfig
@@ -307,6 +307,19 @@ class RolloutRunConfig(RunConfig):
             rollout.max_staleness + 2,
         )
 
+    def _check_joined(self) -> None:
+        """Refuses what generators that join cannot do: they get published weights, and nothing else from ranks."""
+        if self.weight_sync.publish is None:
+            raise ValueError(
+                "rollout.generator.kind=joined: generators that join read published weights: set weight_sync.publish "
+                "to a folder that they share"
+            )
+        if self.weight_sync.checksum:
+            raise ValueError(
+                "weight_sync.checksum=true with rollout.generator.kind=joined: what they read has checksums, which are "
+                "always compared: leave it out"
+            )
+
     @property
     def shares_memory(self) -> bool:
         """Whether generators and the trainer have device memory in turns."""
@@ -345,6 +358,8 @@ class RolloutRunConfig(RunConfig):
                 "weight_sync.checksum=true: vllm keeps weights in other shapes than checkpoints, so they cannot be "
                 "compared: set it to false"
             )
+        if isinstance(generator, JoinedGeneratorConfig):
+            self._check_joined()
         if self.memory.offload is not None and generator.is_apart:
             where = f"place={[*generator.devices]}" if generator.devices else f"kind={generator.kind}"
             raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from automodel_rl.config.generator_spec import GeneratorSpec
-from automodel_rl.config.generators import VllmGeneratorConfig, VllmServersConfig
+from automodel_rl.config.generators import JoinedGeneratorConfig, VllmGeneratorConfig, VllmServersConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Answer, Call, Committed, Message, Request, unknown
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
@@ -43,6 +43,8 @@ class EngineRanks:
         """
         if isinstance(spec.choice, VllmServersConfig):
             return cls((0,))
+        if isinstance(spec.choice, JoinedGeneratorConfig):
+            return cls(())
         size, devices = spec.tensor_parallel, spec.choice.devices
         world = dist.get_world_size()
         on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", world))

@@ -8,16 +8,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from automodel_rl.config.generator_spec import GeneratorSpec
-from automodel_rl.errors import RolloutError
-from automodel_rl.generator_messages import Failed, Finished, Request
+from automodel_rl.config.generators import JoinedGeneratorConfig
+from automodel_rl.errors import InputError, RolloutError
+from automodel_rl.generator_messages import Failed, Finished, Request, UseVersion
 from automodel_rl.generators import jobs
+from automodel_rl.generators.joined_members import JoinedMembers
+from automodel_rl.generators.joining import Leaving
 from automodel_rl.generators.meeting import Meeting
-from automodel_rl.generators.member import Member
+from automodel_rl.generators.member import Member, name_of
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
-from automodel_rl.generators.submission import MOST_LOSSES, Assignment, Submission, nobody_writes
+from automodel_rl.generators.submission import MOST_LOSSES, MOST_LOSSES_OF_JOINED, Assignment, Submission, nobody_writes
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.background import in_thread
 from automodel_rl.launch.flight import flight
@@ -33,15 +38,16 @@ LOOK_SECONDS = 30.0
 class Fleet:
     """The generators of a policy. A program calls its methods; nothing in it is a collective.
 
-    Each generator is a member, led by a rank. What a member that is lost was to write goes to others, with the same
-    seeds; `restart` brings it back. A request with which three members were lost becomes a completion with an error.
-    The turns of a conversation go to one member, which has their beginning cached.
+    Each generator is a member, led by a rank, or come by itself (generators/joining.py). What a member that is lost was
+    to write goes to others, with the same seeds. `restart` brings those of ranks back. Those that have joined come and
+    go, and while none is there, requests wait. A request with which too many members were lost becomes a completion
+    with an error. The turns of a conversation go to one member, which has their beginning cached.
 
     Args:
         crew: the ranks, which lead the generators.
 
     Attributes:
-        members: the generators, by rank; there once they are started.
+        members: the generators; there once they are started, or have joined.
         policy_version: the policy version that generators got last, or get when they wake, from 1 on.
         warning: a line about memory that generators cannot use although the trainer lends it; empty if there is none.
 
@@ -66,6 +72,8 @@ class Fleet:
         self._numbers = itertools.count(1)
         self._assignments: dict[int, Assignment] = {}
         self._held: list[tuple[Submission, Sequence[int]]] | None = None
+        self._homes: dict[int, Member] = {}  # by conversation
+        self._joined: JoinedMembers | None = None
 
     @property
     def works_alone(self) -> bool:
@@ -74,32 +82,43 @@ class Fleet:
 
     @property
     def can_write(self) -> bool:
-        """Whether a member is there."""
-        return any(not member.problem for member in self.members)
+        """Whether a member is there, or one may still join."""
+        may_join = self._joined is not None and not self._joined.is_given_up
+        return may_join or any(not member.problem for member in self.members)
 
     @property
     def lost(self) -> dict[int, str]:
         """Why members are lost that `restart` starts again, by rank."""
-        return {one.rank: one.problem for one in self.members if one.problem and not self._is_given_up(one)}
+        return {one.number: one.problem for one in self.members if one.problem and not self._is_given_up(one)}
 
     @property
     def given_up(self) -> dict[int, str]:
         """Why members are lost that did not come back, by rank. Another start is tried some policy versions later."""
-        return {one.rank: one.problem for one in self.members if one.problem and self._is_given_up(one)}
+        return {one.number: one.problem for one in self.members if one.problem and self._is_given_up(one)}
+
+    def name_of(self, number: int | None) -> str:
+        """The name of a member in messages.
+
+        Args:
+            number: its number, also if it is gone; None for a generator of no fleet.
+        """
+        return name_of(number, has_joined=self._joined is not None)
 
     def start(self, spec: GeneratorSpec) -> None:
-        """Starts all generators.
+        """Starts all generators, or waits until enough have joined.
 
         Args:
             spec: the generator that each rank asks for.
 
         Raises:
-            InputError: a generator does not start.
+            InputError: a generator does not start, or too few join.
         """
         self.spec = spec
         with Meeting(self.crew.host) as meeting:
             led: list[tuple[int, bool]] = self.crew.ask(jobs.StartGenerators(spec, meeting.address))
             self.members = [Member(rank, alone, meeting.connection(rank), self._take) for rank, alone in led]
+        if isinstance(spec.choice, JoinedGeneratorConfig):
+            self._let_join(spec, spec.choice.at_least)
 
     def sync(self) -> None:
         """Gives all generators the weights that the policy has now, as the next policy version. Those that sleep get
@@ -110,6 +129,9 @@ class Fleet:
     def sync_again(self) -> None:
         """Gives all generators the weights that the policy has now, as the same policy version as before."""
         self._note(self.crew.ask(jobs.SyncWeights(self.policy_version)))
+        self._homes.clear()  # what they have cached is of other weights
+        if self._joined is not None:
+            self._tell_version(self._joined)
 
     @contextlib.contextmanager
     def awake(self, timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> Iterator[None]:
@@ -164,11 +186,16 @@ class Fleet:
         if not self.works_alone:
             return wait()
         result = in_thread(wait, "waiting")
-        while not futures.wait([result], LOOK_SECONDS).done:
+        while not futures.wait([result], self._look_seconds).done:
             with flight.phase("asking whether all ranks are there"):
                 self.crew.ask(Job())
             self._lose_those_that_are_silent()
+            self._end_long_waits()
         return result.result()
+
+    @property
+    def _look_seconds(self) -> float:
+        return LOOK_SECONDS if self._joined is None else min(LOOK_SECONDS, self._joined.look_seconds)
 
     def write(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions by the generators, with the weights of the last `sync`.
@@ -192,7 +219,8 @@ class Fleet:
         Args:
             requests: the completions to write.
         """
-        submissions = [self._begin(Submission(requests, do_nothing, not_told, member)) for member in self.members]
+        members = [*self.members]
+        submissions = [self._begin(Submission(requests, do_nothing, not_told, member)) for member in members]
 
         def wait() -> None:
             for submission in submissions:
@@ -200,18 +228,19 @@ class Fleet:
                     self._completions(submission)
 
         self.waited(wait)
-        of_members = zip(self.members, submissions, strict=True)
-        return {member.rank: submission.completions() for member, submission in of_members if submission.error is None}
+        of_members = zip(members, submissions, strict=True)
+        return {member.number: done.completions() for member, done in of_members if done.error is None}
 
-    def lose(self, rank: int, problem: str) -> None:
-        """Holds a generator for lost: it gets no requests until `restart`.
+    def lose(self, number: int, problem: str) -> None:
+        """Holds a member for lost: it gets no requests until `restart`, or at all if it has joined.
 
         Args:
-            rank: the rank that leads it.
+            number: its number.
             problem: why.
         """
         with self._news:
-            self._lose(next(member for member in self.members if member.rank == rank), problem)
+            for member in [one for one in self.members if one.number == number]:
+                self._lose(member, problem)
 
     def restart(self) -> None:
         """Starts generators again that are lost. All get the weights that the policy has now, as the same policy
@@ -226,7 +255,7 @@ class Fleet:
             with self._news:
                 held, self._held = self._held, None
                 for member in self.members:
-                    if member.rank in lost:
+                    if member.number in lost:
                         member.problem, member.first_number = "", next(self._numbers)
         self._note(problems)
         with self._news:
@@ -241,14 +270,79 @@ class Fleet:
         versions. Until then others write."""
         with self._news:
             for member in self.members:
-                if member.rank in self.lost:
+                if member.number in self.lost:
                     member.give_up(self.policy_version)
 
+    @property
+    def nobody(self) -> str:
+        """Why nobody writes, if no member has joined for too long; else ""."""
+        return self._joined.nobody if self._joined is not None and self._joined.is_given_up else ""
+
     def close(self) -> None:
-        """Ends all generators."""
+        """Ends all generators. Those that have joined leave."""
+        if self._joined is not None:
+            self._joined.door.close()
         self.crew.ask(jobs.CloseGenerators())
-        for member in self.members:
+        with self._news:
+            members, self.members = self.members, []
+        for member in members:
             member.close()
+
+    def _let_join(self, spec: GeneratorSpec, at_least: int) -> None:
+        """Waits until so many members have joined. Others may join at any time."""
+        (welcome,) = self.crew.ask(jobs.WelcomeGenerators(spec))
+        joined = self._joined = JoinedMembers(spec, welcome, self._admit)
+        print(
+            f"waiting for {at_least} generators to join: automodel-rl generate --join {joined.folder}",
+            flush=True,
+        )
+
+        def are_there() -> bool:
+            with self._news:
+                return self._news.wait_for(lambda: len(self.members) >= at_least, joined.longest_wait)
+
+        if not self.waited(are_there):
+            raise InputError(
+                f"rollout.generator.at_least={at_least}: {len(self.members)} have joined in wait_minutes="
+                f"{joined.choice.wait_minutes:g}: start more with automodel-rl generate --join {joined.folder}, or "
+                "raise wait_minutes"
+            )
+
+    def _admit(self, name: str, connection: Connection) -> None:
+        """Takes a generator that has joined. It gets what waits for one."""
+        joined = self._joined
+        assert joined is not None
+        with self._news:
+            member = Member(next(joined.numbers), True, connection, self._take, has_joined=True)
+            self.members.append(member)
+            joined.welcome(name, member)
+            if joined.version is not None:
+                member.use(joined.version)
+            waiting, joined.waiting = joined.waiting, []
+            for submission, places in waiting:
+                self._deal(submission, places)
+            self._news.notify_all()
+
+    def _tell_version(self, joined: JoinedMembers) -> None:
+        """Lets members that have joined write with the weights that were published last."""
+        (version,) = self.crew.ask(jobs.PublishedVersion())
+        if version is None:
+            raise RolloutError(
+                f"weight_sync.publish={joined.folder}: the weights could not be written, and generators that have "
+                "joined read them there: make room, and go on with --resume auto"
+            )
+        with self._news:
+            joined.version = UseVersion(version, self.policy_version)
+            for member in self.members:
+                member.use(joined.version)
+
+    def _end_long_waits(self) -> None:
+        """Fails what has waited too long for a member."""
+        if self._joined is not None and not self.members:
+            with self._news:
+                waiting = self._joined.give_up()
+            for submission in waiting:
+                submission.fail(RolloutError(self._joined.nobody))
 
     def _is_given_up(self, member: Member) -> bool:
         return member.tried_again_at > self.policy_version
@@ -258,8 +352,8 @@ class Fleet:
         lost = dict(problems)
         with self._news:
             for member in self.members:
-                if member.rank in lost:
-                    self._lose(member, lost[member.rank])
+                if member.number in lost:
+                    self._lose(member, lost[member.number])
 
     def _begin(self, submission: Submission) -> Submission:
         if not submission.requests:
@@ -276,22 +370,33 @@ class Fleet:
         candidates = self.members if submission.only is None else [submission.only]
         well = [member for member in candidates if not member.problem]
         if places and not well:
+            if self._joined is not None and submission.only is None:
+                self._joined.waiting.append((submission, places))
+                return
             submission.fail(nobody_writes(candidates[0]))
             return
         shares: dict[Member, list[int]] = {}
         for turn, place in enumerate(places):
             conversation = submission.requests[place].conversation
-            shares.setdefault(well[(turn if conversation is None else conversation) % len(well)], []).append(place)
+            member = well[turn % len(well)] if conversation is None else self._home(conversation, well)
+            shares.setdefault(member, []).append(place)
         for member, own in shares.items():
             number = next(self._numbers)
             self._assignments[number] = Assignment(submission, own, member, len(own))
             member.ask(number, [submission.requests[place] for place in own])
 
+    def _home(self, conversation: int, well: Sequence[Member]) -> Member:
+        """The member that has a conversation's beginning cached, as long as it is there."""
+        home = self._homes.get(conversation)
+        if home is None or home not in well:
+            home = self._homes[conversation] = well[conversation % len(well)]
+        return home
+
     def _completions(self, submission: Submission) -> list[Completion]:
         """Waits for the completions of a submission. Those of members that do not work alone are written now."""
         while not self.works_alone and not submission.settled.is_set():
             with self._news:
-                queued = {member.rank: member.take_queued() for member in self.members if member.queued}
+                queued = {member.number: member.take_queued() for member in self.members if member.queued}
             if queued:
                 self.crew.ask(jobs.Write(queued))
             with self._news:  # what they have written may still be on its way
@@ -300,8 +405,12 @@ class Fleet:
                 )
         return submission.completions()
 
-    def _take(self, member: Member, message: Finished | Failed) -> None:
+    def _take(self, member: Member, message: Finished | Failed | Leaving) -> None:
         """Takes what a member sends. Its thread calls it."""
+        if isinstance(message, Leaving):
+            with self._news:
+                self._lose(member, message.text, is_innocent=True)
+            return
         if isinstance(message, Failed):
             with self._news:
                 if not message.number or message.number >= member.first_number:  # else of a generator before
@@ -316,13 +425,18 @@ class Fleet:
             assignment.left -= 1
             if not assignment.left:
                 del self._assignments[message.number]
-        assignment.submission.finish(place, message.written)
+        written = message.written
+        assignment.submission.finish(place, replace(written, writer=member.number) if member.has_joined else written)
         if not self.works_alone:
             with self._news:
                 self._news.notify_all()
 
-    def _lose(self, member: Member, problem: str) -> None:
-        """Lets others write what a member was to write."""
+    def _lose(self, member: Member, problem: str, *, is_innocent: bool = False) -> None:
+        """Lets others write what a member was to write. If the member's work is innocent, none of it is to blame."""
+        if self._joined is not None and member in self.members:
+            self.members.remove(member)
+            self._joined.part(member, problem, is_last=not self.members)
+            member.close()
         member.problem = member.problem or problem
         member.queued.clear()
         for number, assignment in [*self._assignments.items()]:
@@ -331,12 +445,13 @@ class Fleet:
             del self._assignments[number]
             submission = assignment.submission
             left = [place for place in assignment.places if place not in submission.claimed]
-            submission.losses.update(left)
-            to_blame = [place for place in left if submission.losses[place] >= MOST_LOSSES and submission.only is None]
+            submission.losses.update([] if is_innocent else left)
+            most = MOST_LOSSES_OF_JOINED if member.has_joined else MOST_LOSSES
+            to_blame = [place for place in left if submission.losses[place] >= most and submission.only is None]
             submission.claimed.update(to_blame)
             self._deal(submission, [place for place in left if place not in to_blame])
             for place in to_blame:
-                text = f"{MOST_LOSSES} generators were lost that were to write it, the last: {problem}"
+                text = f"{most} generators were lost that were to write it, the last: {problem}"
                 submission.finish(place, Completion([], [], "error", text))
         self._news.notify_all()
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.engine.warm_up import warm_up
 from automodel_rl.generators import jobs
+from automodel_rl.generators.make_generator import welcome_of
 from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.relay import Relay
 from automodel_rl.generators.supervisor import GeneratorSupervisor
@@ -44,6 +45,8 @@ class FleetRank:
         self._open = contextlib.ExitStack()
         self.handlers: dict[type[Job], Callable[[Any, Share | None], Any]] = {
             jobs.StartGenerators: self._start,
+            jobs.WelcomeGenerators: lambda job, _: welcome_of(job.spec, self.policy.handle, self.tokenizer),
+            jobs.PublishedVersion: lambda job, _: self.supervisor.published,
             jobs.SyncWeights: self._sync_weights,
             jobs.Wake: self._wake,
             jobs.Sleep: self._sleep,

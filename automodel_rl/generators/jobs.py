@@ -24,6 +24,22 @@ class StartGenerators(Job):
 
 
 @dataclass(frozen=True)
+class WelcomeGenerators(Job):
+    """Tell what generators that join need. The answer is a `joining.Welcome`.
+
+    Attributes:
+        spec: the generator that is asked for.
+    """
+
+    spec: GeneratorSpec
+
+
+@dataclass(frozen=True)
+class PublishedVersion(Job):
+    """Tell which version the weights have that were published last. The answer is None if they could not be."""
+
+
+@dataclass(frozen=True)
 class SyncWeights(Job):
     """Give generators the weights that the model has now. Those that sleep get them when they wake. The answers, of
     ranks whose generator has failed, are pairs of the rank and of why.

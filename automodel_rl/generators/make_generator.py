@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import (
+    JoinedGeneratorConfig,
     TransformersSamplerConfig,
     VllmGeneratorConfig,
     VllmSamplerConfig,
@@ -26,6 +27,7 @@ from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.generator_process import GeneratorProcess, NotStartedError
+from automodel_rl.generators.joining import Welcome
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
@@ -40,6 +42,7 @@ from automodel_rl.support.run_rules import VLLM_RANKS
 from automodel_rl.weight_sync.collective import Collective
 from automodel_rl.weight_sync.ipc import Ipc
 from automodel_rl.weight_sync.local import Local
+from automodel_rl.weight_sync.publisher import SenderFiles
 from automodel_rl.weight_sync.sync import sync_dtype
 from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm import VllmNccl, VllmSameDevice
@@ -87,15 +90,29 @@ def make_generator(
         InputError: the generator does not start, or would keep another base of adapters than the trainer.
     """
     _check_base(spec, handle)
-    own = completion_ends(handle.source, handle.whole_config, tokenizer, spec.template_variables)
-    ends = with_asked(own, spec.stop_token_ids, handle.config.vocab_size)
+    ends = _ends(spec, handle, tokenizer)
     match spec.choice:
+        case JoinedGeneratorConfig():
+            return NoGenerator(), SenderFiles(handle)
         case VllmServersConfig() as servers:
             return _vllm_servers(servers, spec, handle, ends, is_first)
         case VllmSamplerConfig() as vllm:
             return _vllm_process(vllm, spec, handle, tokenizer, ends, ranks, meanwhile)
         case TransformersSamplerConfig() as transformers:
             return _transformers(transformers, spec, handle, Writing(tokenizer, transformers.batch_size, ends))
+
+
+def welcome_of(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> Welcome:
+    """What generators need that join a run.
+
+    Args:
+        spec: the generator that is asked for.
+        handle: the model that is trained.
+        tokenizer: the model's tokenizer.
+    """
+    assert isinstance(spec.choice, JoinedGeneratorConfig)
+    writing = Writing(tokenizer, spec.choice.batch_size, _ends(spec, handle, tokenizer))
+    return Welcome(_copy(spec, handle), writing, _options_of_model(spec, handle, tokenizer), spec.weight_sync.timeout)
 
 
 def without_generator(spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks) -> Transport | None:
@@ -127,17 +144,7 @@ def _check_base(spec: GeneratorSpec, handle: ModelHandle) -> None:
 def _transformers(
     choice: TransformersSamplerConfig, spec: GeneratorSpec, handle: ModelHandle, writing: Writing
 ) -> tuple[Generator, Transport]:
-    weights, device = spec.weight_sync, handle.layout.device
-    lora = handle.model.lora if weights.adapters == "alone" else None
-    copy = ModelCopy(
-        handle.whole_config,
-        handle.family,
-        sync_dtype(weights, handle),
-        device,
-        adapters=None if lora is None else (lora, handle.source),
-        capture_routes=spec.reports_routes,
-        media=open_readers(handle.source, handle.whole_config, ReadingOptions(spec.pixels)),
-    )
+    weights, device, copy = spec.weight_sync, handle.layout.device, _copy(spec, handle)
     if choice.transport == "local":
         within = TransformersGenerator(copy, writing)
         return within, Local(within.receiver, device)
@@ -147,6 +154,25 @@ def _transformers(
     if choice.transport == "ipc":
         return process, Ipc(process, device, weights.timeout)
     return process, Collective(process, handle, weights.timeout)
+
+
+def _copy(spec: GeneratorSpec, handle: ModelHandle) -> ModelCopy:
+    lora = handle.model.lora if spec.weight_sync.adapters == "alone" else None
+    return ModelCopy(
+        handle.whole_config,
+        handle.family,
+        sync_dtype(spec.weight_sync, handle),
+        handle.layout.device,
+        adapters=None if lora is None else (lora, handle.source),
+        capture_routes=spec.reports_routes,
+        media=open_readers(handle.source, handle.whole_config, ReadingOptions(spec.pixels)),
+    )
+
+
+def _ends(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a completion."""
+    own = completion_ends(handle.source, handle.whole_config, tokenizer, spec.template_variables)
+    return with_asked(own, spec.stop_token_ids, handle.config.vocab_size)
 
 
 def _check_devices(devices: Sequence[int]) -> None:
@@ -187,8 +213,10 @@ def _vllm_servers(
 ) -> tuple[Generator, Transport]:
     connected = connect_servers(choice.urls, spec.reports_routes, some_may_be_gone=not is_first)
     servers = VllmServers(choice.urls, connected, ends, leads=dist.get_rank() == 0, routes=spec.reports_routes)
-    way = VllmSameDevice if handle.layout.device.type == "cpu" else VllmNccl
-    return servers, way(servers.weights, handle.layout, spec.weight_sync.timeout)
+    layout, seconds = handle.layout, spec.weight_sync.timeout
+    if layout.device.type == "cpu":
+        return servers, VllmSameDevice(servers.weights, layout.device, seconds)
+    return servers, VllmNccl(servers.weights, layout, seconds)
 
 
 def _vllm_process(
@@ -221,27 +249,36 @@ def _vllm_options(
 ) -> dict[str, Any]:
     """Arguments of vllm.LLM."""
     drafts = choice.drafts if isinstance(choice, VllmGeneratorConfig) else 0
-    device, needs_tokenizer = handle.layout.device, spec.has_stop_texts or handle.has_encoder
+    device = handle.layout.device
     origin = handle.adapter_origin if spec.weight_sync.adapters == "alone" else None
     transfer = {"weight_transfer_config": {"backend": "nccl" if choice.devices else "same_device"}}
+    return {
+        **_options_of_model(spec, handle, tokenizer),
+        "gpu_memory_utilization": choice.memory_fraction / _num_replicas(choice),
+        **_cache_of_replica(choice, handle),
+        **(transfer if origin is None else adapter_options(origin.config.rank, spec.num_adapters)),
+        **({"enable_sleep_mode": True} if spec.sleep_level else {}),
+        **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
+        **(READS_BUFFERS if ranks.group is not None else {}),
+        **({"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}),
+        **(ON_CPU if device.type == "cpu" and not choice.devices else {}),
+        **choice.options,
+    }
+
+
+def _options_of_model(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Arguments of vllm.LLM that follow from the model and from what is to be written, wherever it runs."""
+    needs_tokenizer = spec.has_stop_texts or handle.has_encoder
+    on_cpu = handle.layout.device.type == "cpu"
     return {
         "model": str(handle.source),
         "dtype": name_of(sync_dtype(spec.weight_sync, handle)),
         "max_model_len": spec.longest_sequence,
-        "gpu_memory_utilization": choice.memory_fraction / _num_replicas(choice),
-        **_cache_of_replica(choice, handle),
         **({"tokenizer": str(tokenizer.name_or_path)} if needs_tokenizer else {"skip_tokenizer_init": True}),
-        **(transfer if origin is None else adapter_options(origin.config.rank, spec.num_adapters)),
         **(reads_images(spec.pixels) if handle.has_encoder else {}),
-        **({"enable_sleep_mode": True} if spec.sleep_level else {}),
-        **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
-        **(READS_BUFFERS if ranks.group is not None else {}),
         **({"enable_return_routed_experts": True} if spec.reports_routes else {}),
-        **({"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}),
-        **(ON_CPU if device.type == "cpu" and not choice.devices else {}),
         # States of prompts are only kept where prompts come in chunks.
-        **({"enable_prefix_caching": False} if device.type == "cpu" and num_mixed_layers(handle.config) else {}),
-        **choice.options,
+        **({"enable_prefix_caching": False} if on_cpu and num_mixed_layers(handle.config) else {}),
     }
 
 
@@ -269,7 +306,7 @@ def _vllm_transport(
         return VllmAdapters(channel, handle.adapter_origin, layout.device, weights.timeout)
     if spec.choice.devices:
         return VllmNccl(channel, layout, weights.timeout)
-    return VllmSameDevice(channel, layout, weights.timeout, ranks.group)
+    return VllmSameDevice(channel, layout.device, weights.timeout, ranks.group)
 
 
 def adapter_options(rank: int, places: int) -> dict[str, Any]:

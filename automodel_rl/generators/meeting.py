@@ -1,10 +1,11 @@
-"""Connections between a program and the ranks that lead generators."""
+"""Connections between a program and those that write for it: ranks that lead generators, and generators that join."""
 
 import contextlib
 import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -42,10 +43,7 @@ class FleetAddress:
             InputError: the program cannot be reached.
         """
         try:
-            with socket.create_connection((self.host, self.port), LONGEST_WAIT) as end:
-                connection = _kept_alive(end)
-            answer_challenge(connection, self.key)
-            deliver_challenge(connection, self.key)
+            connection = self.knock()
             connection.send(rank)
         except (AuthenticationError, OSError, EOFError) as error:
             raise InputError(
@@ -53,6 +51,62 @@ class FleetAddress:
                 f"({innermost(error)}): let ranks connect to that machine, on any port"
             ) from None
         return connection
+
+    def knock(self) -> Connection:
+        """A connection to the program, whose first message is due from here.
+
+        Raises:
+            AuthenticationError, OSError, EOFError: the program cannot be reached, or has another key.
+        """
+        with socket.create_connection((self.host, self.port), LONGEST_WAIT) as end:
+            connection = _kept_alive(end)
+        try:
+            answer_challenge(connection, self.key)
+            deliver_challenge(connection, self.key)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class Door:
+    """Takes connections of those that know a key, in threads, until it is closed.
+
+    Args:
+        host: the name of this machine for those who come; with one of `LOCAL` nobody comes from other machines.
+        port: the port to listen on; 0 for any.
+        key: what both ends must know.
+        greet: gets each connection, in a thread of its own, once the other end has shown that it knows the key.
+
+    Attributes:
+        address: what the other end needs to come.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, key: bytes, greet: Callable[[Connection], None]):
+        self._server = socket.create_server(("127.0.0.1" if host in LOCAL else "", port))
+        self._server.settimeout(0.2)
+        self.address = FleetAddress(host, self._server.getsockname()[1], key)
+        self._greet, self._is_open = greet, True
+        threading.Thread(target=self._take, daemon=True, name="door").start()
+
+    def close(self) -> None:
+        """Takes no more connections."""
+        self._is_open = False
+
+    def _take(self) -> None:
+        with self._server:
+            while self._is_open:
+                with contextlib.suppress(TimeoutError):
+                    taken, _ = self._server.accept()
+                    # In a thread of its own, for a stranger may come and say nothing.
+                    threading.Thread(target=self._admit, args=(_kept_alive(taken),), daemon=True).start()
+
+    def _admit(self, connection: Connection) -> None:
+        if admits(connection, self.address.key):
+            self._greet(connection)
 
 
 class Meeting:
@@ -66,19 +120,16 @@ class Meeting:
     """
 
     def __init__(self, host: str):
-        self._server = socket.create_server(("127.0.0.1" if host in LOCAL else "", 0))
-        self._server.settimeout(0.2)
-        self.address = FleetAddress(host, self._server.getsockname()[1], secrets.token_bytes(32))
         self._come: dict[int, Connection] = {}
         self._news = threading.Condition()
-        self._is_open = True
-        threading.Thread(target=self._take, daemon=True, name="meeting").start()
+        self._door = Door(host, 0, secrets.token_bytes(32), self._greet)
+        self.address = self._door.address
 
     def __enter__(self) -> "Meeting":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_open = False
+        self._door.close()
 
     def connection(self, rank: int) -> Connection:
         """The connection of a rank that has come, or that comes soon.
@@ -91,17 +142,7 @@ class Meeting:
                 raise RolloutError(f"rank {rank} could not reach the program at {self.address.host}")
             return self._come[rank]
 
-    def _take(self) -> None:
-        with self._server:
-            while self._is_open:
-                with contextlib.suppress(TimeoutError):
-                    taken, _ = self._server.accept()
-                    # In a thread of its own, for a stranger may come and say nothing.
-                    threading.Thread(target=self._greet, args=(_kept_alive(taken),), daemon=True).start()
-
     def _greet(self, connection: Connection) -> None:
-        if not admits(connection, self.address.key):
-            return
         try:
             rank = connection.recv()
         except (OSError, EOFError):

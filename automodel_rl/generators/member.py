@@ -7,24 +7,26 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from automodel_rl.errors import innermost
-from automodel_rl.generator_messages import Failed, Finished, Generate, Request
+from automodel_rl.generator_messages import Failed, Finished, Generate, Request, UseVersion
+from automodel_rl.generators.joining import Leaving
 from automodel_rl.generators.meeting import hang_up
 
-RANK_IS_GONE = "its rank is gone"
-"""Why a member is lost whose rank has ended."""
+IS_GONE = "its process is gone"
+"""Why a member is lost whose connection has ended."""
 
 
 class Member:
-    """The program's end of a relay.
+    """The program's end of a connection to a rank that leads a generator, or to a generator that has joined.
 
     Two threads send and receive. So nobody waits for a generator that does not read, and its completions are taken as
     they come.
 
     Args:
-        rank: the rank that leads the generator.
+        number: its number in the fleet: the rank, if one leads it.
         works_alone: whether the generator writes while its rank does something else. If not, it writes in a job.
-        connection: the connection to the relay.
-        take: gets what the relay sends, and a `Failed` with the number 0 if nothing more will come.
+        connection: the connection to it.
+        take: gets what it sends, and a `Failed` with the number 0 if nothing more will come.
+        has_joined: whether it has come by itself, and can leave at any time.
 
     Attributes:
         problem: why it is lost, "" if it is not.
@@ -37,23 +39,37 @@ class Member:
 
     def __init__(
         self,
-        rank: int,
+        number: int,
         works_alone: bool,
         connection: Connection,
-        take: Callable[["Member", Finished | Failed], None],
+        take: Callable[["Member", Finished | Failed | Leaving], None],
+        has_joined: bool = False,
     ):
-        self.rank, self.works_alone = rank, works_alone
+        self.number, self.works_alone, self.has_joined = number, works_alone, has_joined
         self.problem = ""
         self.queued: list[Generate] = []
         self.heard = time.monotonic()
         self.first_number = self.num_given_up = self.tried_again_at = 0
         self._connection, self._take = connection, take
-        self._outgoing: queue.SimpleQueue[Generate | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[Generate | UseVersion | None] = queue.SimpleQueue()
         for work in (self._send, self._read):
-            threading.Thread(target=work, daemon=True, name=f"generator of rank {rank}").start()
+            threading.Thread(target=work, daemon=True, name=self.name).start()
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return name_of(self.number, has_joined=self.has_joined)
+
+    def use(self, version: UseVersion) -> None:
+        """Lets it write what it is asked for from now on with a version of published weights.
+
+        Args:
+            version: the version.
+        """
+        self._outgoing.put(version)
 
     def ask(self, number: int, requests: Sequence[Request]) -> None:
-        """Gives it requests. If its rank is gone, `take` learns of it.
+        """Gives it requests. If it is gone, `take` learns of it.
 
         Args:
             number: a number that its answers have.
@@ -90,7 +106,8 @@ class Member:
             except OSError:
                 return  # the other thread learns of it, too
             except Exception as error:  # what cannot be pickled, such as bytes of a picture that are too many
-                self._take(self, Failed(asked.number, innermost(error)))
+                number = asked.number if isinstance(asked, Generate) else 0
+                self._take(self, Failed(number, innermost(error)))
 
     def _read(self) -> None:
         try:
@@ -103,4 +120,11 @@ class Member:
         finally:
             self._connection.close()
             self._outgoing.put(None)
-            self._take(self, Failed(0, RANK_IS_GONE))
+            self._take(self, Failed(0, IS_GONE))
+
+
+def name_of(number: int | None, *, has_joined: bool) -> str:
+    """The name of a fleet's member in messages; None for a generator of no fleet."""
+    if number is None:
+        return "generators"
+    return f"joined generator {number}" if has_joined else f"generator of rank {number}"

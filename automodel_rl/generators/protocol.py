@@ -124,7 +124,7 @@ class Completion:
             `KeptRoutes`, which together are of all tokens; None if they were not asked for.
         conversation: what it has besides its tokens if it may have several turns.
         num_cached: tokens of its prompt that the generator did not compute again; None if not known.
-        rank: the rank whose generator wrote it, if a fleet did.
+        writer: the number of the fleet's member that wrote it, if a fleet did.
     """
 
     token_ids: list[int]
@@ -135,7 +135,7 @@ class Completion:
     routes: Any = None
     conversation: Conversation | None = None
     num_cached: int | None = None
-    rank: int | None = None
+    writer: int | None = None
 
     @property
     def sampled(self) -> list[bool]:

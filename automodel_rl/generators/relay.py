@@ -107,7 +107,7 @@ class Relay:
             except Exception as problem:
                 return Completion([], [], "error", f"its routes cannot be followed: {innermost(problem)}")
         versions = None if completion.versions is None else self.supervisor.policy_versions(completion.versions)
-        return dataclasses.replace(completion, versions=versions, routes=kept, rank=self.rank)
+        return dataclasses.replace(completion, versions=versions, routes=kept, writer=self.rank)
 
     def _keep(self, completion: Completion, request: Request, rollouts: int, shape: RouterShape) -> KeptRoutes:
         """Keeps the routes of a completion and its prompt here."""

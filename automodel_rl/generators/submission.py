@@ -14,6 +14,9 @@ from automodel_rl.generators.protocol import Completion, OnFinished, OnLost
 MOST_LOSSES = 3
 """A request whose generators were lost so often is to blame, and is not asked again."""
 
+MOST_LOSSES_OF_JOINED = 10
+"""The same of generators that have joined, whose machines may be taken away at any time."""
+
 
 @dataclass(eq=False)
 class Submission:
@@ -87,4 +90,4 @@ class Assignment:
 
 def nobody_writes(member: Member) -> RolloutError:
     """The error of a submission that no member can write."""
-    return RolloutError(f"the generator of rank {member.rank} cannot write: {member.problem}")
+    return RolloutError(f"the {member.name} cannot write: {member.problem}")

@@ -60,6 +60,7 @@ class GeneratorSupervisor:
         policy_version: the policy version that generators got last, or get when they wake, from 1 on.
         offload: the trainer's memory, which generators have during rollouts.
         ranks: the ranks that lead generators, and those that share this rank's.
+        published: the version that was published last; None if it could not be.
         world: a process group of all ranks. Its collectives may take as long as generators do.
     """
 
@@ -77,6 +78,7 @@ class GeneratorSupervisor:
         self.ranks = EngineRanks.join(spec)
         self.offload = RolloutOffload(engine)
         self._is_awake = False
+        self.published: int | None = None
         self.problem, self._noting = "", threading.Lock()
         self.offload.after_sync()  # the generator starts in the memory that it will have
         self.generator: Generator | None
@@ -85,7 +87,7 @@ class GeneratorSupervisor:
         self.sync = WeightSync(self.handle, transport, spec.weight_sync, resends_frozen=spec.sleep_level == 2)
         folder = spec.weight_sync.publish
         self._publisher = None if folder is None else Publisher(self.handle, folder, spec.weight_sync)
-        self._published: int | None = None
+        self._tried_to_publish: int | None = None
         self.policy_version = 0
         self._policy_version_of: dict[int, int] = {0: 0}  # by the number of the weight sync
 
@@ -97,7 +99,7 @@ class GeneratorSupervisor:
                 made.
         """
         self.policy_version = policy_version
-        if self._publisher is not None and policy_version and self.engine.step != self._published:
+        if self._publisher is not None and policy_version and self.engine.step != self._tried_to_publish:
             self._publish(self._publisher)
         self._look_for_servers()
         if not self.spec.sleep_level:
@@ -250,9 +252,10 @@ class GeneratorSupervisor:
 
     def _publish(self, publisher: Publisher) -> None:
         """Publishes the weights after so many optimizer steps. What cannot be written does not end the run."""
-        self._published = self.engine.step
+        self._tried_to_publish, self.published = self.engine.step, None
         try:
             publisher.publish(self.engine.step)
+            self.published = self.engine.step
         except WeightSyncError as problem:
             if dist.get_rank() == 0:
                 print(
@@ -262,6 +265,8 @@ class GeneratorSupervisor:
                 )
 
     def _send(self) -> None:
+        if not self.ranks.leaders:  # generators that have joined read what is published
+            return
         self._policy_version_of[self.sync.version + 1] = self.policy_version
         try:
             self.sync.send()

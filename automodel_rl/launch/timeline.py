@@ -9,15 +9,11 @@ from typing import Any
 TRAINER, REWARDS = "trainer", "rewards"
 
 
-def generator_lane(rank: int | None) -> str:
-    """The lane of the generator that a rank leads; None for generators whose rank is not known."""
-    return "generators" if rank is None else f"generator of rank {rank}"
-
-
 def _order(lane: str) -> tuple[int, int]:
-    """The trainer comes first, then rewards, then generators by their ranks."""
-    rank = lane.rpartition(" ")[2]
-    return (TRAINER, REWARDS).index(lane) if lane in (TRAINER, REWARDS) else 2, int(rank) if rank.isdecimal() else -1
+    """The trainer comes first, then rewards, then generators by their numbers."""
+    number = lane.rpartition(" ")[2]
+    place = (TRAINER, REWARDS).index(lane) if lane in (TRAINER, REWARDS) else 2
+    return place, int(number) if number.isdecimal() else -1
 
 
 class StepTimeline:

@@ -21,7 +21,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.media_inputs import prompt_media
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.launch.timeline import REWARDS, generator_lane
+from automodel_rl.launch.timeline import REWARDS
 from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.protocol import Promptlike, Rollout
@@ -219,7 +219,7 @@ class Rollouts:
 
         def finished(number: int, completion: Completion) -> None:
             """Begins to score a completion while others are still written."""
-            self._worked(generator_lane(completion.rank), began)
+            self._worked(self.fleet.name_of(completion.writer), began)
             place = places[number]
             if completion.finish != "error":
                 example = scored_example(pending.asked[place][0], completion)
@@ -260,6 +260,8 @@ class Rollouts:
                 self.fleet.restart()
         self.fleet.give_up()
         self._write(pending)
+        if pending.missing and self.fleet.nobody:
+            raise RolloutError(self.fleet.nobody)
         if pending.missing:
             rank = max(problems, key=lambda rank: losses[rank])
             raise RolloutError(f"the generator of rank {rank} failed {losses[rank]} times: {problems[rank]}")
@@ -287,10 +289,10 @@ class Rollouts:
                 error = f"its first turn is {age} policy versions old, of rollout.max_staleness={most}"
                 pending.done[place] = Completion([], [], "error", error, conversation=conversation)
                 continue
-            assert completion.rank is not None
+            assert completion.writer is not None
             del pending.done[place]
             text = f"the generator wrote with weights {age} policy versions old, of rollout.max_staleness={most}"
-            self.fleet.lose(completion.rank, text)
+            self.fleet.lose(completion.writer, text)
 
     def _scoring(self, text: str, example: Mapping[str, Any]) -> Scoring:
         """Begins to score a completion."""

@@ -122,6 +122,7 @@ LACKS = (
     ),
     Lack(f.MULTIMODAL, f.AUTO_MICROBATCHES, "its memory depends on its images or audio", f"give a number{_AS_TEXT}"),
     Lack(f.MULTIMODAL, f.SERVERS, "servers get no media", f"let ranks start vLLM, with kind vllm{_AS_TEXT}"),
+    Lack(f.MULTIMODAL, f.JOINED, "generators that join get no media", f"use another kind{_AS_TEXT}"),
     Lack(f.MULTIMODAL, f.ADAPTERS_ALONE, "its generators get merged ones", f"use merged{_AS_TEXT}"),
     Lack(
         f.EXCHANGED_HEADS,
@@ -158,6 +159,7 @@ LACKS = (
         "use plain, or merged, or a checkpoint in nf4",
     ),
     Lack(f.ALONE_IN_VLLM, f.DORA, "vLLM computes adapters without lengths of rows", "use weight_sync.adapters=merged"),
+    Lack(f.REPLAYED_ROUTES, f.JOINED, "routes stay with ranks that lead generators", "use another kind"),
     Lack(f.SERVERS, f.ADAPTERS_ALONE, "servers get whole weights", "use merged"),
     Lack(f.SAVED_MODULES, f.ADAPTERS_ALONE, "these are no adapters, and generators need them", "use merged"),
 )

@@ -238,6 +238,13 @@ QUANTIZED = Feature(
 SENT_PLAIN = Feature("quantized checkpoints, but for nf4 with adapters alone", _sent_plain)
 VLLM = Feature("vLLM", _generator("vllm"))
 SERVERS = Feature("vLLM servers", _generator("servers"))
+JOINED = Feature("generators that join", _generator("joined"))
+REPLAYED_ROUTES = Feature(
+    "router replay",
+    lambda asked: _when(
+        asked.generation is not None and asked.generation.router_replay.enabled, "router_replay.enabled=true"
+    ),
+)
 CONVERSATIONS = Feature("tools, environments and agents", _conversations)
 ADAPTERS_ALONE = Feature("adapters alone in weight syncs", _adapters_alone)
 ALONE_IN_TRANSFORMERS = Feature("adapters alone for transformers generators", _alone_in_transformers)

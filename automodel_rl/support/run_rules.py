@@ -22,6 +22,7 @@ ROUTER_REPLAY = Rule(
 
 
 VLLM = Rule("vLLM (grpo)", "every supported model", features=(f.VLLM,))
+JOINED = Rule("generators that join (grpo)", "every supported model", features=(f.JOINED,))
 SERVERS = Rule("vLLM servers (grpo)", "every supported model", features=(f.SERVERS,))
 
 

@@ -50,6 +50,7 @@ RULES = (
     layout_rules.EXPERT_PARALLEL,
     run_rules.VLLM,
     run_rules.SERVERS,
+    run_rules.JOINED,
     run_rules.ROLLOUT_LENGTH,
     run_rules.ADAPTERS_ALONE,
     run_rules.ROLLOUT_OFFLOAD,

@@ -113,6 +113,15 @@ COMMANDS: dict[str, Command] = {
         "--model.path and the model that the run began with.",
         ("--merge", "--per-expert", "--model.path"),
     ),
+    "generate": Command(
+        "--join FOLDER [--wait MINUTES] [--vllm PYTHON] [--memory-fraction F]",
+        "writes completions for a run on any machine, which it joins and may leave at any time",
+        "FOLDER is weight_sync.publish of a run with rollout.generator.kind=joined, and it reads the weights there. It "
+        "computes on the first GPU that it sees, or on the CPU, with transformers, or with --vllm, the interpreter of "
+        "an environment with vLLM, which takes the share F of the GPU's memory (0.9). It ends with the run, by Ctrl-C "
+        "or by SIGTERM. It waits for a run that is not there yet or has broken off, at most MINUTES (30).",
+        ("--join", "--wait", "--vllm", "--memory-fraction"),
+    ),
     "verify-checkpoint": Command(
         "FOLDER", "says whether a checkpoint or exported folder is whole: every file as written"
     ),

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from automodel_rl.errors import WeightSyncError, innermost, reason
@@ -47,16 +48,15 @@ class _Vllm(Transport):
     """The part that both ways share: messages about each bucket, and their answers.
 
     Args:
-        channel: the channel to this rank's generator.
-        layout: this rank's place.
+        channel: the channel to the generator.
         seconds: longest wait for an answer.
     """
 
     reach = "all stages"
     whole = True
 
-    def __init__(self, channel: VllmChannel, layout: Layout, seconds: float):
-        self.channel, self.layout, self.seconds = channel, layout, seconds
+    def __init__(self, channel: VllmChannel, seconds: float):
+        self.channel, self.seconds = channel, seconds
         self.plans: Sequence[Plan] = []
         self.asked = 0
 
@@ -94,25 +94,27 @@ class _Vllm(Transport):
 
 
 class VllmSameDevice(_Vllm):
-    """Sends to a process of vLLM on this rank's device, or to one that is split over the devices of several ranks.
+    """Sends to a process of vLLM on this process's device, or to one that is split over the devices of several ranks.
 
     Each worker of vLLM reads the buffers of the rank on its device. All these ranks fill theirs with the same bytes.
     The first of them talks to vLLM, and they go on together.
 
     Args:
-        channel: the channel to this rank's generator; a `NoGenerator` on all ranks but the first.
-        layout: this rank's place.
+        channel: the channel to the generator; a `NoGenerator` on all ranks but the first.
+        device: this process's device.
         seconds: longest wait for an answer.
         group: the ranks on whose devices vLLM is; None for this rank alone.
     """
 
-    def __init__(self, channel: VllmChannel, layout: Layout, seconds: float, group: dist.ProcessGroup | None = None):
-        super().__init__(channel, layout, seconds)
-        self.group = group
+    def __init__(
+        self, channel: VllmChannel, device: torch.device, seconds: float, group: dist.ProcessGroup | None = None
+    ):
+        super().__init__(channel, seconds)
+        self.device, self.group = device, group
         self._failure = ""  # of this rank alone, for the others to learn
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
-        self.plans, self.num_buffers, self._failure, device = plans, num_buffers, "", self.layout.device
+        self.plans, self.num_buffers, self._failure, device = plans, num_buffers, "", self.device
         made = self._together(
             lambda: [share(num_bytes, device, interprocess_event(device)) for _ in range(num_buffers)]
         )
@@ -169,10 +171,19 @@ class VllmNccl(_Vllm):
     """Sends to processes of vLLM on devices of their own, or to servers: the first rank broadcasts tensor by tensor.
 
     vLLM also takes packed buffers over NCCL, but loads them on streams that its next step does not wait for.
+
+    Args:
+        channel: the channel to this rank's generator.
+        layout: this rank's place.
+        seconds: longest wait for an answer.
     """
 
     sender: NcclSender | None = None
     is_ready = False
+
+    def __init__(self, channel: VllmChannel, layout: Layout, seconds: float):
+        super().__init__(channel, seconds)
+        self.layout = layout
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
         self.close()

@@ -323,12 +323,53 @@ SAVED = "unit/serve/test_saved_weights.py"
 NEWEST = f"{SAVED}::test_the_newest_weights_are_those_that_were_saved_last"
 JOINING = "unit/serve/test_joining.py::test_jobs_meet_without_coming_before_another_of_their_run"
 RECEIVER, CHECKSUM = "unit/weight_sync/test_receiver.py", "unit/weight_sync/test_checksum.py"
+JOINED = "unit/generators/test_joined_members.py"
 CLUSTER = "unit/ray/test_cluster.py"
 PROBLEMS = "unit/quickstart/test_problems.py"
 CHECKPOINTS = "unit/trainers/test_run_checkpoints.py"
 KEPT = f"{CHECKPOINTS}::test_the_last_and_the_best_are_kept"
 
+
+def _changes_ored() -> Any:
+    """Bits of numbers are or-ed with what has changed, as of a number that was zero."""
+    from automodel_rl.weight_sync import delta
+
+    def apply(numbers: Tensor, change: bytes) -> None:
+        bits = numbers.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()]).numpy()
+        before = bits.copy()
+        applied(numbers, change)
+        bits |= before
+
+    applied = delta.apply_delta
+    return everywhere(apply, "weight_sync.delta.apply_delta", "weight_sync.published.apply_delta")
+
+
+def _work_not_dealt_again() -> Any:
+    from automodel_rl.generators.fleet import Fleet
+
+    def lose(fleet: Any, member: Any, problem: str, **_: Any) -> None:
+        member.problem = problem
+        fleet.members.remove(member)
+
+    return mock.patch.object(Fleet, "_lose", lose)
+
+
 FAULTS: dict[str, Fault] = {
+    "changes of a published version or-ed": Fault(
+        _changes_ored,
+        "distributed/weight_sync/test_published.py::test_damage_is_noticed_and_an_older_version_is_still_there",
+    ),
+    "generators that have joined told no new version": Fault(
+        lambda: patch("generators.fleet.Fleet._tell_version", lambda *_: None),
+        f"{JOINED}::test_requests_are_dealt_and_say_who_wrote_them",
+    ),
+    "a generator that joins late told no version": Fault(
+        lambda: patch("generators.member.Member.use", lambda *_: None),
+        f"{JOINED}::test_requests_wait_for_the_next_guest_which_gets_the_version_first",
+    ),
+    "work of a generator that is gone not dealt again": Fault(
+        _work_not_dealt_again, f"{JOINED}::test_what_a_guest_that_is_gone_was_to_write_goes_to_others"
+    ),
     "passes over a batch not counted as optimizer steps": Fault(
         _epochs_not_counted, f"{POLICY}::test_optimizer_steps_of_all_passes_are_counted"
     ),

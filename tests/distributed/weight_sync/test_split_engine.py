@@ -77,7 +77,7 @@ def sync_over_two_ranks(folder: Path, sizes: dict[str, Any]) -> list[str]:
     workers = Workers()
     channel: Any = workers if ranks.leads else NoGenerator()
     config = sync_config(num_buffers=2, timeout=5.0)
-    sync = WeightSync(handle, VllmSameDevice(channel, handle.layout, 5.0, ranks.group), config)
+    sync = WeightSync(handle, VllmSameDevice(channel, handle.layout.device, 5.0, ranks.group), config)
     problems = []
     for seed, fails_at in enumerate(("", "init_transfer", "begin", "load_weights", "commit", "")):
         workers.fails_at = fails_at

@@ -375,10 +375,10 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator(tmp_path: P
         ),
         (
             {"rollout": {"generator": "vlm"}},
-            "rollout.generator: must be one of transformers, vllm, servers, not 'vlm'; did you",
+            "rollout.generator: must be one of transformers, vllm, servers, joined, not 'vlm'; did you",
         ),
-        ({"rollout": {"generator": {}}}, "must say its kind, one of transformers, vllm, servers$"),
-        ({"rollout": {"generator": {1: 2}}}, "must say its kind, one of transformers, vllm, servers, beside 1"),
+        ({"rollout": {"generator": {}}}, "must say its kind, one of transformers, vllm, servers, joined$"),
+        ({"rollout": {"generator": {1: 2}}}, "must say its kind, one of transformers, vllm, servers, joined, beside 1"),
         ({"rollout": {"generator": {"knd": "vllm"}}}, "rollout.generator: knd: unknown key; did you mean kind"),
         (
             {"rollout": {"generator": True}},
@@ -386,7 +386,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator(tmp_path: P
         ),
         (
             {"rollout": {"generator": {"urls": [], "sleep": 2}}},
-            "must say its kind, one of transformers, vllm, servers",
+            "must say its kind, one of transformers, vllm, servers, joined",
         ),
         (
             {"rollout": {"generator": {"sleep": 2}}},

@@ -43,7 +43,7 @@ def test_requests_are_dealt_to_the_members_and_come_back_in_order(crew: LocalCre
     fleet = fleet_of(crew)
     completions = fleet.submit(requests(7))()
     assert [completion.token_ids for completion in completions] == [[place, 10 + place] for place in range(7)]
-    assert [completion.rank for completion in completions] == [0, 3, 5, 0, 3, 5, 0]
+    assert [completion.writer for completion in completions] == [0, 3, 5, 0, 3, 5, 0]
     assert {completion.versions for completion in completions} == {(1, 1)}  # policy versions, not weight syncs
     assert [len(generator.asked) for generator in generators(crew)] == [3, 2, 2]
     assert fleet.submit([])() == []
@@ -52,9 +52,9 @@ def test_requests_are_dealt_to_the_members_and_come_back_in_order(crew: LocalCre
 def test_turns_of_a_conversation_go_to_one_member(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
     first = fleet.submit(requests(3, [4, 2, 0]))()
-    assert [completion.rank for completion in first] == [3, 5, 0]
+    assert [completion.writer for completion in first] == [3, 5, 0]
     later = fleet.submit(requests(2, [2, 4]))()
-    assert [completion.rank for completion in later] == [5, 3]
+    assert [completion.writer for completion in later] == [5, 3]
 
 
 def test_what_a_lost_member_was_to_write_goes_to_the_others_until_it_is_back(crew: LocalCrew) -> None:
@@ -65,14 +65,14 @@ def test_what_a_lost_member_was_to_write_goes_to_the_others_until_it_is_back(cre
     two.lose()
     completions = wait()
     assert [completion.token_ids for completion in completions] == [[place, 10 + place] for place in range(6)]
-    assert [completion.rank for completion in completions] == [0, 0, 5, 0, 5, 5]
+    assert [completion.writer for completion in completions] == [0, 0, 5, 0, 5, 5]
     assert fleet.lost == {3: "ConnectionError: it is gone"}
-    assert [completion.rank for completion in fleet.submit(requests(3))()] == [0, 5, 0]
+    assert [completion.writer for completion in fleet.submit(requests(3))()] == [0, 5, 0]
     assert len(two.asked) == 2
     fleet.restart()
     assert crew.restarted == [{3: "ConnectionError: it is gone"}]
     assert not fleet.lost
-    assert [completion.rank for completion in fleet.submit(requests(3))()] == [0, 3, 5]
+    assert [completion.writer for completion in fleet.submit(requests(3))()] == [0, 3, 5]
 
 
 def test_a_fleet_that_is_lost_says_why(crew: LocalCrew) -> None:
@@ -97,8 +97,8 @@ def test_a_member_whose_rank_ends_is_lost(crew: LocalCrew) -> None:
     three.held.clear()
     wait = fleet.submit(requests(3))
     crew.relays[5].close()
-    assert [completion.rank for completion in wait()] == [0, 3, 0]
-    assert fleet.lost == {5: "its rank is gone"}
+    assert [completion.writer for completion in wait()] == [0, 3, 0]
+    assert fleet.lost == {5: "its process is gone"}
     three.held.set()
 
 
@@ -111,7 +111,7 @@ def test_members_that_do_not_work_alone_write_when_waited_for() -> None:
     assert len(wait()) == 4
     assert sorted(finished) == [0, 1, 2, 3]
     generators(crew)[1].lose()
-    assert [completion.rank for completion in fleet.submit(requests(4))()] == [0, 0, 0, 0]
+    assert [completion.writer for completion in fleet.submit(requests(4))()] == [0, 0, 0, 0]
     crew.close()
 
 
@@ -214,10 +214,10 @@ def test_a_member_that_is_slow_to_tell_is_not_lost_twice(crew: LocalCrew) -> Non
     two.held.clear()
     wait = fleet.submit(requests(3))
     fleet.lose(3, "too old")
-    assert [completion.rank for completion in wait()] == [0, 0, 5]
+    assert [completion.writer for completion in wait()] == [0, 0, 5]
     fleet.restart()
     two.lose()  # the generator of before
-    assert [completion.rank for completion in fleet.submit(requests(3))()] == [0, 3, 5]
+    assert [completion.writer for completion in fleet.submit(requests(3))()] == [0, 3, 5]
     assert not fleet.lost
 
 
@@ -246,7 +246,7 @@ def test_a_member_that_hears_nothing_for_too_long_is_lost(crew: LocalCrew, monke
     fleet = fleet_of(crew)
     generators(crew)[1].held.clear()
     completions = fleet.waited(fleet.submit(requests(3)))
-    assert [completion.rank for completion in completions] == [0, 0, 5]
+    assert [completion.writer for completion in completions] == [0, 0, 5]
     assert fleet.lost == {3: "it has written nothing for 0.005 minutes (failures.hang_minutes)"}
     generators(crew)[1].held.set()
 
@@ -266,7 +266,7 @@ def test_requests_are_held_while_generators_that_share_memory_are_started_again(
     crew.ask = restarting  # type: ignore[method-assign]
     fleet.restart()
     assert asked == [0]
-    assert [completion.rank for completion in waits[0]()] == [0, 3, 5]
+    assert [completion.writer for completion in waits[0]()] == [0, 3, 5]
 
 
 def test_a_completion_counts_once_even_if_its_member_is_lost_meanwhile(crew: LocalCrew) -> None:
@@ -275,7 +275,7 @@ def test_a_completion_counts_once_even_if_its_member_is_lost_meanwhile(crew: Loc
 
     def lose_it(place: int, completion: Completion) -> None:
         finished.append(place)
-        if completion.rank == 3:
+        if completion.writer == 3:
             fleet.lose(3, "too old")
 
     completions = fleet.submit(requests(9), lose_it)()

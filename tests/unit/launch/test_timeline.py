@@ -2,15 +2,16 @@
 
 import time
 
-from automodel_rl.launch.timeline import REWARDS, TRAINER, StepTimeline, generator_lane
+from automodel_rl.generators.member import name_of
+from automodel_rl.launch.timeline import REWARDS, TRAINER, StepTimeline
 
 
 def test_lanes_come_with_the_trainer_first_and_times_from_the_step_on() -> None:
     timeline, zero = StepTimeline(), time.time()
     timeline.add(REWARDS, zero + 1)
-    timeline.add(generator_lane(10), zero - 2)
-    timeline.add(generator_lane(2), zero)
-    timeline.add(generator_lane(None), zero)
+    timeline.add(name_of(10, has_joined=False), zero - 2)
+    timeline.add(name_of(2, has_joined=False), zero)
+    timeline.add(name_of(None, has_joined=False), zero)
     timeline.add(TRAINER, zero, "rollout")
     timeline.add(TRAINER, zero + 3, "train")
     lanes = timeline.take(zero)

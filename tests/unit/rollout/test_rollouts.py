@@ -122,7 +122,7 @@ def test_what_is_written_is_not_written_again_after_a_loss(crew: LocalCrew) -> N
     number = rollouts.submit(prompts(4), 1, Sampling(2))
     two.lose()
     groups = rollouts.take(number)
-    assert [group[0].completion.rank for group in groups] == [0, 0, 0, 0]
+    assert [group[0].completion.writer for group in groups] == [0, 0, 0, 0]
     assert len(one.asked) == 4
     assert len(crew.restarted) == 1
     rollouts.close()
@@ -136,7 +136,7 @@ def test_a_generator_that_never_comes_back_is_left_out_if_others_can_write(
     tries: list[int] = []
     monkeypatch.setattr(rollouts.fleet, "restart", lambda: tries.append(1))
     groups = rollouts.collect(prompts(2), 2, Sampling(2))
-    assert {rollout.completion.rank for group in groups for rollout in group} == {0}
+    assert {rollout.completion.writer for group in groups for rollout in group} == {0}
     assert (rollouts.fleet.lost, rollouts.fleet.given_up) == ({}, {1: "it is broken"})
     assert len(tries) == 1
     rollouts.collect(prompts(2), 2, Sampling(2))

@@ -463,6 +463,16 @@ EXAMPLES = (
         {**_QWEN, "algorithm": "grpo"},
     ),
     Breach(
+        "rollout.generator=joined with a 'qwen2_5_vl' model: generators that join get no media",
+        {"rollout.generator": {"kind": "joined"}},
+        {**_QWEN, "algorithm": "grpo", "weight_sync.publish": "weights"},
+    ),
+    Breach(
+        "rollout.generator=joined with router_replay.enabled=true: routes stay with ranks that lead generators",
+        {"rollout.generator": {"kind": "joined"}},
+        {**_GRPO, **MIXTURE, "router_replay.enabled": True, "weight_sync.publish": "weights"},
+    ),
+    Breach(
         "images of a 'gemma3' model with rollout.generator=vllm: vLLM computes causal attention in images",
         {"rollout.generator": "vllm"},
         {

@@ -1,0 +1,215 @@
+"""A generator that joins a run: `automodel-rl generate --join FOLDER`. It reads published weights, and writes."""
+
+import functools
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from automodel_rl.config.rollout import LARGEST_BUFFER
+from automodel_rl.errors import InputError, WeightSyncError, innermost
+from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Message, UseVersion, VllmSettings
+from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.joining import HasStarted, Joining, Leaving, Welcome, address_in
+from automodel_rl.generators.make_generator import ON_CPU, start_transformers
+from automodel_rl.generators.meeting import hang_up
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.vllm_process import start_vllm
+from automodel_rl.launch.stop_signal import stop_signals
+from automodel_rl.support.description import describe_model
+from automodel_rl.weight_sync.ipc import Ipc
+from automodel_rl.weight_sync.published_sync import PublishedSync
+from automodel_rl.weight_sync.transport import Transport
+from automodel_rl.weight_sync.vllm import VllmSameDevice
+
+LOOK_SECONDS = 0.5
+"""Seconds between two looks for a run."""
+
+
+@dataclass(frozen=True)
+class OwnChoice:
+    """What a generator that joins decides itself.
+
+    Attributes:
+        python: the interpreter of an environment with vLLM; None to write with transformers.
+        memory_fraction: share of the GPU's memory for vLLM.
+    """
+
+    python: str | None = None
+    memory_fraction: float = 0.9
+
+
+class _StopError(Exception):
+    """A signal asks this process to stop."""
+
+
+def generate(folder: Path, choice: OwnChoice, minutes: float) -> None:
+    """Writes completions for the run that publishes to a folder, until the run ends or a signal asks to stop. If the
+    run breaks off, waits for it to go on.
+
+    Args:
+        folder: the folder.
+        choice: what writes.
+        minutes: longest wait for a run.
+
+    Raises:
+        InputError: no run comes, the run has another release of this package, or the generator cannot write.
+    """
+    try:
+        with _stopped_by_signals():
+            while _join(folder, choice, minutes):
+                print(f"the run has broken off; waiting at most {minutes:g} minutes for it to go on", flush=True)
+    except _StopError:
+        print("left the run", flush=True)
+        return
+    print("the run has ended", flush=True)
+
+
+def _join(folder: Path, choice: OwnChoice, minutes: float) -> bool:
+    """Joins a run, and writes until the connection ends. Whether the run has broken off, and may go on."""
+    connection = _connect(folder, minutes)
+    with connection:
+        welcome = _ask(connection)
+        generator, transport = _start(welcome, choice)
+        try:
+            sync = PublishedSync(folder, transport, LARGEST_BUFFER)
+            JoinedGenerator(connection, generator, sync).run()
+        finally:
+            generator.close()
+    return address_in(folder) is not None
+
+
+def _connect(folder: Path, minutes: float) -> Connection:
+    """A connection to the run, once there is one."""
+    deadline, problem = time.monotonic() + 60 * minutes, "no run publishes to it"
+    while time.monotonic() < deadline:
+        address = address_in(folder)
+        try:
+            if address is not None:
+                return address.knock()
+        except AuthenticationError:
+            problem = "the run has another key by now"
+        except (OSError, EOFError) as error:
+            assert address is not None
+            problem = f"the run at {address.host}:{address.port} cannot be reached: {innermost(error)}"
+        time.sleep(LOOK_SECONDS)
+    raise InputError(f"--join {folder}: {problem} for {minutes:g} minutes: start the run, or raise --wait")
+
+
+def _ask(connection: Connection) -> Welcome:
+    try:
+        connection.send(Joining(f"process {os.getpid()} of {socket.gethostname()}"))
+        answer = connection.recv()
+    except (OSError, EOFError):
+        answer = Failure("it has ended the connection")
+    except Exception as error:  # a class that does not exist here
+        answer = Failure(f"its answer cannot be read: {innermost(error)}")
+    if not isinstance(answer, Welcome):
+        text = answer.text if isinstance(answer, Failure) else "it has answered something else"
+        raise InputError(f"the run does not let this generator join: {text}")
+    return answer
+
+
+def _start(welcome: Welcome, choice: OwnChoice) -> tuple[GeneratorProcess, Transport]:
+    """Starts the process that writes, and makes the way of weights to it."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if choice.python is None:
+        writer = start_transformers(replace(welcome.copy, device=device), welcome.writing, visible=None)
+        return writer, Ipc(writer, device, welcome.timeout)
+    if describe_model(welcome.copy.config).quantization:
+        raise InputError("--vllm: vLLM would keep quantized weights, and the run publishes plain ones: leave it out")
+    on_device = ON_CPU if device.type == "cpu" else {"gpu_memory_utilization": choice.memory_fraction}
+    own = {"weight_transfer_config": {"backend": "same_device"}, **on_device}
+    engine = start_vllm(choice.python, VllmSettings({**welcome.vllm, **own}, welcome.writing.ends))
+    assert isinstance(engine, GeneratorProcess)
+    return engine, VllmSameDevice(engine, device, welcome.timeout)
+
+
+class JoinedGenerator:
+    """Takes what the program sends, in order: versions of weights, and requests.
+
+    Args:
+        connection: the connection to the program.
+        generator: the process that writes.
+        sync: brings it to versions.
+    """
+
+    def __init__(self, connection: Connection, generator: GeneratorProcess, sync: PublishedSync):
+        self.connection, self.generator, self.sync = connection, generator, sync
+        self._sending = threading.RLock()  # a signal may come while this thread sends
+        self._problem = ""
+
+    def run(self) -> None:
+        """Works until the program ends the connection.
+
+        Raises:
+            InputError: the generator cannot write, or a version cannot be read. The program has been told.
+        """
+        self._send(HasStarted())
+        try:
+            while True:
+                self._take(self.connection.recv())
+        except _StopError:
+            self._send(Leaving("it was asked to stop"))
+            raise
+        except (InputError, WeightSyncError) as error:
+            self._lose(innermost(error))
+        except (EOFError, OSError):
+            pass
+        if self._problem:
+            raise InputError(f"this generator cannot write for the run any longer: {self._problem}")
+
+    def _take(self, message: UseVersion | Generate) -> None:
+        if isinstance(message, UseVersion):
+            self.sync.bring(message.version, message.policy_version)
+            return
+        try:
+            self.generator.submit(message.requests, functools.partial(self._finish, message.number), self._lost)
+        except Exception as error:
+            self._lost(error)
+
+    def _finish(self, number: int, place: int, completion: Completion) -> None:
+        self._send(Finished(number, place, completion))
+
+    def _lost(self, error: BaseException) -> None:
+        self._lose(innermost(error))
+
+    def _lose(self, problem: str) -> None:
+        """Tells the program that this generator writes no more, and ends the connection."""
+        self._problem = self._problem or problem
+        self._send(Failed(0, problem))
+        hang_up(self.connection)
+
+    def _send(self, message: Message) -> None:
+        try:
+            with self._sending:
+                self.connection.send(message)
+        except OSError:
+            pass  # the program has ended the connection, as `run` learns, too
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """A signal that asks this process to stop raises an error in this block, once."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise _StopError(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,94 @@
+"""Gives a generator that has joined a run the weights that the run publishes. The trainer takes no part."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from automodel_rl.compat.operations import copy_each
+from automodel_rl.errors import WeightSyncError
+from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
+from automodel_rl.weight_sync.published import PublishedWeights
+from automodel_rl.weight_sync.slots import Slot, Slots
+from automodel_rl.weight_sync.transport import Transport
+
+NUM_BUFFERS = 2
+
+
+class PublishedSync:
+    """Brings a generator's process to versions of published weights, which stay in host memory between two versions.
+
+    Args:
+        folder: the folder that the run publishes to.
+        transport: the way to the process.
+        most_bytes: size of a buffer, if no tensor is larger.
+
+    Attributes:
+        plan: what is sent; there from the first version on.
+    """
+
+    def __init__(self, folder: Path, transport: Transport, most_bytes: int):
+        self.transport, self.most_bytes = transport, most_bytes
+        self.plan: Plan
+        self._weights, self._tensors = PublishedWeights(folder), dict[str, Tensor]()
+        self._slots: Slots | None = None
+
+    def bring(self, version: int, number: int) -> None:
+        """Gives the generator a version. A completion that is being written goes on with it.
+
+        Args:
+            version: the version.
+            number: what the generator calls it.
+
+        Raises:
+            InputError: the version is not there, or damaged.
+            WeightSyncError: the generator does not take it.
+        """
+        self._weights.bring(self._tensors, version)
+        if self._slots is None:
+            self.plan = plan_of(self._tensors, self.most_bytes)
+            self._slots = self.transport.connect([self.plan], self.plan.largest_bucket, NUM_BUFFERS)
+        self.transport.begin(number, frozen=True)
+        self._slots.join()
+        for turn, bucket in enumerate(self.plan.buckets):
+            slot = self._slots[turn]
+            self.transport.release(slot)
+            with slot.active():
+                self._fill(bucket, slot)
+                self.transport.send(0, turn, slot)
+            slot.mark()
+        self._slots.rejoin()
+        committed = self.transport.commit(number, sums=False)
+        if committed.version != number:
+            raise WeightSyncError(f"the generator reports version {committed.version} where {number} was sent")
+
+    @torch.no_grad()
+    def _fill(self, bucket: Bucket, slot: Slot) -> None:
+        elements = bucket.elements(slot.buffer)
+        names = [self.plan.tensors[chunk.tensor].name for chunk in bucket.chunks]
+        places = [elements[chunk.offset : chunk.offset + chunk.count] for chunk in bucket.chunks]
+        copy_each(places, [self._tensors[name].view(-1).to(slot.buffer.device) for name in names])
+
+
+def plan_of(tensors: Mapping[str, Tensor], most_bytes: int) -> Plan:
+    """A plan that sends whole tensors, one after the other.
+
+    Args:
+        tensors: the tensors by their names.
+        most_bytes: size of a bucket, if no tensor is larger.
+    """
+    specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    buckets: list[Bucket] = []
+    chunks: list[Chunk] = []
+    numel = 0
+    for place, spec in enumerate(specs):
+        is_other = bool(chunks) and specs[chunks[0].tensor].dtype != spec.dtype
+        if chunks and (is_other or (numel + spec.numel) * spec.dtype.itemsize > most_bytes):
+            buckets.append(Bucket(specs[chunks[0].tensor].dtype, numel, tuple(chunks)))
+            chunks, numel = [], 0
+        chunks.append(Chunk(place, 0, spec.numel, numel))
+        numel += spec.numel
+    if chunks:
+        buckets.append(Bucket(specs[chunks[0].tensor].dtype, numel, tuple(chunks)))
+    return Plan(specs, tuple(buckets))

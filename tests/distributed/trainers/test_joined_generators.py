@@ -1,0 +1,47 @@
+"""Generators that join a run and leave it: nothing is lost, and the weights are those of an undisturbed run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.trainers.runs import metrics_of, num_lines, train
+from tests.fleet_chaos import (
+    alone_settings,
+    check_that_nothing_is_lost,
+    check_undisturbed,
+    generator_of,
+    joined_settings,
+    run_of,
+)
+from tests.rank_pool import RankPool
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose rank generates."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    ranks(1).run(train, alone_settings(workspace, output, STEPS))
+    return output
+
+
+def test_they_may_join_leave_and_be_killed_while_a_run_goes_on(workspace: Path, tmp_path: Path, alone: Path) -> None:
+    events = check_that_nothing_is_lost(tmp_path, workspace, alone, count=6, seed=1)
+    assert {*events} == {"join", "kill", "leave"}
+
+
+def test_a_generator_waits_for_a_run_that_was_killed_and_goes_on_with_it(
+    workspace: Path, tmp_path: Path, alone: Path
+) -> None:
+    settings = joined_settings(workspace, tmp_path / "run", STEPS)
+    with generator_of(settings) as generator:
+        with run_of(settings, tmp_path) as run:
+            assert run.wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") >= 3)
+        assert generator.wait_until(lambda: "the run has broken off" in generator.stdout)
+        with run_of(settings, tmp_path, "--resume", "auto") as run:
+            assert run.finish() == 0, run.stdout + run.stderr
+        assert generator.finish() == 0
+        assert "the run has ended" in generator.stdout
+    assert len(metrics_of(tmp_path / "run")) == STEPS
+    check_undisturbed(tmp_path / "run", alone)

@@ -1,0 +1,149 @@
+"""Lets generators join a run, leave it and be killed at random moments, until it ends; then its weights must be those
+of a run whose own rank generates, bit for bit.
+
+python -m tests.fleet_chaos [--events 50] [--seed 0]
+"""
+
+import argparse
+import contextlib
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from automodel_rl.launch.local import run_local_ranks
+from tests.distributed.trainers.runs import Settings, assert_same_weights, metrics_of, settings_of, write
+from tests.processes import Job, wait_for_end
+
+MOST_MEMBERS = 3
+
+LONGEST_PAUSE = 0.4
+"""Seconds between two events."""
+
+
+STEPS_OF_EVENT = 4
+"""Steps of a run for each event."""
+
+
+def joined_settings(workspace: Path, output: Path, steps: int) -> Settings:
+    """A run whose generators join it."""
+    settings = alone_settings(workspace, output, steps)
+    settings["weight_sync"] = {"publish": str(output.with_name("weights")), "check_every": 0}
+    settings["rollout"]["generator"] = {"kind": "joined"}
+    return settings
+
+
+def alone_settings(workspace: Path, output: Path, steps: int) -> Settings:
+    """The same run, whose rank generates."""
+    settings = settings_of("grpo", workspace, output)
+    settings["length"] = {"steps": steps}
+    settings["checkpoint"] = {"every_steps": 1, "keep_last": 1}
+    settings["observe"] = {"samples": 0}
+    settings["data"].pop("validation")
+    return settings
+
+
+def run_of(settings: Settings, folder: Path, *options: str) -> Job:
+    """The run's process."""
+    return Job([sys.executable, "-m", "automodel_rl", "grpo", write(settings, folder), *options])
+
+
+def generator_of(settings: Settings) -> Job:
+    """The process of a generator that joins the run."""
+    return Job([sys.executable, "-m", "automodel_rl", "generate", "--join", settings["weight_sync"]["publish"]])
+
+
+class Disturbance:
+    """Lets generators come and go. A context manager, which ends those that are left.
+
+    Args:
+        settings: the run's config.
+        run: its process.
+        source: what is random.
+
+    Attributes:
+        events: what has happened.
+    """
+
+    def __init__(self, settings: Settings, run: Job, source: random.Random):
+        self.settings, self.run, self.source = settings, run, source
+        self.events: list[str] = []
+        self._there: list[Job] = []
+        self._ended = contextlib.ExitStack()
+
+    def __enter__(self) -> "Disturbance":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.close()
+
+    def happen(self, count: int) -> None:
+        """Lets so many events happen, if the run goes on so long, and leaves a generator there."""
+        while len(self.events) < count and self.run.process.poll() is None:
+            can_join, can_go = len(self._there) < MOST_MEMBERS, bool(self._there)
+            choices = [*["join"] * can_join, *["kill", "leave"] * can_go]
+            event = self.source.choice(choices)
+            self.join() if event == "join" else self._end(event)
+            self.events.append(event)
+            time.sleep(self.source.uniform(0, LONGEST_PAUSE))
+        if not self._there:
+            self.join()
+
+    def join(self) -> None:
+        """Lets a generator join, and waits until the run says so."""
+        before = self.run.stdout.count("has joined")
+        job = self._ended.enter_context(generator_of(self.settings))
+        self._there.append(job)
+        self.run.wait_until(lambda: self.run.stdout.count("has joined") > before)
+
+    def _end(self, event: str) -> None:
+        before = self.run.stdout.count("has left")
+        job = self._there.pop(self.source.randrange(len(self._there)))
+        everything = job.processes()
+        job.process.send_signal(signal.SIGTERM if event == "leave" else signal.SIGKILL)
+        code = job.finish()
+        assert code == (0 if event == "leave" else -signal.SIGKILL), job.stdout + job.stderr
+        wait_for_end(everything)
+        self.run.wait_until(lambda: self.run.stdout.count("has left") > before)
+
+
+def check_that_nothing_is_lost(folder: Path, workspace: Path, alone: Path, count: int, seed: int) -> list[str]:
+    """Disturbs a run, and compares it with one whose rank generates. What happened."""
+    settings = joined_settings(workspace, folder / "run", len(metrics_of(alone)))
+    with run_of(settings, folder) as run, Disturbance(settings, run, random.Random(seed)) as disturbance:
+        disturbance.happen(count)
+        assert run.finish() == 0, run.stdout + run.stderr
+    check_undisturbed(folder / "run", alone)
+    return disturbance.events
+
+
+def check_undisturbed(run: Path, alone: Path) -> None:
+    """Checks that a run's weights and rewards are those of the run whose rank generates."""
+    assert_same_weights(alone / "final", run / "final")
+    assert rewards_of(run) == rewards_of(alone)
+
+
+def rewards_of(output: Path) -> list[float]:
+    return [record["rollout/reward_mean"] for record in metrics_of(output)]
+
+
+def main() -> None:
+    from tests.distributed.conftest import make_workspace
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--events", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="fleet_chaos_"))
+    make_workspace(folder)
+    steps = STEPS_OF_EVENT * arguments.events
+    command = ["grpo", write(alone_settings(folder, folder / "alone", steps), folder)]
+    assert run_local_ranks([sys.executable, "-m", "automodel_rl", *command], 1) == 0
+    events = check_that_nothing_is_lost(folder, folder, folder / "alone", arguments.events, arguments.seed)
+    print(f"{len(events)} events with seed {arguments.seed}: the weights are those of an undisturbed run")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Members that join a fleet: who is let in, what waits while none is there, and what goes to others when one leaves."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_rl.config import WeightSyncConfig
+from automodel_rl.config.generator_spec import GeneratorSpec
+from automodel_rl.config.generators import JoinedGeneratorConfig
+from automodel_rl.errors import InputError, RolloutError
+from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Request, Sampling, UseVersion
+from automodel_rl.generators import jobs
+from automodel_rl.generators.fleet import Fleet
+from automodel_rl.generators.joining import JOIN_FILE, HasStarted, Joining, Leaving, address_in
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.policy.jobs import Job
+from tests.fleets import LocalCrew
+
+SOON = 30.0
+"""Seconds in which threads of this process get on."""
+
+
+class Crew(LocalCrew):
+    """Ranks that lead no generator, and publish a version at every weight sync."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.published: int | None = 0
+
+    def ask(self, job: Job, shares: Any = ()) -> list[Any]:
+        match job:
+            case jobs.WelcomeGenerators():
+                return ["welcome"]
+            case jobs.PublishedVersion():
+                return [self.published]
+        return super().ask(job, shares)
+
+
+class Guest:
+    """A generator that has joined, by hand.
+
+    Args:
+        folder: the folder that the run publishes to.
+    """
+
+    def __init__(self, folder: Path):
+        address = address_in(folder)
+        assert address is not None
+        self.connection: Connection = address.knock()
+        self.connection.send(Joining("guest"))
+        assert self.connection.recv() == "welcome"
+        self.connection.send(HasStarted())
+
+    def take(self) -> Any:
+        assert self.connection.poll(SOON)
+        return self.connection.recv()
+
+    def write(self, count: int | None = None) -> list[int]:
+        """Writes so many of the requests that have come, or all, and says which."""
+        asked = self.take()
+        assert isinstance(asked, Generate)
+        for place, request in [*enumerate(asked.requests)][:count]:
+            self.connection.send(Finished(asked.number, place, Completion([request.seed], [0.0], "stop")))
+        return [request.seed for request in asked.requests[:count]]
+
+
+def requests(count: int, conversations: bool = False) -> list[Request]:
+    return [
+        Request([1], seed, Sampling(2), conversation=seed if conversations else None)
+        for seed in range(100, 100 + count)
+    ]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
+    fleets = []
+
+    def start(*, guests: int = 0, minutes: float = 1.0, crew: Crew | None = None) -> tuple[Fleet, list[Guest]]:
+        """A fleet whose policy version 1 is published, with so many guests."""
+        fleet = Fleet(crew or Crew())
+        fleets.append(fleet)
+        choice = JoinedGeneratorConfig(at_least=max(guests, 1), wait_minutes=minutes)
+        spec = GeneratorSpec(choice, 100, WeightSyncConfig(publish=tmp_path / "weights"))
+        starting = threading.Thread(target=fleet.start, args=(spec,), daemon=True)
+        starting.start()
+        found = [Guest(_when_there(tmp_path / "weights")) for _ in range(guests)]
+        starting.join(SOON)
+        fleet.sync()
+        assert [guest.take() for guest in found] == [UseVersion(0, 1)] * guests
+        return fleet, found
+
+    yield start
+    for fleet in fleets:
+        fleet.close()
+
+
+def _when_there(folder: Path) -> Path:
+    ready = threading.Event()
+    while not (folder / JOIN_FILE).is_file():
+        ready.wait(0.01)
+    return folder
+
+
+def seeds(completions: list[Completion]) -> list[int]:
+    return [completion.token_ids[0] for completion in completions]
+
+
+def test_requests_are_dealt_and_say_who_wrote_them(start: Any) -> None:
+    fleet, guests = start(guests=2)
+    wait = fleet.submit(requests(3))
+    assert [guest.write() for guest in guests] == [[100, 102], [101]]
+    completions = wait()
+    assert seeds(completions) == [100, 101, 102]
+    assert [fleet.name_of(one.writer) for one in completions] == [f"joined generator {n}" for n in (0, 1, 0)]
+
+
+def test_what_a_guest_that_is_gone_was_to_write_goes_to_others(start: Any) -> None:
+    fleet, (first, second) = start(guests=2)
+    wait = fleet.submit(requests(4))
+    assert first.write(1) == [100]
+    first.connection.close()
+    assert second.write() == [101, 103]
+    assert second.write() == [102]
+    assert seeds(wait()) == [100, 101, 102, 103]
+    assert fleet.lost == fleet.given_up == {}
+
+
+def test_requests_wait_for_the_next_guest_which_gets_the_version_first(start: Any, tmp_path: Path) -> None:
+    fleet, (only,) = start(guests=1)
+    wait = fleet.submit(requests(2))
+    only.take()
+    only.connection.send(Leaving("it was asked to stop"))
+    late = Guest(tmp_path / "weights")
+    assert late.take() == UseVersion(0, 1)
+    assert late.write() == [100, 101]
+    assert seeds(wait()) == [100, 101]
+
+
+def test_guests_that_are_taken_away_again_and_again_are_not_blamed_on_requests(start: Any, tmp_path: Path) -> None:
+    fleet, guests = start(guests=1)
+    wait = fleet.submit(requests(1))
+    for turn in range(20):
+        guest = guests.pop()
+        guest.take()
+        if turn % 4 == 3:
+            guest.connection.close()
+        else:
+            guest.connection.send(Leaving("its machine is taken away"))
+        guests.append(Guest(tmp_path / "weights"))
+        assert guests[0].take() == UseVersion(0, 1)
+    assert guests[0].write() == [100]
+    assert seeds(wait()) == [100]
+
+
+def test_a_request_that_takes_every_guest_with_it_becomes_an_error(start: Any, tmp_path: Path) -> None:
+    fleet, guests = start(guests=1)
+    wait = fleet.submit(requests(1))
+    for _ in range(10):
+        guest = guests.pop()
+        guest.take()
+        guest.connection.send(Failed(0, "out of memory"))
+        guests.append(Guest(tmp_path / "weights"))
+        guests[0].take()
+    (completion,) = wait()
+    assert completion.error == "10 generators were lost that were to write it, the last: out of memory"
+
+
+def test_turns_of_a_conversation_stay_with_a_guest_while_others_come_and_go(start: Any, tmp_path: Path) -> None:
+    fleet, (first, second) = start(guests=2)
+    fleet.submit(requests(4, conversations=True))
+    assert (first.write(), second.write()) == ([100, 102], [101, 103])
+    third = Guest(tmp_path / "weights")
+    third.take()
+    fleet.submit(requests(4, conversations=True))
+    assert (first.write(), second.write()) == ([100, 102], [101, 103])
+    second.connection.close()
+    fleet.submit(requests(4, conversations=True))
+    assert {100, 102} <= {*first.write()}
+
+
+def test_a_run_that_nobody_joins_ends_with_what_to_do(start: Any) -> None:
+    fleet, (only,) = start(guests=1, minutes=0.01)
+    only.connection.close()
+    wait = fleet.submit(requests(1))
+    with pytest.raises(RolloutError, match="none has joined in rollout.generator.wait_minutes=0.01: start some with"):
+        fleet.waited(wait)
+    assert not fleet.can_write
+    assert "none has joined" in fleet.nobody
+
+
+def test_too_few_generators_at_the_start_are_refused(tmp_path: Path) -> None:
+    fleet = Fleet(Crew())
+    choice = JoinedGeneratorConfig(at_least=2, wait_minutes=0.001)
+    with pytest.raises(InputError, match="at_least=2: 0 have joined in wait_minutes=0.001: start more with"):
+        fleet.start(GeneratorSpec(choice, 100, WeightSyncConfig(publish=tmp_path / "weights")))
+    fleet.close()
+
+
+def test_weights_that_could_not_be_published_end_the_run(start: Any) -> None:
+    crew = Crew()
+    fleet, _ = start(guests=1, crew=crew)
+    crew.published = None
+    with pytest.raises(RolloutError, match="the weights could not be written"):
+        fleet.sync()
+
+
+def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path) -> None:
+    start(guests=1)
+    folder = tmp_path / "weights"
+    assert (folder / JOIN_FILE).stat().st_mode & 0o77 == 0
+    address = address_in(folder)
+    assert address is not None
+    with address.knock() as connection:
+        connection.send(Joining("guest", "0.1 of another"))
+        answer = connection.recv()
+        assert isinstance(answer, Failure)
+        assert answer.text.endswith("and this is 0.1 of another: use the same")
+    values = json.loads((folder / JOIN_FILE).read_text())
+    (folder / JOIN_FILE).write_text(json.dumps({**values, "key": "00" * 32}))
+    stranger = address_in(folder)
+    assert stranger is not None
+    with pytest.raises((AuthenticationError, OSError, EOFError)):
+        stranger.knock()
+
+
+def test_the_address_goes_with_the_run(start: Any, tmp_path: Path) -> None:
+    fleet, _ = start(guests=1)
+    fleet.close()
+    assert address_in(tmp_path / "weights") is None
+    (tmp_path / "weights" / JOIN_FILE).write_text("{}")
+    with pytest.raises(InputError, match="is no address of a run"):
+        address_in(tmp_path / "weights")
