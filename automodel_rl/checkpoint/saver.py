@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from automodel_rl.checkpoint.folder import (
@@ -27,7 +26,7 @@ from automodel_rl.checkpoint.folder import (
 from automodel_rl.checkpoint.host_copies import HostCopies
 from automodel_rl.checkpoint.random_state import random_state
 from automodel_rl.checkpoint.state import engine_tensors
-from automodel_rl.checkpoint.storage import SafetensorsWriter, WritePlan, keys_of, own_errors
+from automodel_rl.checkpoint.storage import WritePlan, keys_of, plan_writes, write_shards
 from automodel_rl.engine.engine import Engine
 from automodel_rl.errors import innermost
 from automodel_rl.files import publish_folder
@@ -190,14 +189,10 @@ class CheckpointSaver:
             (unfinished / RANKS).mkdir()
 
     def _write_tensors(self, job: _Job, unfinished: Path) -> dict[str, StoredFile]:
-        writer = SafetensorsWriter(unfinished / TENSORS, self.group.rank(), job.shards)
-        if self._plan is None:  # later checkpoints use the plan again: DCP's planning slows training down
-            with own_errors():
-                dcp.save(job.tensors, storage_writer=writer, process_group=self.group)
-            self._plan = writer.plan
-        else:
-            writer.write(self._plan)
-        return {f"{TENSORS}/{name}": of for name, of in writer.written.items()}
+        if self._plan is None:  # later checkpoints use the plan again: planning slows training down
+            self._plan = plan_writes(job.tensors, self.group)
+        written = write_shards(unfinished / TENSORS, self.group.rank(), job.shards, self._plan)
+        return {f"{TENSORS}/{name}": of for name, of in written.items()}
 
     def _publish(self, job: _Job, unfinished: Path, files: dict[str, StoredFile]) -> None:
         if self.group.rank() == 0:

@@ -7,11 +7,10 @@ neither on the layout that wrote it, nor on the ranks that held a component.
 import re
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from automodel_rl.checkpoint.folder import CheckpointError
-from automodel_rl.checkpoint.storage import SafetensorsReader, own_errors
+from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.engine.engine import Engine
 from automodel_rl.hf.read import EMBEDDING, stored_buffers
 from automodel_rl.model.handle import ModelHandle
@@ -57,8 +56,14 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
         parameters["language"].setdefault(EMBEDDING, copy)
     with engine.moments_on_device():
         state = _tensors(engine, parameters)
-        with own_errors():
-            dcp.load(state, storage_reader=reader, process_group=handle.layout.world_control)
+        problem = ""
+        try:
+            reader.read_into(state)
+        except CheckpointError as error:
+            problem = str(error)
+        for text in gather_objects(problem, handle.layout.world_control):
+            if text:
+                raise CheckpointError(text)
         for component in handle.components:
             _restore_state(engine, parameters[component.name], state[component.name])
         if copy is not None and copy is not parameters["language"][EMBEDDING]:

@@ -1,8 +1,8 @@
-"""Storage for torch's distributed checkpoint (DCP): a safetensors file for each rank, and one index in JSON.
+"""Storage of tensors by many ranks: a safetensors file for each rank, and one index in JSON.
 
-DCP plans what each rank writes and reads, also from one layout to another. Its own formats use pickle, or build a
-rank's whole file in memory. The files here are written as a stream, and any program that reads safetensors can read
-them.
+torch's distributed checkpoint (DCP) plans what each rank writes and reads, also from one layout to another. Its own
+formats use pickle, or build a rank's whole file in memory. The files here are written as a stream, and any program that
+reads safetensors can read them.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader, StorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,13 +29,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from automodel_rl.checkpoint.folder import INDEX, CheckpointError, read_json, write_hashed
+from automodel_rl.errors import innermost
 from automodel_rl.hf.stored import DTYPES
 from automodel_rl.manifest import StoredFile
+from automodel_rl.parallel.host_collectives import gather_to_first, scatter_from_first
 from automodel_rl.parallel.sharding import Box
 
 ALIGNMENT = 8
@@ -44,87 +44,80 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class WritePlan:
-    """The tensors that a rank writes. They are the same for every checkpoint of the same tensors on the same layout.
+    """What a rank writes. It is the same for every checkpoint of the same tensors on the same layout.
 
     Attributes:
-        keys: keys of the tensors.
-        index: content of the index on the rank that writes it; None on all others.
+        keys: keys of the tensors whose shards it writes.
+        index: content of the index on rank 0; None on all others.
     """
 
     keys: list[str]
     index: str | None = None
 
 
-class SafetensorsWriter(StorageWriter):
-    """Writes this rank's shards.
+def plan_writes(tensors: dict[str, Any], group: dist.ProcessGroup) -> WritePlan:
+    """Plans which rank writes which shards, so that each is written once. A collective.
+
+    DCP plans, and ranks send along a tree what each of them has. DCP's own collectives connect rank 0 with all others.
+
+    Args:
+        tensors: this rank's tensors, in nested mappings.
+        group: a gloo group of all ranks.
+
+    Raises:
+        CheckpointError: on all ranks; they have different tensors of one key.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tensors, is_coordinator=group.rank() == 0)
+    of_ranks = gather_to_first(planner.create_local_plan(), group)
+    planned: list[WritePlan | str] | None = None
+    if of_ranks is not None:
+        try:
+            planned = _plans(*planner.create_global_plan(of_ranks))
+        except Exception as error:  # others wait for an answer
+            planned = [innermost(error)] * group.size()
+    plan = scatter_from_first(planned, group)
+    if isinstance(plan, str):
+        raise CheckpointError(plan)
+    return plan
+
+
+def _plans(of_ranks: list[SavePlan], metadata: Metadata) -> list[WritePlan | str]:
+    """The plan of each rank, and the index with that of rank 0."""
+    files = {item.index: rank_name(rank) for rank, plan in enumerate(of_ranks) for item in plan.items}
+    index = {}
+    for key, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        chunks = [
+            {"file": files[MetadataIndex(key, chunk.offsets)], "offsets": [*chunk.offsets], "shape": [*chunk.sizes]}
+            for chunk in tensor.chunks
+        ]
+        index[key] = {"dtype": DTYPES[tensor.properties.dtype], "shape": [*tensor.size], "chunks": chunks}
+    keys = [[item.index.fqn for item in plan.items] for plan in of_ranks]
+    return [WritePlan(keys[0], json.dumps(index)), *map(WritePlan, keys[1:])]
+
+
+def rank_name(rank: int) -> str:
+    """Name of the file with a rank's shards."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def write_shards(folder: Path, rank: int, shards: dict[str, Tensor], plan: WritePlan) -> dict[str, StoredFile]:
+    """Writes what a rank is to write, and returns its files by name.
 
     Args:
         folder: an existing folder.
         rank: the rank of this process.
         shards: this rank's shard of every tensor, by key, on any device.
-
-    Attributes:
-        written: files that this rank has written, by name.
-        plan: the tensors that this rank writes; None until DCP has planned them.
+        plan: what it is to write.
     """
-
-    def __init__(self, folder: Path, rank: int, shards: dict[str, Tensor]):
-        self.folder, self.file, self.shards = folder, f"rank_{rank:05d}.safetensors", shards
-        self.written: dict[str, StoredFile] = {}
-        self.plan: WritePlan | None = None
-
-    def write(self, plan: WritePlan) -> None:
-        """Writes the tensors of a plan that a writer of the same tensors had before, without DCP."""
-        self.plan = plan
-        if plan.keys:
-            tensors = [(key, self.shards[key]) for key in plan.keys]
-            self.written[self.file] = _write_file(self.folder / self.file, tensors)
-        self._write_index(plan.index)
-
-    def _write_index(self, index: str | None) -> None:
-        if index is not None:
-            self.written[INDEX] = write_hashed(self.folder / INDEX, index)
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Does nothing: the folder is an argument of the constructor."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: every rank has a file of its own."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
-        self.write(WritePlan([item.index.fqn for item in plan.items]))
-        done.set_result([_result(item, self.file) for item in plan.items])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        index = {}
-        for key, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            chunks = [
-                {"file": files[MetadataIndex(key, chunk.offsets)], "offsets": [*chunk.offsets], "shape": [*chunk.sizes]}
-                for chunk in tensor.chunks
-            ]
-            index[key] = {"dtype": DTYPES[tensor.properties.dtype], "shape": [*tensor.size], "chunks": chunks}
-        assert self.plan is not None
-        self.plan = WritePlan(self.plan.keys, json.dumps(index))
-        self._write_index(self.plan.index)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
-
-
-def _result(item: WriteItem, file: str) -> WriteResult:
-    size = item.tensor_storage_size()
-    return WriteResult(item.index, size_in_bytes=0 if size is None else size, storage_data=file)
+    written = {}
+    if plan.keys:
+        tensors = [(key, shards[key]) for key in plan.keys]
+        written[rank_name(rank)] = _write_file(folder / rank_name(rank), tensors)
+    if plan.index is not None:
+        written[INDEX] = write_hashed(folder / INDEX, plan.index)
+    return written
 
 
 def _write_file(path: Path, tensors: list[tuple[str, Tensor]]) -> StoredFile:
@@ -161,8 +154,8 @@ def _contents(tensors: list[tuple[str, Tensor]]) -> Iterator[Any]:
             yield memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).cast("B")
 
 
-class SafetensorsReader(StorageReader):
-    """Reads the tensors that any number of ranks have written with `SafetensorsWriter`.
+class SafetensorsReader:
+    """Reads the tensors that any number of ranks have written with `write_shards`. No rank needs another one for it.
 
     Args:
         folder: the folder with the checkpoint's tensors.
@@ -209,37 +202,32 @@ class SafetensorsReader(StorageReader):
                 whole[box] = tensors.get_tensor(key)
         return whole
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        """Does nothing: the folder is an argument of the constructor."""
+    def read_into(self, tensors: dict[str, Any]) -> None:
+        """Reads this rank's shards of tensors, in place: of each file what is to be read of it, and of no other file.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata({**self._tensors})
+        Args:
+            tensors: this rank's tensors, in nested mappings.
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the index has been read already."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[Any]] = {}
+        Raises:
+            CheckpointError: a file is missing or damaged, or the checkpoint has other tensors.
+        """
+        planner = DefaultLoadPlanner()
+        try:
+            planner.set_up_planner(tensors, Metadata({**self._tensors}), is_coordinator=False)
+            plan = planner.finish_plan(planner.create_local_plan())
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{self.folder}: has other tensors ({innermost(error)}): use another one") from None
+        by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._files[item.storage_index], []).append(item)
         for file, items in by_file.items():
-            with self._open(file) as tensors:
+            with self._open(file) as stored:
                 for item in items:
                     box = _box(item.storage_offsets, item.lengths)
                     key = item.storage_index.fqn
-                    values = tensors.get_slice(key)[box] if box else tensors.get_tensor(key)
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(values)
+                    target.copy_(stored.get_slice(key)[box] if box else stored.get_tensor(key))
                     planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     @contextlib.contextmanager
     def _open(self, file: str) -> Iterator[Any]:
@@ -248,20 +236,6 @@ class SafetensorsReader(StorageReader):
                 yield tensors
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.folder / file}: missing or damaged ({error}): use another one") from None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
-
-
-@contextlib.contextmanager
-def own_errors() -> Iterator[None]:
-    """Makes DCP's collectives in the block raise the error of the first rank that failed, on all ranks. Their own error
-    is no `Exception`, and whoever goes on without a checkpoint would not notice it."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise error.failures[min(error.failures)][0] from None
 
 
 def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:

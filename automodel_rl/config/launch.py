@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from automodel_rl.config.base import Positive, Section
+from automodel_rl.config.base import PathText, Positive, Section
 
 
 class RayConfig(Section):
@@ -24,6 +24,15 @@ class RayConfig(Section):
 
     wait_minutes: Annotated[float, Field(ge=0)] = 30.0
     """Longest wait for free nodes, at the start and before a restart."""
+
+    generators: Annotated[int, Field(ge=0)] = 0
+    """Number of generators that the cluster starts to join a run with rollout.generator.kind=joined, on nodes that have
+    room besides the ranks: each has a GPU, or a processor if the cluster has no GPUs. One whose node is gone is started
+    again elsewhere."""
+
+    generator_python: PathText | None = None
+    """Python interpreter of an environment with vLLM on their nodes, with which they write; null writes with
+    transformers."""
 
     @field_validator("address")
     @classmethod

@@ -360,6 +360,11 @@ class RolloutRunConfig(RunConfig):
             )
         if isinstance(generator, JoinedGeneratorConfig):
             self._check_joined()
+        elif self.launch.ray is not None and self.launch.ray.generators:
+            raise ValueError(
+                f"launch.ray.generators={self.launch.ray.generators}: generators join runs of "
+                "rollout.generator.kind=joined alone: set that, or leave it out"
+            )
         if self.memory.offload is not None and generator.is_apart:
             where = f"place={[*generator.devices]}" if generator.devices else f"kind={generator.kind}"
             raise ValueError(

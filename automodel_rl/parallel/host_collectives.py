@@ -65,6 +65,11 @@ class TreePlace:
             reach *= 2
         return cls(tuple(children), rank - reach if rank else None, min(rank + reach, size))
 
+    @property
+    def branches(self) -> list[tuple[int, int]]:
+        """Each child, and the rank after the last one behind it."""
+        return [*zip(self.children, (*self.children[1:], self.end), strict=False)]
+
 
 def combine(tensor: Tensor, group: dist.ProcessGroup, how: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
     """Combines a small tensor on the host over the ranks of a gloo group, in place, for all of them. A collective.
@@ -103,7 +108,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
         value: anything that can be pickled; tensors are on the host.
         group: the group.
     """
-    return [pickle.loads(piece.numpy().tobytes()) for piece in gather_pieces(_pickled(value), group)]
+    return [_unpickled(piece) for piece in gather_pieces(_pickled(value), group)]
 
 
 def gather_pieces(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
@@ -117,6 +122,61 @@ def gather_pieces(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     return _gather(own, lengths, group).split(lengths)
 
 
+def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T] | None:
+    """The objects of all ranks of a gloo group on its rank 0, and None on the others. A collective along the same tree,
+    for what would be too much for all ranks to have.
+
+    Args:
+        value: anything that can be pickled; tensors are on the host.
+        group: the group.
+    """
+    rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
+    pieces = [_pickled(value)]
+    for child, end in place.branches:
+        pieces += _receive(end - child, child, group)
+    if place.parent is not None:
+        _send(pieces, place.parent, group)
+        return None
+    assert rank == 0
+    return [_unpickled(piece) for piece in pieces]
+
+
+def scatter_from_first(values: Sequence[T] | None, group: dist.ProcessGroup) -> T:
+    """This rank's object of those that rank 0 of a gloo group has, one for each rank. A collective along the same tree.
+
+    Args:
+        values: on rank 0, what can be pickled, by rank; None on the others.
+        group: the group.
+    """
+    rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
+    if place.parent is None:
+        assert values is not None
+        pieces = [_pickled(value) for value in values]
+    else:
+        pieces = _receive(place.end - rank, place.parent, group)
+    for child, end in place.branches:
+        _send(pieces[child - rank : end - rank], child, group)
+    own: T = _unpickled(pieces[0])
+    return own
+
+
+def _send(pieces: Sequence[Tensor], to: int, group: dist.ProcessGroup) -> None:
+    dist.send(torch.tensor([len(piece) for piece in pieces]), group=group, group_dst=to)
+    dist.send(torch.cat([*pieces]), group=group, group_dst=to)
+
+
+def _receive(count: int, source: int, group: dist.ProcessGroup) -> list[Tensor]:
+    lengths = torch.empty(count, dtype=torch.int64)
+    dist.recv(lengths, group=group, group_src=source)
+    whole = torch.empty(int(lengths.sum()), dtype=torch.uint8)
+    dist.recv(whole, group=group, group_src=source)
+    return [*whole.split(lengths.tolist())]
+
+
+def _unpickled(piece: Tensor) -> Any:
+    return pickle.loads(piece.numpy().tobytes())
+
+
 def _pickled(value: object) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
@@ -127,7 +187,7 @@ def _gather(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Te
     starts = [0, *itertools.accumulate(lengths)]
     whole = own.new_empty(starts[-1])
     whole[starts[rank] : starts[rank + 1]] = own
-    for child, end in zip(place.children, (*place.children[1:], place.end), strict=False):
+    for child, end in place.branches:
         dist.recv(whole[starts[child] : starts[end]], group=group, group_src=child)
     _hand_on(whole[starts[rank] : starts[place.end]], whole, place, group)
     return whole

@@ -1,11 +1,12 @@
 """A whole run on a Ray cluster: an agent on each node starts the ranks there, and the driver watches the agents."""
 
+import contextlib
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from automodel_rl.config import RunConfig
+from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.config.launch import RayConfig
 from automodel_rl.errors import EXIT_FAILURE, EXIT_OK, InputError
 from automodel_rl.launch.flight import last_place, left_flight
@@ -24,6 +26,7 @@ from automodel_rl.observe.run_directory import STEP_FOLDER, step_of
 from automodel_rl.observe.run_files import FLIGHTS, RunFiles
 from automodel_rl.observe.run_lock import JOB_VARIABLE
 from automodel_rl.ray.cluster import Nodes, connected, environment_for_nodes, reserved
+from automodel_rl.ray.joined_generators import JoinedGenerators
 from automodel_rl.ray.node_agent import NodeAgent, Place
 
 POLL_SECONDS = 0.1
@@ -141,14 +144,16 @@ def _take(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
 def _attempt(config: RunConfig, settings: RayConfig, arguments: Sequence[str], stop: _Stop) -> FailureRecord | None:
     """Runs the job once. Returns why it failed, or None."""
     devices = () if config.generation is None else config.generation.rollout.generator.devices
-    with reserved(settings, config.world_size, devices) as nodes:
+    with reserved(settings, config.world_size, devices) as nodes, _joined(config, settings) as generators:
         job = _Attempt(nodes, Path(config.output).absolute() / FLIGHTS)
         try:
-            job.start(["-m", "automodel_rl", *arguments], config.world_size)
+            job.start(["-m", "automodel_rl", *arguments], config.world_size, is_joined=generators is not None)
             stop.ranks_work = True
             while job.is_at_work:
                 time.sleep(POLL_SECONDS)
                 job.poll(stop.take())
+                if generators is not None:
+                    generators.poll()
             if not job.has_failed:
                 return None
             ends = job.end()
@@ -161,6 +166,18 @@ def _attempt(config: RunConfig, settings: RayConfig, arguments: Sequence[str], s
     return ends.cause
 
 
+@contextlib.contextmanager
+def _joined(config: RunConfig, settings: RayConfig) -> Iterator[JoinedGenerators | None]:
+    """The generators that the cluster starts for a run, for the block; None for a run that nobody joins."""
+    run = config.generation
+    if run is None or not isinstance(run.rollout.generator, JoinedGeneratorConfig):
+        yield None
+        return
+    assert run.weight_sync.publish is not None
+    with contextlib.closing(JoinedGenerators(settings, run.weight_sync.publish)) as generators:
+        yield generators
+
+
 class _Attempt:
     """The agents of an attempt."""
 
@@ -171,7 +188,14 @@ class _Attempt:
         self.places: dict[int, Place] = {}
         self.lost: list[Ends] = []
 
-    def start(self, command: Sequence[str], world_size: int) -> None:
+    def start(self, command: Sequence[str], world_size: int, *, is_joined: bool) -> None:
+        """Starts the ranks.
+
+        Args:
+            command: arguments of Python, which run a rank.
+            world_size: number of ranks.
+            is_joined: whether generators on other nodes join them, at the first node's address.
+        """
         self.places = self._ask(lambda agent, _: agent.place.remote())
         if self.lost:
             self.is_at_work, self.has_failed = False, True
@@ -179,6 +203,8 @@ class _Attempt:
         per_node, first = self.nodes.ranks_per_node, self.places[0]
         hosts = ", ".join(place.host for place in self.places.values())
         print(f"starting {world_size} ranks, {per_node} on each of {self.nodes.count} nodes ({hosts}) ...", flush=True)
+        if is_joined:
+            command = [*command, f"--rollout.generator.host={first.address}"]
         shared = (environment_for_nodes(), str(Path.cwd()), self.flights)
         refusals = self._ask(
             lambda agent, node: agent.start.remote(

@@ -8,7 +8,14 @@ import torch.distributed as dist
 
 from automodel_rl.config import ParallelConfig
 from automodel_rl.launch.process_group import join_process_group
-from automodel_rl.parallel.host_collectives import any_rank, combine, gather_objects, gather_rows
+from automodel_rl.parallel.host_collectives import (
+    any_rank,
+    combine,
+    gather_objects,
+    gather_rows,
+    gather_to_first,
+    scatter_from_first,
+)
 from automodel_rl.parallel.layout import build_layout
 from tests.rank_pool import RankPool
 
@@ -46,3 +53,34 @@ def test_every_rank_gets_what_all_have(ranks: RankPool, size: int) -> None:
         assert objects == [{"rank": "x" * 1000 * other} if other % 3 else None for other in range(size)]
         assert votes == [True, False]
         assert {*sent} == ({rank & (rank - 1)} if rank else set())
+
+
+def to_first_and_back(size: int) -> tuple[list[Any] | None, Any, int]:
+    """What rank 0 gets of all, what this rank gets of it, and how many ranks it talked to."""
+    layout = build_layout(ParallelConfig(dp_shard=size), join_process_group(size))
+    group, rank, peers = layout.world_control, dist.get_rank(), set[int]()
+    send, recv = dist.send, dist.recv
+
+    def sent(*given: object, group_dst: int, **how: object) -> None:
+        peers.add(group_dst)
+        send(*given, group_dst=group_dst, **how)
+
+    def received(*given: object, group_src: int, **how: object) -> None:
+        peers.add(group_src)
+        recv(*given, group_src=group_src, **how)
+
+    dist.send, dist.recv = sent, received
+    try:
+        gathered = gather_to_first("x" * 100 * rank, group)
+        scattered = scatter_from_first(None if rank else [{"of": other} for other in range(size)], group)
+    finally:
+        dist.send, dist.recv = send, recv
+    return gathered, scattered, len(peers)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_rank_0_gets_what_all_have_and_gives_each_its_own(ranks: RankPool, size: int) -> None:
+    for rank, (gathered, scattered, num_peers) in enumerate(ranks(size).run(to_first_and_back, size)):
+        assert gathered == (None if rank else ["x" * 100 * other for other in range(size)])
+        assert scattered == {"of": rank}
+        assert num_peers <= 3

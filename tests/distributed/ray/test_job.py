@@ -11,6 +11,7 @@ import pytest
 from automodel_rl.cli import main
 from automodel_rl.ray.job import _again
 from tests.distributed.trainers.runs import assert_same_weights, metrics_of, settings_of, write
+from tests.fleet_chaos import alone_settings, check_undisturbed, joined_settings
 from tests.processes import Job, run_command
 from tests.ray_nodes import RayNodes
 
@@ -48,6 +49,16 @@ def test_grpo_on_two_nodes_has_the_numbers_of_our_own_launcher(
     assert f"step {settings['length']['steps']}/" in ran.stdout, "the driver shows what rank 0 prints"
     assert numbers(tmp_path / "run") == numbers(tmp_path / "local")
     assert_same_weights(tmp_path / "local" / "final", tmp_path / "run" / "final")
+
+
+def test_generators_that_the_cluster_starts_join_a_run(nodes: RayNodes, workspace: Path, tmp_path: Path) -> None:
+    alone = alone_settings(workspace, tmp_path / "alone", steps=3)
+    assert run_command(command("grpo", write(alone, tmp_path))).returncode == 0
+    config = write(joined_settings(workspace, tmp_path / "run", steps=3), tmp_path)
+    ran = run_command(command("grpo", config, *on_ray(nodes), "--launch.ray.generators", "2"))
+    assert ran.returncode == 0, ran.stderr
+    assert "joined generator 0 has joined" in ran.stdout
+    check_undisturbed(tmp_path / "run", tmp_path / "alone")
 
 
 def test_sft_that_loses_a_node_has_the_numbers_of_an_undisturbed_run_of_our_own_launcher(

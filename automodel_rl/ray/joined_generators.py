@@ -1,0 +1,82 @@
+"""Generators that join a run, as actors on any nodes of a Ray cluster. Ray starts one again whose node is gone."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from automodel_rl.config.launch import RayConfig
+from automodel_rl.errors import innermost
+from automodel_rl.generators.joined import OwnChoice, generate
+from automodel_rl.ray.cluster import environment_for_nodes
+
+SPREAD: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": "SPREAD"}
+"""Options of the actors: on as many nodes as have room, and again elsewhere if a node is gone."""
+
+
+class GeneratorActor:
+    """A generator on a node. If the actor ends, however it does, the generator ends with it."""
+
+    def write(self, folder: Path, choice: OwnChoice, minutes: float, environment: Mapping[str, str], cwd: str) -> None:
+        """Writes for the run that publishes to a folder, until the run ends.
+
+        Args:
+            folder, choice, minutes: as those of `generate`.
+            environment: variables of the driver, for those that this node lacks.
+            cwd: the driver's working directory.
+        """
+        os.chdir(cwd)
+        os.environ.update({**environment, **os.environ})
+        generate(folder, choice, minutes)
+
+
+class JoinedGenerators:
+    """The generators that a driver starts for its run.
+
+    Args:
+        settings: the config's section `launch.ray`.
+        folder: the folder that the run publishes to.
+    """
+
+    def __init__(self, settings: RayConfig, folder: Path):
+        self.settings, self.folder = settings, folder.absolute()
+        has_gpus = any("GPU" in node["Resources"] for node in ray.nodes() if node["Alive"])
+        self._options = {"num_cpus": 1, "num_gpus": 1 if has_gpus else 0, **SPREAD}
+        self._failures = 0
+        self._working: dict[Any, Any] = {}  # the actors by what they are at
+        for _ in range(settings.generators):
+            self._start()
+
+    def poll(self) -> None:
+        """Starts generators again that have failed, as often in all as the config allows."""
+        done, _ = ray.wait([*self._working], num_returns=len(self._working), timeout=0) if self._working else ([], [])
+        for task in done:
+            actor = self._working.pop(task)
+            try:
+                ray.get(task)
+            except RayError as error:
+                ray.kill(actor)
+                self._failures += 1
+                again = self._failures <= self.settings.restarts
+                what = "another one is started" if again else "no other one is started (launch.ray.restarts)"
+                print(f"warning: a generator has ended ({innermost(error)}); {what}", file=sys.stderr, flush=True)
+                if again:
+                    self._start()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for actor in self._working.values():
+            ray.kill(actor)
+        self._working = {}
+
+    def _start(self) -> None:
+        actor: Any = ray.remote(GeneratorActor).options(**self._options).remote()
+        choice = OwnChoice(self.settings.generator_python)
+        task = actor.write.remote(
+            self.folder, choice, self.settings.wait_minutes, environment_for_nodes(), str(Path.cwd())
+        )
+        self._working[task] = actor

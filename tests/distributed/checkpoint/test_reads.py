@@ -1,0 +1,90 @@
+"""A rank reads of a checkpoint what it holds, once, from the files that have it, whatever layout wrote it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_rl.batch import pack_microbatch
+from automodel_rl.checkpoint.load import load_checkpoint
+from automodel_rl.checkpoint.state import engine_tensors
+from automodel_rl.checkpoint.storage import SafetensorsReader, keys_of
+from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from automodel_rl.engine import Engine
+from automodel_rl.losses import sft_loss
+from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.sharding import local_tensor
+from tests.checkpoints import save_checkpoint
+from tests.rank_pool import RankPool
+from tests.tiny import make_sequences, save_tiny_model
+
+
+def engine_of(model: Path, parallel: ParallelConfig) -> Engine:
+    handle = ModelHandle.from_pretrained(ModelConfig(path=str(model), dtype="float32"), parallel)
+    return Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
+
+
+def save(model: Path, folder: Path, parallel: ParallelConfig) -> None:
+    engine = engine_of(model, parallel)
+    engine.train_step([pack_microbatch(make_sequences(2, engine.handle.layout.data_rank))], sft_loss)
+    save_checkpoint(engine, folder, {}, {})
+
+
+class Noted:
+    """A file of tensors, which notes how many numbers are read."""
+
+    def __init__(self, stored: Any, noted: list[int]):
+        self.stored, self.noted = stored, noted
+
+    def get_tensor(self, key: str) -> Any:
+        whole = self.stored.get_tensor(key)
+        self.noted.append(whole.numel())
+        return whole
+
+    def get_slice(self, key: str) -> Any:
+        stored, noted = self.stored.get_slice(key), self.noted
+
+        class Slice:
+            def __getitem__(self, box: Any) -> Any:
+                part = stored[box]
+                noted.append(part.numel())
+                return part
+
+        return Slice()
+
+
+def reads(model: Path, folder: Path, parallel: ParallelConfig) -> tuple[list[str], int, int]:
+    """The files that this rank opens, the numbers that it reads, and those that it holds."""
+    opened: list[str] = []
+    numbers: list[int] = []
+    open_file = SafetensorsReader._open
+
+    @contextmanager
+    def noting(reader: SafetensorsReader, file: str) -> Iterator[Noted]:
+        opened.append(file)
+        with open_file(reader, file) as stored:
+            yield Noted(stored, numbers)
+
+    engine = engine_of(model, parallel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafetensorsReader, "_open", noting)
+        load_checkpoint(engine, folder)
+    held = sum(local_tensor(tensor).numel() for _, tensor in keys_of(engine_tensors(engine)))
+    return opened, sum(numbers), held
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most_files"),
+    [({"pp": 2, "dp_shard": 2}, 2), ({"dp_shard": 4}, 4), ({"pp": 2, "tp": 2}, 3), ({"dp_replicate": 2, "dp_shard": 2}, 4)],
+    ids=str,
+)
+def test_a_rank_reads_what_it_holds_from_the_files_that_have_it(
+    ranks: RankPool, tmp_path: Path, sizes: dict, most_files: int
+) -> None:
+    save_tiny_model(tmp_path / "model", "qwen3", num_layers=4)
+    ranks(4).run(save, tmp_path / "model", tmp_path / "step_1", ParallelConfig(pp=2, dp_shard=2))
+    for opened, read, held in ranks(4).run(reads, tmp_path / "model", tmp_path / "step_1", ParallelConfig(**sizes)):
+        assert len(opened) == len({*opened}) <= most_files
+        assert read == held
