@@ -50,9 +50,10 @@ def run_of(settings: Settings, folder: Path, *options: str) -> Job:
     return Job([sys.executable, "-m", "automodel_rl", "grpo", write(settings, folder), *options])
 
 
-def generator_of(settings: Settings) -> Job:
+def generator_of(settings: Settings, *options: str) -> Job:
     """The process of a generator that joins the run."""
-    return Job([sys.executable, "-m", "automodel_rl", "generate", "--join", settings["weight_sync"]["publish"]])
+    folder = settings["weight_sync"]["publish"]
+    return Job([sys.executable, "-m", "automodel_rl", "generate", "--join", folder, *options])
 
 
 class Disturbance:

@@ -77,7 +77,12 @@ def reads(model: Path, folder: Path, parallel: ParallelConfig) -> tuple[list[str
 
 @pytest.mark.parametrize(
     ("sizes", "most_files"),
-    [({"pp": 2, "dp_shard": 2}, 2), ({"dp_shard": 4}, 4), ({"pp": 2, "tp": 2}, 3), ({"dp_replicate": 2, "dp_shard": 2}, 4)],
+    [
+        ({"pp": 2, "dp_shard": 2}, 2),
+        ({"dp_shard": 4}, 4),
+        ({"pp": 2, "tp": 2}, 3),
+        ({"dp_replicate": 2, "dp_shard": 2}, 4),
+    ],
     ids=str,
 )
 def test_a_rank_reads_what_it_holds_from_the_files_that_have_it(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -29,10 +30,12 @@ from tests.distributed.trainers.runs import (
     add_turns,
     copy_with_frequent_ends,
     metrics_of,
+    num_lines,
     rollouts_of,
     settings_of,
     train,
 )
+from tests.fleet_chaos import generator_of, run_of
 from tests.mtp_reference import accepted_drafts, save_model_with_mtp
 from tests.processes import Job
 from tests.rank_pool import RankPool
@@ -339,6 +342,23 @@ def serving(folder: Path, options: dict[str, Any]) -> Iterator[str]:
     with Job(command, env=dict(os.environ)) as job:
         assert job.wait_until(answers, 0.2), job.stderr
         yield url
+
+
+@pytest.mark.longer  # test_joined_generators.py has generators of transformers come and go
+def test_vllm_joins_a_run_and_is_killed_and_another_one_goes_on(workspace: Path, tmp_path: Path, whole: Path) -> None:
+    settings = values(workspace, tmp_path / "run", {"kind": "joined"})
+    settings["weight_sync"] = {"publish": str(tmp_path / "weights"), "check_every": 1}
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with run_of(settings, tmp_path) as run:
+        for steps in (1, 2):
+            with generator_of(settings, "--vllm", str(PYTHON)) as vllm:
+                has_come = functools.partial(lambda steps: num_lines(metrics) >= steps, steps)
+                assert vllm.wait_until(has_come), vllm.stdout + vllm.stderr
+        with generator_of(settings, "--vllm", str(PYTHON)) as vllm:
+            assert run.finish() == 0, run.stdout + run.stderr
+            assert vllm.finish() == 0, vllm.stdout + vllm.stderr
+    assert_agreement(tmp_path / "run")
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(whole), rel=1e-4)
 
 
 @pytest.mark.longer  # others of this file start a real vLLM, and test_reward_models.py scores without one
