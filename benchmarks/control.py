@@ -22,15 +22,20 @@ import torch.distributed as dist
 
 from automodel_rl import Batch, ParallelConfig, Policy, TokenSequence
 from automodel_rl.batch import Packing
+from automodel_rl.checkpoint.storage import plan_writes
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.process_group import join_process_group, leave_process_group
 from automodel_rl.losses import Readout, sft_loss
-from automodel_rl.parallel.layout import build_layout
+from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.layout import build_layout, own_group
 from automodel_rl.policy.crew import TreeCrew
 from automodel_rl.policy.jobs import Job
 from automodel_rl.policy.shares import Share
 
 TOKENS, JOBS, BATCHES, LONGEST = 4_000_000, 30, 5, 8192
+
+SHARDS = 100
+"""Number of shards of each kind in the planned checkpoint."""
 
 
 def do(job: Job, share: Share | None) -> Any:
@@ -91,23 +96,37 @@ def rank_of(rank: int, size: int, port: int) -> None:
     if rank == 0:
         lead(crew, size, took)
     ended = crew.follow() if rank else None
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, num_sockets(), group=layout.world_control)
+    sockets = num_sockets()
+    planned = plan_checkpoint(rank, size)
+    everyone = gather_objects((sockets, num_sockets()), layout.world_control)
     if rank == 0:
-        others = everyone[1:]
+        others = [before for before, _ in everyone[1:]]
         print(
             json.dumps(
                 {
                     "ranks": size,
                     "groups": sum(one is not dist.GroupMember.NON_GROUP_MEMBER for one in made),
                     "of_all": len(made),
-                    "sockets_of_rank_0": everyone[0],
+                    "sockets_of_rank_0": everyone[0][0],
                     "of_others": max(others),
+                    "plan_of_a_checkpoint_s": round(planned, 2),
+                    "sockets_of_rank_0_after_it": everyone[0][1],
+                    "of_others_after_it": max(after for _, after in everyone[1:]),
                 }
             )
         )
     assert ended is None
     leave_process_group()
+
+
+def plan_checkpoint(rank: int, size: int) -> float:
+    """Seconds until a checkpoint is planned in which each rank has shards of its own, and shards that all have."""
+    group = own_group([[*range(size)]], "gloo")
+    assert group is not None
+    names = [*(f"{rank}.{number}" for number in range(SHARDS)), *map(str, range(SHARDS))]
+    started = time.perf_counter()
+    plan_writes({"language": {"model": {name: torch.zeros(1) for name in names}}}, group)
+    return time.perf_counter() - started
 
 
 def lead(crew: TreeCrew, size: int, took: float) -> None:

@@ -23,7 +23,7 @@ LONGEST_PAUSE = 0.4
 """Seconds between two events."""
 
 
-STEPS_OF_EVENT = 4
+STEPS_OF_EVENT = 3
 """Steps of a run for each event."""
 
 
@@ -39,6 +39,7 @@ def alone_settings(workspace: Path, output: Path, steps: int) -> Settings:
     """The same run, whose rank generates."""
     settings = settings_of("grpo", workspace, output)
     settings["length"] = {"steps": steps}
+    settings["optimizer"]["lr"] = 1e-4  # else all is learned before the end
     settings["checkpoint"] = {"every_steps": 1, "keep_last": 1}
     settings["observe"] = {"samples": 0}
     settings["data"].pop("validation")

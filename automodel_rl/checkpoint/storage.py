@@ -1,8 +1,8 @@
 """Storage of tensors by many ranks: a safetensors file for each rank, and one index in JSON.
 
-torch's distributed checkpoint (DCP) plans what each rank writes and reads, also from one layout to another. Its own
-formats use pickle, or build a rank's whole file in memory. The files here are written as a stream, and any program that
-reads safetensors can read them.
+Files are written as a stream, and any program that reads safetensors can read them. torch's distributed checkpoint
+(DCP) makes the same shards. Its formats use pickle, or build a rank's whole file in memory, and its plans connect rank
+0 with all others: of 1,024 ranks they would take a minute (benchmarks/README.md).
 """
 
 import contextlib
@@ -21,22 +21,12 @@ import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from automodel_rl.checkpoint.folder import INDEX, CheckpointError, read_json, write_hashed
-from automodel_rl.errors import innermost
 from automodel_rl.hf.stored import DTYPES
 from automodel_rl.manifest import StoredFile
 from automodel_rl.parallel.host_collectives import gather_to_first, scatter_from_first
-from automodel_rl.parallel.sharding import Box
+from automodel_rl.parallel.sharding import Box, local_box, local_tensor, overlap, relative
 
 ALIGNMENT = 8
 """The header of a safetensors file is padded to a multiple of this many bytes."""
@@ -55,45 +45,81 @@ class WritePlan:
     index: str | None = None
 
 
+@dataclass(frozen=True)
+class _Shard:
+    """A shard that a rank holds.
+
+    Attributes:
+        key: the tensor's key.
+        whole: the tensor's whole shape.
+        offsets, shape: the shard's place in the tensor, and its shape.
+        dtype: name of the dtype in safetensors.
+        num_bytes: size of the shard.
+    """
+
+    key: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
 def plan_writes(tensors: dict[str, Any], group: dist.ProcessGroup) -> WritePlan:
     """Plans which rank writes which shards, so that each is written once. A collective.
-
-    DCP plans, and ranks send along a tree what each of them has. DCP's own collectives connect rank 0 with all others.
 
     Args:
         tensors: this rank's tensors, in nested mappings.
         group: a gloo group of all ranks.
 
     Raises:
-        CheckpointError: on all ranks; they have different tensors of one key.
+        CheckpointError: on all ranks; shards do not make up a tensor.
     """
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(tensors, is_coordinator=group.rank() == 0)
-    of_ranks = gather_to_first(planner.create_local_plan(), group)
+    shards = [_shard(key, tensor) for key, tensor in keys_of(tensors) if local_tensor(tensor).numel()]
+    of_ranks = gather_to_first(shards, group)
     planned: list[WritePlan | str] | None = None
     if of_ranks is not None:
         try:
-            planned = _plans(*planner.create_global_plan(of_ranks))
-        except Exception as error:  # others wait for an answer
-            planned = [innermost(error)] * group.size()
+            planned = [*_plans(of_ranks)]
+        except CheckpointError as error:  # others wait for an answer
+            planned = [str(error)] * group.size()
     plan = scatter_from_first(planned, group)
     if isinstance(plan, str):
         raise CheckpointError(plan)
     return plan
 
 
-def _plans(of_ranks: list[SavePlan], metadata: Metadata) -> list[WritePlan | str]:
-    """The plan of each rank, and the index with that of rank 0."""
-    files = {item.index: rank_name(rank) for rank, plan in enumerate(of_ranks) for item in plan.items}
-    index = {}
-    for key, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata)
-        chunks = [
-            {"file": files[MetadataIndex(key, chunk.offsets)], "offsets": [*chunk.offsets], "shape": [*chunk.sizes]}
-            for chunk in tensor.chunks
-        ]
-        index[key] = {"dtype": DTYPES[tensor.properties.dtype], "shape": [*tensor.size], "chunks": chunks}
-    keys = [[item.index.fqn for item in plan.items] for plan in of_ranks]
+def _shard(key: str, tensor: Tensor) -> _Shard:
+    box, held = local_box(tensor), local_tensor(tensor)
+    offsets = tuple(part.start for part in box)
+    return _Shard(key, tuple(tensor.shape), offsets, tuple(held.shape), DTYPES[tensor.dtype], held.nbytes)
+
+
+def _plans(of_ranks: list[list[_Shard]]) -> list[WritePlan]:
+    """The plan of each rank, and the index with that of rank 0. Of the ranks that hold a shard, the one writes it that
+    writes least so far; shards that one rank holds come first."""
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    found: dict[tuple[str, tuple[int, ...]], _Shard] = {}
+    for rank, shards in enumerate(of_ranks):
+        for shard in shards:
+            place = shard.key, shard.offsets
+            holders.setdefault(place, []).append(rank)
+            found.setdefault(place, shard)
+    keys: list[list[str]] = [[] for _ in of_ranks]
+    sizes = [0] * len(of_ranks)
+    writers = {}
+    for place in sorted(holders, key=lambda place: len(holders[place]) > 1):
+        rank = writers[place] = min(holders[place], key=lambda rank: sizes[rank])
+        sizes[rank] += found[place].num_bytes
+        keys[rank].append(place[0])
+    index: dict[str, dict[str, Any]] = {}
+    for place, shard in found.items():
+        of_key = index.setdefault(shard.key, {"dtype": shard.dtype, "shape": [*shard.whole], "chunks": []})
+        chunk = {"file": rank_name(writers[place]), "offsets": [*shard.offsets], "shape": [*shard.shape]}
+        of_key["chunks"].append(chunk)
+    for key, of_key in index.items():
+        if sum(math.prod(chunk["shape"]) for chunk in of_key["chunks"]) != math.prod(of_key["shape"]):
+            raise CheckpointError(f"the shards of {key} do not make up its shape {of_key['shape']}")
     return [WritePlan(keys[0], json.dumps(index)), *map(WritePlan, keys[1:])]
 
 
@@ -154,6 +180,21 @@ def _contents(tensors: list[tuple[str, Tensor]]) -> Iterator[Any]:
             yield memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).cast("B")
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the checkpoint.
+
+    Attributes:
+        shape: its whole shape.
+        dtype: its dtype.
+        chunks: the box of each of its shards, and the file with it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[tuple[Box, str]]
+
+
 class SafetensorsReader:
     """Reads the tensors that any number of ranks have written with `write_shards`. No rank needs another one for it.
 
@@ -166,39 +207,23 @@ class SafetensorsReader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._files: dict[MetadataIndex, str] = {}
         try:
-            self._tensors = {key: self._tensor(key, of) for key, of in read_json(folder / INDEX).items()}
+            self._index: dict[str, dict[str, Any]] = read_json(folder / INDEX)
+            self.shapes = {key: _shape_of(key, of) for key, of in self._index.items()}
+            for file in {chunk["file"] for of in self._index.values() for chunk in of["chunks"]}:
+                if Path(file).name != file:
+                    raise ValueError(f"{file!r} is not a file of the folder")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder / INDEX}: damaged ({type(error).__name__}: {error})") from None
 
-    def _tensor(self, key: str, of: dict[str, Any]) -> TensorStorageMetadata:
-        chunks = []
-        for chunk in of["chunks"]:
-            if Path(chunk["file"]).name != chunk["file"]:
-                raise ValueError(f"{chunk['file']!r} is not a file of the folder")
-            place = ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"]))
-            self._files[MetadataIndex(key, place.offsets)] = chunk["file"]
-            chunks.append(place)
-        if sum(math.prod(place.sizes) for place in chunks) != math.prod(of["shape"]):
-            raise ValueError(f"the shards of {key} do not make up its shape {of['shape']}")
-        dtype = next(dtype for dtype, name in DTYPES.items() if name == of["dtype"])
-        return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(of["shape"]), chunks)
-
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the whole tensors, by key."""
-        return {key: of.size for key, of in self._tensors.items()}
-
     def read(self, key: str) -> Tensor:
         """A whole tensor, on the host."""
-        of = self._tensors[key]
-        whole = torch.empty(of.size, dtype=of.properties.dtype)
-        for chunk in of.chunks:
-            box = _box(chunk.offsets, chunk.sizes)
-            with self._open(self._files[MetadataIndex(key, chunk.offsets)]) as tensors:
+        stored = self._stored(key)
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        for box, file in stored.chunks:
+            with self._open(file) as tensors:
                 whole[box] = tensors.get_tensor(key)
         return whole
 
@@ -211,23 +236,26 @@ class SafetensorsReader:
         Raises:
             CheckpointError: a file is missing or damaged, or the checkpoint has other tensors.
         """
-        planner = DefaultLoadPlanner()
-        try:
-            planner.set_up_planner(tensors, Metadata({**self._tensors}), is_coordinator=False)
-            plan = planner.finish_plan(planner.create_local_plan())
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{self.folder}: has other tensors ({innermost(error)}): use another one") from None
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._files[item.storage_index], []).append(item)
-        for file, items in by_file.items():
+        by_file: dict[str, list[tuple[str, Box, Tensor]]] = {}
+        for key, tensor in keys_of(tensors):
+            if self.shapes.get(key) != tensor.shape:
+                has = [*self.shapes[key]] if key in self.shapes else "none"
+                raise CheckpointError(f"{self.folder}: {key} of shape {[*tensor.shape]} is not there, but {has}")
+            held, own = local_tensor(tensor).detach(), local_box(tensor)
+            for box, file in self._stored(key).chunks if held.numel() else ():
+                met = overlap(own, box)
+                if met is not None:
+                    by_file.setdefault(file, []).append((key, relative(met, box), held[relative(met, own)]))
+        for file, parts in by_file.items():
             with self._open(file) as stored:
-                for item in items:
-                    box = _box(item.storage_offsets, item.lengths)
-                    key = item.storage_index.fqn
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(stored.get_slice(key)[box] if box else stored.get_tensor(key))
-                    planner.commit_tensor(item, target)
+                for key, part, target in parts:
+                    target.copy_(stored.get_slice(key)[part] if part else stored.get_tensor(key))
+
+    def _stored(self, key: str) -> _Stored:
+        of = self._index[key]
+        dtype = next(dtype for dtype, name in DTYPES.items() if name == of["dtype"])
+        chunks = [(_box(chunk["offsets"], chunk["shape"]), chunk["file"]) for chunk in of["chunks"]]
+        return _Stored(self.shapes[key], dtype, chunks)
 
     @contextlib.contextmanager
     def _open(self, file: str) -> Iterator[Any]:
@@ -238,12 +266,22 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.folder / file}: missing or damaged ({error}): use another one") from None
 
 
+def _shape_of(key: str, of: dict[str, Any]) -> torch.Size:
+    """A tensor's whole shape, which its shards make up."""
+    shape = torch.Size(of["shape"])
+    if sum(math.prod(chunk["shape"]) for chunk in of["chunks"]) != math.prod(shape):
+        raise ValueError(f"the shards of {key} do not make up its shape {[*shape]}")
+    if of["dtype"] not in DTYPES.values() or any(len(chunk["offsets"]) != len(shape) for chunk in of["chunks"]):
+        raise ValueError(f"{key} is of no dtype or shape that there is")
+    return shape
+
+
 def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def keys_of(tensors: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors of nested mappings, each with its key: the names on the way to it, joined with dots as in DCP."""
+    """Tensors of nested mappings, each with its key: the names on the way to it, joined with dots."""
     for name, value in tensors.items():
         if isinstance(value, dict):
             yield from keys_of(value, f"{prefix}{name}.")

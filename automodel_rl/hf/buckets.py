@@ -21,7 +21,15 @@ from automodel_rl.families.known import CheckpointFamily
 from automodel_rl.hf.names import pieces
 from automodel_rl.parallel.collectives import all_gather
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.parallel.sharding import Box, boxes_of_ranks, local_box, local_tensor, sharded_axes
+from automodel_rl.parallel.sharding import (
+    Box,
+    boxes_of_ranks,
+    local_box,
+    local_tensor,
+    overlap,
+    relative,
+    sharded_axes,
+)
 
 
 @dataclass(frozen=True)
@@ -235,7 +243,7 @@ class StageBuckets:
         """
         whole = self.plan.buckets[number].elements(buffer)
         return [
-            region.within(whole)[_relative(box, region.box)]
+            region.within(whole)[relative(box, region.box)]
             for share in self._gatherings[number].shares
             for region, box in share
         ]
@@ -299,15 +307,15 @@ class StageBuckets:
             [
                 (region, met)
                 for region in regions
-                if (met := _overlap(region.box, self._boxes[region.source][rank])) is not None
+                if (met := overlap(region.box, self._boxes[region.source][rank])) is not None
             ]
             for rank in range(num_ranks)
         ]
 
     def _own(self, regions: Sequence[_Region]) -> list[tuple[int, Box]]:
         """This rank's share of the regions: the index of a source, and a box of this rank's shard of it."""
-        met = [(region.source, _overlap(region.box, self._own_boxes[region.source])) for region in regions]
-        return [(source, _relative(box, self._own_boxes[source])) for source, box in met if box is not None]
+        met = [(region.source, overlap(region.box, self._own_boxes[region.source])) for region in regions]
+        return [(source, relative(box, self._own_boxes[source])) for source, box in met if box is not None]
 
     def _own_shards(self, gathering: _Gathering) -> Iterator[Tensor]:
         """Tensors that this rank sends for a bucket. Each source is read only once, for a read may merge adapters."""
@@ -366,14 +374,3 @@ def _stretches(elements: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor
 
 def _sizes(box: Box) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in box)
-
-
-def _overlap(one: Box, other: Box) -> Box | None:
-    """The box in which two boxes of a tensor overlap; None if they do not."""
-    met = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
-    return met if all(part.start < part.stop for part in met) else None
-
-
-def _relative(box: Box, outer: Box) -> Box:
-    """A box in the indices of an outer box that holds it."""
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))

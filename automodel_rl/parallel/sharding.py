@@ -35,6 +35,17 @@ def local_box(tensor: Tensor) -> Box:
     return _box_at(tensor, _coordinate(tensor))
 
 
+def overlap(one: Box, other: Box) -> Box | None:
+    """The box in which two boxes of a tensor overlap; None if they do not."""
+    met = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
+    return met if all(part.start < part.stop for part in met) else None
+
+
+def relative(box: Box, outer: Box) -> Box:
+    """A box in the indices of an outer box that holds it."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
+
+
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
     """The mesh axes that cut a tensor, outer first; none if every rank holds the whole."""
     if not isinstance(tensor, DTensor):

@@ -1,20 +1,23 @@
-"""A rank reads of a checkpoint what it holds, once, from the files that have it, whatever layout wrote it."""
+"""Each shard is written once, and a rank reads what it holds, once, from the files that have it."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from automodel_rl.batch import pack_microbatch
 from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.checkpoint.state import engine_tensors
-from automodel_rl.checkpoint.storage import SafetensorsReader, keys_of
+from automodel_rl.checkpoint.storage import SafetensorsReader, keys_of, plan_writes
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.engine import Engine
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.sharding import local_tensor
 from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool
@@ -93,3 +96,49 @@ def test_a_rank_reads_what_it_holds_from_the_files_that_have_it(
     for opened, read, held in ranks(4).run(reads, tmp_path / "model", tmp_path / "step_1", ParallelConfig(**sizes)):
         assert len(opened) == len({*opened}) <= most_files
         assert read == held
+
+
+def chunks_of(model: Path, parallel: ParallelConfig) -> tuple[list[str], set, set]:
+    """The keys that this rank is to write, and on rank 0 the chunks of all tensors: as planned here and by DCP."""
+    engine = engine_of(model, parallel)
+    group = engine.handle.layout.world_control
+    tensors = engine_tensors(engine)
+    plan = plan_writes(tensors, group)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tensors, is_coordinator=group.rank() == 0)
+    _, metadata = planner.create_global_plan(gather_objects(planner.create_local_plan(), group))
+    ours = {
+        (key, *map(tuple, (chunk["offsets"], chunk["shape"])))
+        for key, of_key in json.loads(plan.index or "{}").items()
+        for chunk in of_key["chunks"]
+    }
+    theirs = {
+        (key, tuple(chunk.offsets), tuple(chunk.sizes))
+        for key, tensor in metadata.state_dict_metadata.items()
+        for chunk in tensor.chunks  # type: ignore[union-attr]
+        if 0 not in chunk.sizes
+    }
+    return plan.keys, ours, theirs
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3", {"dp_replicate": 2, "dp_shard": 2}),
+        ("qwen3", {"tp": 2, "dp_shard": 2}),
+        ("qwen3", {"pp": 2, "tp": 2}),
+        ("deepseek_v3", {"dp_shard": 4, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_shards_are_those_of_dcp_and_each_is_written_by_one_rank(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict
+) -> None:
+    save_tiny_model(tmp_path, family, num_layers=4)
+    found = ranks(4).run(chunks_of, tmp_path, ParallelConfig(**sizes))
+    ours, theirs = found[0][1:]
+    assert ours == theirs
+    written = [key for keys, *_ in found for key in keys]
+    assert sorted(written) == sorted(key for key, *_ in ours)
+    assert all(len({*keys}) == len(keys) for keys, *_ in found)
+    assert min(len(keys) for keys, *_ in found) > 0
