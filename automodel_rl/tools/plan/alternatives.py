@@ -107,12 +107,26 @@ class Search:
                 parallel,
                 memory,
             )
-            for parallel, memory in _candidates(self.config.parallel, self.config.memory, world_size)
+            for parallel, memory in _candidates(
+                self.config.parallel, self.config.memory, world_size, self.description.num_experts
+            )
             if model.least(parallel, memory) <= self.capacity
         ]
+        fastest_first = sorted(candidates, key=lambda candidate: candidate[0])
+        found = self._tried(model, num_tokens, fastest_first)
+        if not found:
+            smallest_first = sorted(candidates, key=lambda candidate: model.least(*candidate[1:]))
+            found = self._tried(model, num_tokens, smallest_first)
+        return sorted(found, key=lambda choice: choice.seconds)[:BEST]
+
+    def _tried(
+        self, model: MemoryModel, num_tokens: int, candidates: list[tuple[float, ParallelConfig, MemoryConfig]]
+    ) -> list[Choice]:
+        """Some of the first candidates that fit."""
+        more = self.config.batch.capacity / num_tokens
         found: list[Choice] = []
         tried = 0
-        for _, parallel, memory in sorted(candidates, key=lambda candidate: candidate[0]):
+        for _, parallel, memory in candidates:
             if not self._is_supported(parallel, memory):
                 continue
             if model.least(parallel, memory) + model.least_activations(parallel, memory) > self.capacity:
@@ -127,7 +141,7 @@ class Search:
                 found.append(Choice(tuple(changes), step.peak, seconds, self.num_tokens / seconds))
             if len(found) == 2 * BEST or tried == MOST_TRIED:  # the rough order is nearly the final one
                 break
-        return sorted(found, key=lambda choice: choice.seconds)[:BEST]
+        return found
 
     def _count(self, parallel: ParallelConfig, more: float) -> int:
         """Number of microbatches of a data rank."""
@@ -142,13 +156,13 @@ class Search:
 
 
 def _candidates(
-    parallel: ParallelConfig, memory: MemoryConfig, world: int
+    parallel: ParallelConfig, memory: MemoryConfig, world: int, num_experts: int
 ) -> Iterator[tuple[ParallelConfig, MemoryConfig]]:
     powers = [2**i for i in range(int(math.log2(world)) + 1)]
     pps = sorted({parallel.pp, *powers})
     tps = sorted({parallel.tp, *(p for p in powers if p <= 8)})
     cps = sorted({parallel.cp, *(p for p in powers if p <= 16)})
-    eps = sorted({parallel.ep, *(p for p in powers if p <= 64)}) if parallel.ep > 1 else [1]
+    eps = sorted({parallel.ep, *(p for p in powers if p <= min(64, num_experts))}) if num_experts else [1]
     for pp, tp, cp, ep in itertools.product(pps, tps, cps, eps):
         rest = pp * tp * cp * parallel.dp_replicate
         if world % rest:

@@ -290,6 +290,14 @@ def test_more_gpus_are_proposed_where_none_of_the_layouts_fits(tmp_path: Path) -
     assert "nothing found: no layout that was tried fits on up to 64 GPUs" in done.stdout
 
 
+@pytest.mark.longer
+def test_a_mixture_of_671b_parameters_fits_on_128_gpus_by_its_experts(tmp_path: Path) -> None:
+    AutoConfig.for_model("deepseek_v3").save_pretrained(tmp_path / "model")
+    done = run_plan(tmp_path, tmp_path / "model", {}, "--gpus", "128", "--device", "H200")
+    assert done.returncode == 1
+    assert re.search(r"^would fit: .*--parallel.ep ", done.stdout, re.MULTILINE), done.stdout
+
+
 def test_a_layout_that_wastes_time_is_told_of_a_faster_one(tmp_path: Path) -> None:
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "vocab_size": 32_000}
     AutoConfig.for_model("llama", **sizes, num_attention_heads=16).save_pretrained(tmp_path / "small")
