@@ -174,9 +174,10 @@ class Generate(Message):
 @dataclass(frozen=True)
 class UseVersion(Message):
     """What comes after this is written with a version of published weights, which a generator that has joined reads
-    itself. `policy_version` is the fleet's number of these weights."""
+    itself. `digest` is the version's hash, and `policy_version` the fleet's number of these weights."""
 
     version: int
+    digest: str
     policy_version: int
 
 

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from automodel_rl.checkpoint.folder import INDEX, CheckpointError, read_json, write_hashed
+from automodel_rl.errors import innermost
 from automodel_rl.hf.stored import DTYPES
 from automodel_rl.manifest import StoredFile
 from automodel_rl.parallel.host_collectives import gather_to_first, scatter_from_first
@@ -75,14 +76,18 @@ def plan_writes(tensors: dict[str, Any], group: dist.ProcessGroup) -> WritePlan:
     Raises:
         CheckpointError: on all ranks; shards do not make up a tensor.
     """
-    shards = [_shard(key, tensor) for key, tensor in keys_of(tensors) if local_tensor(tensor).numel()]
-    of_ranks = gather_to_first(shards, group)
+    own: list[_Shard] | str
+    try:
+        own = [_shard(key, tensor) for key, tensor in keys_of(tensors) if local_tensor(tensor).numel()]
+    except Exception as error:  # others wait for this rank
+        own = innermost(error)
+    of_ranks = gather_to_first(own, group)
     planned: list[WritePlan | str] | None = None
     if of_ranks is not None:
         try:
             planned = [*_plans(of_ranks)]
-        except CheckpointError as error:  # others wait for an answer
-            planned = [str(error)] * group.size()
+        except Exception as error:  # others wait for an answer
+            planned = [str(error) if isinstance(error, CheckpointError) else innermost(error)] * group.size()
     plan = scatter_from_first(planned, group)
     if isinstance(plan, str):
         raise CheckpointError(plan)
@@ -95,12 +100,14 @@ def _shard(key: str, tensor: Tensor) -> _Shard:
     return _Shard(key, tuple(tensor.shape), offsets, tuple(held.shape), DTYPES[tensor.dtype], held.nbytes)
 
 
-def _plans(of_ranks: list[list[_Shard]]) -> list[WritePlan]:
+def _plans(of_ranks: list[list[_Shard] | str]) -> list[WritePlan]:
     """The plan of each rank, and the index with that of rank 0. Of the ranks that hold a shard, the one writes it that
-    writes least so far; shards that one rank holds come first."""
+    writes least so far; shards that one rank holds come first. Raises CheckpointError with a rank's problem."""
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     found: dict[tuple[str, tuple[int, ...]], _Shard] = {}
     for rank, shards in enumerate(of_ranks):
+        if isinstance(shards, str):
+            raise CheckpointError(f"rank {rank} cannot say what it holds: {shards}")
         for shard in shards:
             place = shard.key, shard.offsets
             holders.setdefault(place, []).append(rank)
@@ -262,7 +269,7 @@ class SafetensorsReader:
         try:
             with safe_open(self.folder / file, "pt") as tensors:
                 yield tensors
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError, IndexError, ValueError) as error:
             raise CheckpointError(f"{self.folder / file}: missing or damaged ({error}): use another one") from None
 
 

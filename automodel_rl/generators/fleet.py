@@ -22,7 +22,7 @@ from automodel_rl.generators.joining import Leaving
 from automodel_rl.generators.meeting import Meeting
 from automodel_rl.generators.member import Member, name_of
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
-from automodel_rl.generators.submission import MOST_LOSSES, MOST_LOSSES_OF_JOINED, Assignment, Submission, nobody_writes
+from automodel_rl.generators.submission import Assignment, Submission, nobody_writes
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.background import in_thread
 from automodel_rl.launch.flight import flight
@@ -325,24 +325,25 @@ class Fleet:
 
     def _tell_version(self, joined: JoinedMembers) -> None:
         """Lets members that have joined write with the weights that were published last."""
-        (version,) = self.crew.ask(jobs.PublishedVersion())
-        if version is None:
+        (published,) = self.crew.ask(jobs.PublishedVersion())
+        if published is None:
             raise RolloutError(
                 f"weight_sync.publish={joined.folder}: the weights could not be written, and generators that have "
                 "joined read them there: make room, and go on with --resume auto"
             )
         with self._news:
-            joined.version = UseVersion(version, self.policy_version)
+            joined.version = UseVersion(published[0], published[1], self.policy_version)
             for member in self.members:
                 member.use(joined.version)
 
     def _end_long_waits(self) -> None:
         """Fails what has waited too long for a member."""
-        if self._joined is not None and not self.members:
-            with self._news:
-                waiting = self._joined.give_up()
-            for submission in waiting:
-                submission.fail(RolloutError(self._joined.nobody))
+        if self._joined is None:
+            return
+        with self._news:
+            waiting = [] if self.members else self._joined.give_up()
+        for submission in waiting:
+            submission.fail(RolloutError(self._joined.nobody))
 
     def _is_given_up(self, member: Member) -> bool:
         return member.tried_again_at > self.policy_version
@@ -445,13 +446,12 @@ class Fleet:
             del self._assignments[number]
             submission = assignment.submission
             left = [place for place in assignment.places if place not in submission.claimed]
-            submission.losses.update([] if is_innocent else left)
-            most = MOST_LOSSES_OF_JOINED if member.has_joined else MOST_LOSSES
-            to_blame = [place for place in left if submission.losses[place] >= most and submission.only is None]
+            to_blame = [] if is_innocent else submission.note_loss(member, problem, left)
             submission.claimed.update(to_blame)
             self._deal(submission, [place for place in left if place not in to_blame])
             for place in to_blame:
-                text = f"{most} generators were lost that were to write it, the last: {problem}"
+                times = submission.losses[place] + submission.disappearances[place]
+                text = f"{times} generators were lost that were to write it, the last: {problem}"
                 submission.finish(place, Completion([], [], "error", text))
         self._news.notify_all()
 

@@ -36,7 +36,8 @@ class WelcomeGenerators(Job):
 
 @dataclass(frozen=True)
 class PublishedVersion(Job):
-    """Tell which version the weights have that were published last. The answer is None if they could not be."""
+    """Tell which version the weights have that were published last. The answer is the version and its hash, or None if
+    they could not be."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 from automodel_rl.config.rollout import LARGEST_BUFFER
-from automodel_rl.errors import InputError, WeightSyncError, innermost
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Message, UseVersion, VllmSettings
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.joining import HasStarted, Joining, Leaving, Welcome, address_in
@@ -35,6 +36,10 @@ from automodel_rl.weight_sync.vllm import VllmSameDevice
 LOOK_SECONDS = 0.5
 """Seconds between two looks for a run."""
 
+MOST_LOST_WRITERS = 3
+"""Processes in a row that may fail to write before this generator gives up. Whatever they were to write, the run gives
+to others, or says that it cannot be written."""
+
 
 @dataclass(frozen=True)
 class OwnChoice:
@@ -49,8 +54,12 @@ class OwnChoice:
     memory_fraction: float = 0.9
 
 
-class _StopError(Exception):
-    """A signal asks this process to stop."""
+class _Stop(BaseException):
+    """A signal asks this process to stop. Nothing that handles errors handles it."""
+
+
+class _WriterLostError(InputError):
+    """The process that writes is gone, or fails."""
 
 
 def generate(folder: Path, choice: OwnChoice, minutes: float) -> None:
@@ -65,34 +74,47 @@ def generate(folder: Path, choice: OwnChoice, minutes: float) -> None:
     Raises:
         InputError: no run comes, the run has another release of this package, or the generator cannot write.
     """
+    lost_in_a_row = 0
     try:
         with _stopped_by_signals():
-            while _join(folder, choice, minutes):
+            while True:
+                try:
+                    _join(folder, choice, minutes)
+                except _WriterLostError as error:
+                    lost_in_a_row += 1
+                    if lost_in_a_row == MOST_LOST_WRITERS:
+                        raise
+                    print(f"{error}; joining again with another process", flush=True)
+                    continue
+                lost_in_a_row = 0
+                if address_in(folder) is None:
+                    break
                 print(f"the run has broken off; waiting at most {minutes:g} minutes for it to go on", flush=True)
-    except _StopError:
+                time.sleep(LOOK_SECONDS)
+    except _Stop:
         print("left the run", flush=True)
         return
     print("the run has ended", flush=True)
 
 
-def _join(folder: Path, choice: OwnChoice, minutes: float) -> bool:
-    """Joins a run, and writes until the connection ends. Whether the run has broken off, and may go on."""
-    connection = _connect(folder, minutes)
-    with connection:
+def _join(folder: Path, choice: OwnChoice, minutes: float) -> None:
+    """Joins a run, and writes until the connection ends."""
+    with _connect(folder, minutes) as connection:
         welcome = _ask(connection)
+        if welcome is None:
+            return
         generator, transport = _start(welcome, choice)
         try:
             sync = PublishedSync(folder, transport, LARGEST_BUFFER)
-            JoinedGenerator(connection, generator, sync).run()
+            JoinedGenerator(connection, generator, sync, welcome.vocab_size).run()
         finally:
             generator.close()
-    return address_in(folder) is not None
 
 
 def _connect(folder: Path, minutes: float) -> Connection:
     """A connection to the run, once there is one."""
     deadline, problem = time.monotonic() + 60 * minutes, "no run publishes to it"
-    while time.monotonic() < deadline:
+    while True:
         address = address_in(folder)
         try:
             if address is not None:
@@ -102,16 +124,18 @@ def _connect(folder: Path, minutes: float) -> Connection:
         except (OSError, EOFError) as error:
             assert address is not None
             problem = f"the run at {address.host}:{address.port} cannot be reached: {innermost(error)}"
+        if time.monotonic() >= deadline:
+            raise InputError(f"--join {folder}: {problem} for {minutes:g} minutes: start the run, or raise --wait")
         time.sleep(LOOK_SECONDS)
-    raise InputError(f"--join {folder}: {problem} for {minutes:g} minutes: start the run, or raise --wait")
 
 
-def _ask(connection: Connection) -> Welcome:
+def _ask(connection: Connection) -> Welcome | None:
+    """What the run tells a generator that joins; None if it breaks off."""
     try:
         connection.send(Joining(f"process {os.getpid()} of {socket.gethostname()}"))
         answer = connection.recv()
     except (OSError, EOFError):
-        answer = Failure("it has ended the connection")
+        return None
     except Exception as error:  # a class that does not exist here
         answer = Failure(f"its answer cannot be read: {innermost(error)}")
     if not isinstance(answer, Welcome):
@@ -142,10 +166,11 @@ class JoinedGenerator:
         connection: the connection to the program.
         generator: the process that writes.
         sync: brings it to versions.
+        vocab_size: number of the model's token ids.
     """
 
-    def __init__(self, connection: Connection, generator: GeneratorProcess, sync: PublishedSync):
-        self.connection, self.generator, self.sync = connection, generator, sync
+    def __init__(self, connection: Connection, generator: GeneratorProcess, sync: PublishedSync, vocab_size: int):
+        self.connection, self.generator, self.sync, self.vocab_size = connection, generator, sync, vocab_size
         self._sending = threading.RLock()  # a signal may come while this thread sends
         self._problem = ""
 
@@ -153,39 +178,40 @@ class JoinedGenerator:
         """Works until the program ends the connection.
 
         Raises:
-            InputError: the generator cannot write, or a version cannot be read. The program has been told.
+            _WriterLostError: the generator cannot write, or a version cannot be read. The program has been told.
         """
         self._send(HasStarted())
         try:
-            while True:
-                self._take(self.connection.recv())
-        except _StopError:
+            while (message := self._next()) is not None:
+                self._take(message)
+        except _Stop:
             self._send(Leaving("it was asked to stop"))
             raise
-        except (InputError, WeightSyncError) as error:
-            self._lose(innermost(error))
-        except (EOFError, OSError):
-            pass
         if self._problem:
-            raise InputError(f"this generator cannot write for the run any longer: {self._problem}")
+            raise _WriterLostError(f"this generator cannot write: {self._problem}")
+
+    def _next(self) -> Any:
+        """What the program sends next; None after the end."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return None
 
     def _take(self, message: UseVersion | Generate) -> None:
-        if isinstance(message, UseVersion):
-            self.sync.bring(message.version, message.policy_version)
-            return
         try:
-            self.generator.submit(message.requests, functools.partial(self._finish, message.number), self._lost)
-        except Exception as error:
+            if isinstance(message, UseVersion):
+                self.sync.bring(message.version, message.digest, message.policy_version)
+            else:
+                self.generator.submit(message.requests, functools.partial(self._finish, message.number), self._lost)
+        except Exception as error:  # of files, of the process or of what the program sends
             self._lost(error)
 
     def _finish(self, number: int, place: int, completion: Completion) -> None:
-        self._send(Finished(number, place, completion))
+        self._send(Finished(number, place, completion.of_vocabulary(self.vocab_size)))
 
     def _lost(self, error: BaseException) -> None:
-        self._lose(innermost(error))
-
-    def _lose(self, problem: str) -> None:
         """Tells the program that this generator writes no more, and ends the connection."""
+        problem = innermost(error)
         self._problem = self._problem or problem
         self._send(Failed(0, problem))
         hang_up(self.connection)
@@ -205,7 +231,7 @@ def _stopped_by_signals() -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> None:
         for other in before:
             signal.signal(other, signal.SIG_IGN)
-        raise _StopError(signal.Signals(number).name)
+        raise _Stop(signal.Signals(number).name)
 
     before = {number: signal.signal(number, stop) for number in stop_signals()}
     try:

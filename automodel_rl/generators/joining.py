@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,14 @@ class Welcome(Message):
         writing: how that writes completions.
         vllm: the arguments of vllm.LLM that follow from the run.
         timeout: the run's weight_sync.timeout, in seconds.
+        vocab_size: number of the model's token ids.
     """
 
     copy: ModelCopy
     writing: Writing
     vllm: dict[str, Any]
     timeout: float
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class JoiningDoor:
         admit: called with the name and the connection of each generator that has started, in a thread of its own.
 
     Raises:
-        InputError: the port is taken, or the folder cannot be written to.
+        InputError: the port is taken, the folder cannot be written to, or another run lets generators join there.
     """
 
     def __init__(
@@ -99,7 +102,12 @@ class JoiningDoor:
         welcome: Welcome,
         admit: Callable[[str, Connection], None],
     ):
-        self.welcome, self.admit, self.file = welcome, admit, folder / JOIN_FILE
+        self.welcome, self.admit, self.folder, self.file = welcome, admit, folder, folder / JOIN_FILE
+        if _is_answered(folder):
+            raise InputError(
+                f"weight_sync.publish={folder}: another run lets generators join there: give each run a folder of its "
+                "own"
+            )
         try:
             self._door = Door(choice.host, choice.port, secrets.token_bytes(32), self._greet)
         except OSError as error:
@@ -125,8 +133,9 @@ class JoiningDoor:
     def close(self) -> None:
         """Lets no more generators join, and shows those that are there that the run has ended."""
         self._door.close()
-        with contextlib.suppress(OSError):
-            self.file.unlink()
+        with contextlib.suppress(OSError, InputError):
+            if address_in(self.folder) == self._door.address:  # else of a run that has come since
+                self.file.unlink()
 
     def _greet(self, connection: Connection) -> None:
         try:
@@ -147,7 +156,11 @@ class JoiningDoor:
 def address_in(folder: Path) -> FleetAddress | None:
     """The address of the run that publishes to a folder; None if none does at the moment."""
     try:
-        values = json.loads((folder / JOIN_FILE).read_text())
+        with (folder / JOIN_FILE).open() as file:
+            about = os.fstat(file.fileno())
+            if about.st_uid != os.getuid() or about.st_mode & 0o077:
+                raise ValueError("others can write or read it, so that its key may be theirs")
+            values = json.load(file)
         return FleetAddress(str(values["host"]), int(values["port"]), bytes.fromhex(values["key"]))
     except FileNotFoundError:
         return None
@@ -155,6 +168,18 @@ def address_in(folder: Path) -> FleetAddress | None:
         raise InputError(
             f"{folder / JOIN_FILE}: is no address of a run ({error}): give the folder that a run publishes to"
         ) from None
+
+
+def _is_answered(folder: Path) -> bool:
+    """Whether a run answers at the address that is in a folder."""
+    try:
+        address = address_in(folder)
+        if address is None:
+            return False
+        address.knock().close()
+    except (InputError, AuthenticationError, OSError, EOFError):
+        return False
+    return True
 
 
 def _for_owner_only(path: str, flags: int) -> int:

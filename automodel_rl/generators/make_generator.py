@@ -112,7 +112,8 @@ def welcome_of(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTo
     """
     assert isinstance(spec.choice, JoinedGeneratorConfig)
     writing = Writing(tokenizer, spec.choice.batch_size, _ends(spec, handle, tokenizer))
-    return Welcome(_copy(spec, handle), writing, _options_of_model(spec, handle, tokenizer), spec.weight_sync.timeout)
+    options, timeout = _options_of_model(spec, handle, tokenizer), spec.weight_sync.timeout
+    return Welcome(_copy(spec, handle), writing, options, timeout, handle.config.vocab_size)
 
 
 def without_generator(spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks) -> Transport | None:

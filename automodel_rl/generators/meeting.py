@@ -4,8 +4,10 @@ import contextlib
 import os
 import secrets
 import socket
+import struct
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -18,6 +20,13 @@ LOCAL = ("localhost", "127.0.0.1")
 
 LONGEST_WAIT = 60.0
 """Longest wait in seconds of a rank for the program, and of the program for a rank that says that it has come."""
+
+
+MOST_STRANGERS = 256
+"""Most connections whose other end has not shown yet that it knows the key. Others are not taken."""
+
+PAUSE = 0.2
+"""Seconds until connections are taken again after an error."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,9 @@ class FleetAddress:
         with socket.create_connection((self.host, self.port), LONGEST_WAIT) as end:
             connection = _kept_alive(end)
         try:
-            answer_challenge(connection, self.key)
-            deliver_challenge(connection, self.key)
+            with _answered_in_time(connection):
+                answer_challenge(connection, self.key)
+                deliver_challenge(connection, self.key)
         except BaseException:
             connection.close()
             raise
@@ -90,6 +100,7 @@ class Door:
         self._server.settimeout(0.2)
         self.address = FleetAddress(host, self._server.getsockname()[1], key)
         self._greet, self._is_open = greet, True
+        self._strangers = threading.Semaphore(MOST_STRANGERS)
         threading.Thread(target=self._take, daemon=True, name="door").start()
 
     def close(self) -> None:
@@ -99,13 +110,29 @@ class Door:
     def _take(self) -> None:
         with self._server:
             while self._is_open:
-                with contextlib.suppress(TimeoutError):
+                try:
                     taken, _ = self._server.accept()
+                except TimeoutError:
+                    continue
+                except OSError:  # it is gone already, or this process has too many files open for now
+                    time.sleep(PAUSE)
+                    continue
+                connection = _kept_alive(taken)
+                if self._strangers.acquire(blocking=False):
                     # In a thread of its own, for a stranger may come and say nothing.
-                    threading.Thread(target=self._admit, args=(_kept_alive(taken),), daemon=True).start()
+                    threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
+                else:
+                    connection.close()
 
     def _admit(self, connection: Connection) -> None:
-        if admits(connection, self.address.key):
+        try:
+            with _answered_in_time(connection):
+                knows_key = admits(connection, self.address.key)
+        except OSError:  # it was closed
+            return
+        finally:
+            self._strangers.release()
+        if knows_key:
             self._greet(connection)
 
 
@@ -159,7 +186,23 @@ def _kept_alive(end: socket.socket) -> Connection:
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
         end.setsockopt(socket.IPPROTO_TCP, option, seconds)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000)  # milliseconds; for what was sent
     return Connection(end.detach())
+
+
+@contextlib.contextmanager
+def _answered_in_time(connection: Connection) -> Iterator[None]:
+    """In this block, waiting longer than `LONGEST_WAIT` for the other end raises OSError."""
+    _limit(connection, LONGEST_WAIT)
+    yield
+    if not connection.closed:
+        _limit(connection, 0.0)
+
+
+def _limit(connection: Connection, seconds: float) -> None:
+    """The longest wait for the other end; 0 for any."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
 
 
 def hang_up(connection: Connection) -> None:

@@ -137,6 +137,13 @@ class Completion:
     num_cached: int | None = None
     writer: int | None = None
 
+    def of_vocabulary(self, size: int) -> "Completion":
+        """The completion, or an error if it has a token outside the model's vocabulary, as from another model."""
+        strange = next((token for token in self.token_ids if token >= size), None)
+        if strange is None:
+            return self
+        return Completion([], [], "error", f"the generator's token {strange} is none of the model's {size}")
+
     @property
     def sampled(self) -> list[bool]:
         """Whether each token was sampled by the generator, and not written by the chat template."""

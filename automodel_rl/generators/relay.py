@@ -96,10 +96,7 @@ class Relay:
         error if it has a token outside the vocabulary, as from a server with another model, or routes that cannot be
         followed."""
         handle = self.supervisor.handle
-        known = handle.config.vocab_size
-        strange = next((token for token in completion.token_ids if token >= known), None)
-        if strange is not None:
-            return Completion([], [], "error", f"the generator's token {strange} is none of the model's {known}")
+        completion = completion.of_vocabulary(handle.config.vocab_size)
         kept = None
         if request.rollouts is not None and handle.router_shape is not None and completion.finish != "error":
             try:

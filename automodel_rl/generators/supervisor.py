@@ -37,6 +37,10 @@ PATIENCE = datetime.timedelta(hours=12)
 """Longest time that ranks wait for a rank whose generator is slow. A rank that dies is noticed at once."""
 
 
+PUBLISH_ATTEMPTS = 2
+"""Attempts at writing a version. A file system that was away for a moment may be back."""
+
+
 class _AgreedError(InputError):
     """A problem of one rank, which all of them know of."""
 
@@ -60,7 +64,7 @@ class GeneratorSupervisor:
         policy_version: the policy version that generators got last, or get when they wake, from 1 on.
         offload: the trainer's memory, which generators have during rollouts.
         ranks: the ranks that lead generators, and those that share this rank's.
-        published: the version that was published last; None if it could not be.
+        published: the version that was published last, and its hash; None if it could not be.
         world: a process group of all ranks. Its collectives may take as long as generators do.
     """
 
@@ -78,7 +82,7 @@ class GeneratorSupervisor:
         self.ranks = EngineRanks.join(spec)
         self.offload = RolloutOffload(engine)
         self._is_awake = False
-        self.published: int | None = None
+        self.published: tuple[int, str] | None = None
         self.problem, self._noting = "", threading.Lock()
         self.offload.after_sync()  # the generator starts in the memory that it will have
         self.generator: Generator | None
@@ -252,17 +256,19 @@ class GeneratorSupervisor:
 
     def _publish(self, publisher: Publisher) -> None:
         """Publishes the weights after so many optimizer steps. What cannot be written does not end the run."""
-        self._tried_to_publish, self.published = self.engine.step, None
-        try:
-            publisher.publish(self.engine.step)
-            self.published = self.engine.step
-        except WeightSyncError as problem:
-            if dist.get_rank() == 0:
-                print(
-                    f"warning: weight_sync.publish: version {self.engine.step} could not be written ({problem}); "
-                    "the next one will be whole",
-                    flush=True,
-                )
+        step = self._tried_to_publish = self.engine.step
+        self.published = None
+        for attempt in range(1, PUBLISH_ATTEMPTS + 1):
+            try:
+                self.published = step, publisher.publish(step)
+                return
+            except WeightSyncError as problem:
+                what = "trying again" if attempt < PUBLISH_ATTEMPTS else "the next one will be whole"
+                if dist.get_rank() == 0:
+                    print(
+                        f"warning: weight_sync.publish: version {step} could not be written ({problem}); {what}",
+                        flush=True,
+                    )
 
     def _send(self) -> None:
         if not self.ranks.leaders:  # generators that have joined read what is published

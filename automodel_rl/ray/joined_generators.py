@@ -14,8 +14,18 @@ from automodel_rl.errors import innermost
 from automodel_rl.generators.joined import OwnChoice, generate
 from automodel_rl.ray.cluster import environment_for_nodes
 
-SPREAD: dict[str, Any] = {"max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": "SPREAD"}
+MOST_MOVES = 20
+"""How often Ray starts a generator again whose node or process is gone."""
+
+SPREAD: dict[str, Any] = {
+    "max_restarts": MOST_MOVES,
+    "max_task_retries": MOST_MOVES,
+    "scheduling_strategy": "SPREAD",
+}
 """Options of the actors: on as many nodes as have room, and again elsewhere if a node is gone."""
+
+LEAST_WAIT = 30.0
+"""Minutes that a generator waits for its run at least, which loads its model."""
 
 
 class GeneratorActor:
@@ -76,7 +86,6 @@ class JoinedGenerators:
     def _start(self) -> None:
         actor: Any = ray.remote(GeneratorActor).options(**self._options).remote()
         choice = OwnChoice(self.settings.generator_python)
-        task = actor.write.remote(
-            self.folder, choice, self.settings.wait_minutes, environment_for_nodes(), str(Path.cwd())
-        )
+        minutes = max(LEAST_WAIT, self.settings.wait_minutes)
+        task = actor.write.remote(self.folder, choice, minutes, environment_for_nodes(), str(Path.cwd()))
         self._working[task] = actor

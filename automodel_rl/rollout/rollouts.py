@@ -260,8 +260,10 @@ class Rollouts:
                 self.fleet.restart()
         self.fleet.give_up()
         self._write(pending)
-        if pending.missing and self.fleet.nobody:
-            raise RolloutError(self.fleet.nobody)
+        if pending.missing and not problems:
+            raise RolloutError(
+                self.fleet.nobody or "no generator is there to write what is missing: go on with --resume auto"
+            )
         if pending.missing:
             rank = max(problems, key=lambda rank: losses[rank])
             raise RolloutError(f"the generator of rank {rank} failed {losses[rank]} times: {problems[rank]}")

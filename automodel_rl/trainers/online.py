@@ -11,7 +11,7 @@ from automodel_rl.batch import Batch
 from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.data.prompts import PromptStream
 from automodel_rl.engine import TrainOutput
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.weight_probe import WeightProbe
 from automodel_rl.losses import LossFn, grpo_loss
@@ -128,9 +128,15 @@ class OnlineRun:
             outputs: the output of every optimizer step of the policy.
             epochs: the batch of every pass over the rollouts.
         """
-        with step.time("sync"):
-            self.fleet.sync()
-        step.record(outputs, functools.reduce(operator.add, map(self.policy.size, epochs)))
+        size = functools.reduce(operator.add, map(self.policy.size, epochs))
+        try:
+            with step.time("sync"):
+                self.fleet.sync()
+        except RolloutError:  # nobody can get the new weights, and the step was trained
+            step.record(outputs, size)
+            self.run.end_with(step)
+            raise
+        step.record(outputs, size)
         step.metrics |= effective_sample_size(step.metrics)
         self._collected.warn(step)
         self.validation.measure_in(step)

@@ -161,22 +161,25 @@ class PublishedWeights:
         self.folder = folder
         self.version: Version | None = None
 
-    def bring(self, tensors: MutableMapping[str, Tensor], number: int | None = None) -> int:
+    def bring(self, tensors: MutableMapping[str, Tensor], number: int | None = None, digest: str | None = None) -> int:
         """Brings tensors on the CPU to a version, and returns its number. Tensors that are not there are made.
 
         Args:
             tensors: by their names in a Hugging Face checkpoint; as the last call has left them. After an error they
                 are of no version, and the next call begins with a whole one.
             number: the version; None for the newest.
+            digest: the version's hash, if it must be that of a run that said so; None for any.
 
         Raises:
-            InputError: the version is not there, or something that it needs is damaged.
+            InputError: the version is not there, is another one, or something that it needs is damaged.
         """
         there = numbers_in(self.folder)
         if not there:
             raise InputError(f"{self.folder}: holds no published version yet")
         number = there[-1] if number is None else number
         target, chain = read_version(self.folder, number), list[Version]()
+        if digest not in (None, target.hash):
+            raise InputError(f"{folder_of(self.folder, number)}: is of another run: give each run a folder of its own")
         now, self.version = self.version, None
         step = target
         while now is None or step.hash != now.hash:

@@ -34,18 +34,19 @@ class PublishedSync:
         self._weights, self._tensors = PublishedWeights(folder), dict[str, Tensor]()
         self._slots: Slots | None = None
 
-    def bring(self, version: int, number: int) -> None:
+    def bring(self, version: int, digest: str, number: int) -> None:
         """Gives the generator a version. A completion that is being written goes on with it.
 
         Args:
             version: the version.
+            digest: its hash.
             number: what the generator calls it.
 
         Raises:
             InputError: the version is not there, or damaged.
             WeightSyncError: the generator does not take it.
         """
-        self._weights.bring(self._tensors, version)
+        self._weights.bring(self._tensors, version, digest)
         if self._slots is None:
             self.plan = plan_of(self._tensors, self.most_bytes)
             self._slots = self.transport.connect([self.plan], self.plan.largest_bucket, NUM_BUFFERS)

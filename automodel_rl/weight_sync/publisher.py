@@ -57,8 +57,8 @@ class Publisher:
         self._before: tuple[int, str] | None = None
         self._whole: list[int] | None = None  # the numbers of whole versions; None before the first version of this run
 
-    def publish(self, number: int) -> None:
-        """Writes the weights that the model has now as a version. A collective of all ranks.
+    def publish(self, number: int) -> str:
+        """Writes the weights that the model has now as a version, and returns its hash. A collective of all ranks.
 
         Args:
             number: the policy version, higher than that of the last call.
@@ -85,6 +85,7 @@ class Publisher:
         self._whole += [number] if whole else []
         base = None if whole else before
         self._before, self.num_bytes = self._on_first(lambda: self._finish(number, place, base, sums))
+        return self._before[1]
 
     def _begin(self, number: int, place: Path) -> list[int]:
         """Makes an empty folder to write to, and returns the numbers of the whole versions that are there. At the start

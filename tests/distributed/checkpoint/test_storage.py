@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from automodel_rl.batch import pack_microbatch
+from automodel_rl.checkpoint.folder import CheckpointError
 from automodel_rl.checkpoint.load import load_checkpoint
 from automodel_rl.checkpoint.state import engine_tensors
 from automodel_rl.checkpoint.storage import SafetensorsReader, keys_of, plan_writes
 from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.engine import Engine
+from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
+from automodel_rl.parallel.layout import build_layout
 from automodel_rl.parallel.sharding import local_tensor
 from tests.checkpoints import save_checkpoint
 from tests.rank_pool import RankPool
@@ -142,3 +147,17 @@ def test_shards_are_those_of_dcp_and_each_is_written_by_one_rank(
     assert sorted(written) == sorted(key for key, *_ in ours)
     assert all(len({*keys}) == len(keys) for keys, *_ in found)
     assert min(len(keys) for keys, *_ in found) > 0
+
+
+def plan_with_a_dtype_that_is_none_of_safetensors() -> str:
+    layout = build_layout(ParallelConfig(dp_shard=3), join_process_group(3))
+    dtype = torch.complex64 if dist.get_rank() == 1 else torch.float32
+    with pytest.raises(CheckpointError) as caught:
+        plan_writes({"language": {"model": {"weight": torch.zeros(2, dtype=dtype)}}}, layout.world_control)
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_plan_is_told_on_all(ranks: RankPool) -> None:
+    said = ranks(3).run(plan_with_a_dtype_that_is_none_of_safetensors)
+    assert len({*said}) == 1
+    assert said[0].startswith("rank 1 cannot say what it holds: KeyError")

@@ -1,12 +1,14 @@
 """Members that join a fleet: who is let in, what waits while none is there, and what goes to others when one leaves."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -31,7 +33,7 @@ class Crew(LocalCrew):
 
     def __init__(self) -> None:
         super().__init__({})
-        self.published: int | None = 0
+        self.published: tuple[int, str] | None = (0, "hash")
 
     def ask(self, job: Job, shares: Any = ()) -> list[Any]:
         match job:
@@ -92,7 +94,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
         found = [Guest(_when_there(tmp_path / "weights")) for _ in range(guests)]
         starting.join(SOON)
         fleet.sync()
-        assert [guest.take() for guest in found] == [UseVersion(0, 1)] * guests
+        assert [guest.take() for guest in found] == [UseVersion(0, "hash", 1)] * guests
         return fleet, found
 
     yield start
@@ -137,7 +139,7 @@ def test_requests_wait_for_the_next_guest_which_gets_the_version_first(start: An
     only.take()
     only.connection.send(Leaving("it was asked to stop"))
     late = Guest(tmp_path / "weights")
-    assert late.take() == UseVersion(0, 1)
+    assert late.take() == UseVersion(0, "hash", 1)
     assert late.write() == [100, 101]
     assert seeds(wait()) == [100, 101]
 
@@ -145,15 +147,15 @@ def test_requests_wait_for_the_next_guest_which_gets_the_version_first(start: An
 def test_guests_that_are_taken_away_again_and_again_are_not_blamed_on_requests(start: Any, tmp_path: Path) -> None:
     fleet, guests = start(guests=1)
     wait = fleet.submit(requests(1))
-    for turn in range(20):
+    for turn in range(30):
         guest = guests.pop()
         guest.take()
-        if turn % 4 == 3:
+        if turn % 2:
             guest.connection.close()
         else:
             guest.connection.send(Leaving("its machine is taken away"))
         guests.append(Guest(tmp_path / "weights"))
-        assert guests[0].take() == UseVersion(0, 1)
+        assert guests[0].take() == UseVersion(0, "hash", 1)
     assert guests[0].write() == [100]
     assert seeds(wait()) == [100]
 
@@ -161,14 +163,14 @@ def test_guests_that_are_taken_away_again_and_again_are_not_blamed_on_requests(s
 def test_a_request_that_takes_every_guest_with_it_becomes_an_error(start: Any, tmp_path: Path) -> None:
     fleet, guests = start(guests=1)
     wait = fleet.submit(requests(1))
-    for _ in range(10):
+    for _ in range(3):
         guest = guests.pop()
         guest.take()
         guest.connection.send(Failed(0, "out of memory"))
         guests.append(Guest(tmp_path / "weights"))
         guests[0].take()
     (completion,) = wait()
-    assert completion.error == "10 generators were lost that were to write it, the last: out of memory"
+    assert completion.error == "3 generators were lost that were to write it, the last: out of memory"
 
 
 def test_turns_of_a_conversation_stay_with_a_guest_while_others_come_and_go(start: Any, tmp_path: Path) -> None:
@@ -233,6 +235,51 @@ def test_the_address_goes_with_the_run(start: Any, tmp_path: Path) -> None:
     fleet, _ = start(guests=1)
     fleet.close()
     assert address_in(tmp_path / "weights") is None
+    (tmp_path / "weights" / JOIN_FILE).touch(mode=0o600)
     (tmp_path / "weights" / JOIN_FILE).write_text("{}")
     with pytest.raises(InputError, match="is no address of a run"):
         address_in(tmp_path / "weights")
+
+
+def test_a_second_run_takes_no_folder_of_another_and_leaves_its_address(start: Any, tmp_path: Path) -> None:
+    first, _ = start(guests=1)
+    spec = GeneratorSpec(JoinedGeneratorConfig(), 100, WeightSyncConfig(publish=tmp_path / "weights"))
+    with pytest.raises(InputError, match="another run lets generators join there"):
+        Fleet(Crew()).start(spec)
+    address = address_in(tmp_path / "weights")
+    (tmp_path / "weights" / JOIN_FILE).unlink()  # as if its machine were gone
+    second, _ = start(guests=1)
+    assert address_in(tmp_path / "weights") != address
+    first.close()
+    assert address_in(tmp_path / "weights") is not None
+    second.close()
+    assert address_in(tmp_path / "weights") is None
+
+
+def test_an_address_that_others_could_have_written_is_not_trusted(start: Any, tmp_path: Path) -> None:
+    start(guests=1)
+    (tmp_path / "weights" / JOIN_FILE).chmod(0o666)
+    with pytest.raises(InputError, match="others can write or read it"):
+        address_in(tmp_path / "weights")
+    (tmp_path / "weights" / JOIN_FILE).chmod(0o600)
+
+
+def test_the_door_stays_open_after_an_error_and_to_silent_strangers(start: Any, tmp_path: Path) -> None:
+    fleet, _ = start(guests=1)
+    address, door = address_in(tmp_path / "weights"), fleet._joined.door._door
+    assert address is not None
+    accept, failed = door._server.accept, []
+
+    def fails_once() -> Any:
+        if not failed:
+            failed.append(True)
+            raise OSError(24, "Too many open files")
+        return accept()
+
+    with mock.patch.object(door, "_server", mock.MagicMock(accept=fails_once)):
+        Guest(tmp_path / "weights")
+        assert failed
+    silent = [socket.create_connection(("127.0.0.1", address.port)) for _ in range(3)]
+    Guest(tmp_path / "weights")
+    for one in silent:
+        one.close()
