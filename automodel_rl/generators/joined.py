@@ -54,7 +54,7 @@ class OwnChoice:
     memory_fraction: float = 0.9
 
 
-class _Stop(BaseException):
+class _StopRequest(BaseException):
     """A signal asks this process to stop. Nothing that handles errors handles it."""
 
 
@@ -91,7 +91,7 @@ def generate(folder: Path, choice: OwnChoice, minutes: float) -> None:
                     break
                 print(f"the run has broken off; waiting at most {minutes:g} minutes for it to go on", flush=True)
                 time.sleep(LOOK_SECONDS)
-    except _Stop:
+    except _StopRequest:
         print("left the run", flush=True)
         return
     print("the run has ended", flush=True)
@@ -184,7 +184,7 @@ class JoinedGenerator:
         try:
             while (message := self._next()) is not None:
                 self._take(message)
-        except _Stop:
+        except _StopRequest:
             self._send(Leaving("it was asked to stop"))
             raise
         if self._problem:
@@ -231,7 +231,7 @@ def _stopped_by_signals() -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> None:
         for other in before:
             signal.signal(other, signal.SIG_IGN)
-        raise _Stop(signal.Signals(number).name)
+        raise _StopRequest(signal.Signals(number).name)
 
     before = {number: signal.signal(number, stop) for number in stop_signals()}
     try:

@@ -192,7 +192,7 @@ def _kept_alive(end: socket.socket) -> Connection:
 
 @contextlib.contextmanager
 def _answered_in_time(connection: Connection) -> Iterator[None]:
-    """In this block, waiting longer than `LONGEST_WAIT` for the other end raises OSError."""
+    """Waits for the other end in this block raise OSError after `LONGEST_WAIT`."""
     _limit(connection, LONGEST_WAIT)
     yield
     if not connection.closed:
