@@ -2,7 +2,7 @@
 
 Files are written as a stream, and any program that reads safetensors can read them. torch's distributed checkpoint
 (DCP) makes the same shards. Its formats use pickle, or build a rank's whole file in memory, and its plans connect rank
-0 with all others: of 1,024 ranks they would take a minute (benchmarks/README.md).
+0 with all others: of 1,024 ranks they would take a minute (benchmarks/how_large.md).
 """
 
 import contextlib

@@ -174,17 +174,8 @@ class VllmGeneratorConfig(VllmSamplerConfig):
         return self
 
 
-class VllmServersConfig(Section):
-    """Servers of vLLM that run already, on devices of their own."""
-
-    kind: Literal["servers"] = "servers"
-
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """URLs of the servers, e.g. http://localhost:8000, or of files with one such URL a line, e.g. file:servers.txt,
-    which are read again before every weight sync, so that servers come and go while a run goes on. Start servers with
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs
-    --weight-transfer-config '{"backend": "nccl"}'. Those on other machines need a token: give it to them as --api-key,
-    and to the run in VLLM_API_KEY."""
+class _StartedElsewhere(Section):
+    """What kinds have in common that no rank starts."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -198,12 +189,25 @@ class VllmServersConfig(Section):
     def is_apart(self) -> bool:
         return True
 
+
+class VllmServersConfig(_StartedElsewhere):
+    """Servers of vLLM that run already, on devices of their own."""
+
+    kind: Literal["servers"] = "servers"
+
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """URLs of the servers, e.g. http://localhost:8000, or of files with one such URL a line, e.g. file:servers.txt,
+    which are read again before every weight sync, so that servers come and go while a run goes on. Start servers with
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs
+    --weight-transfer-config '{"backend": "nccl"}'. Those on other machines need a token: give it to them as --api-key,
+    and to the run in VLLM_API_KEY."""
+
     @property
     def runs_vllm(self) -> bool:
         return True
 
 
-class JoinedGeneratorConfig(Section):
+class JoinedGeneratorConfig(_StartedElsewhere):
     """Generators on any machines, which join the run and leave it while it goes on: `automodel-rl generate --join
     FOLDER`, where FOLDER is weight_sync.publish. They read the weights there, and write what ranks' generators would.
     What one writes that leaves or is killed, others write, with the same seeds."""
@@ -224,18 +228,6 @@ class JoinedGeneratorConfig(Section):
 
     batch_size: Positive = 256
     """Most completions that a transformers generator writes at once."""
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def has_process(self) -> bool:
-        return True
-
-    @property
-    def is_apart(self) -> bool:
-        return True
 
     @property
     def runs_vllm(self) -> bool:

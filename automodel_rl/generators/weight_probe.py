@@ -134,7 +134,7 @@ class WeightProbe:
         explained = max(self._tolerance, AS_NOISE * of_noise if math.isfinite(of_noise) else 0.0)
         if difference > explained:
             raise RolloutError(
-                f"the generator of rank {writer} does not compute with the weights that it got: log-probabilities of "
+                f"the {self.fleet.name_of(writer)} does not compute with the weights that it got: log-probabilities of "
                 f"tokens after fixed texts differ by {difference:.2g} from the model's (root mean square), and "
                 f"rounding explains {explained:.2g}. The run would train with samples of another model: use another "
                 "rollout.generator, or another version, or set weight_sync.check_every=0 to run without this check"

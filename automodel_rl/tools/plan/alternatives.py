@@ -100,10 +100,9 @@ class Search:
 
     def _best(self, world_size: int, num_tokens: int) -> list[Choice]:
         model = self.model.with_microbatches_of(num_tokens)
-        more = self.config.batch.capacity / num_tokens
         candidates = [
             (
-                self.seconds(model, parallel, memory, rough_bubble(parallel, self._count(parallel, more))),
+                self.seconds(model, parallel, memory, rough_bubble(parallel, self._count(parallel, num_tokens))),
                 parallel,
                 memory,
             )
@@ -123,7 +122,6 @@ class Search:
         self, model: MemoryModel, num_tokens: int, candidates: list[tuple[float, ParallelConfig, MemoryConfig]]
     ) -> list[Choice]:
         """Some of the first candidates that fit."""
-        more = self.config.batch.capacity / num_tokens
         found: list[Choice] = []
         tried = 0
         for _, parallel, memory in candidates:
@@ -132,7 +130,7 @@ class Search:
             if model.least(parallel, memory) + model.least_activations(parallel, memory) > self.capacity:
                 continue
             tried += 1
-            step = model.plan(parallel, memory, self._count(parallel, more))
+            step = model.plan(parallel, memory, self._count(parallel, num_tokens))
             if step.peak <= self.capacity:
                 seconds = self.seconds(model, parallel, memory, step.timeline.bubble)
                 changes = _changes(self.config.parallel, parallel, self.config.memory, memory)
@@ -143,8 +141,9 @@ class Search:
                 break
         return found
 
-    def _count(self, parallel: ParallelConfig, more: float) -> int:
-        """Number of microbatches of a data rank."""
+    def _count(self, parallel: ParallelConfig, num_tokens: int) -> int:
+        """Number of microbatches of a data rank, each of at most so many tokens."""
+        more = self.config.batch.capacity / num_tokens
         return math.ceil(more * microbatches(self.packing, parallel))
 
     def _is_supported(self, parallel: ParallelConfig, memory: MemoryConfig) -> bool:
