@@ -1,6 +1,8 @@
 """A service that tests start, with a tiny model, and clients of it."""
 
+import asyncio
 import gc
+import inspect
 import math
 import sys
 import time
@@ -13,6 +15,7 @@ import tinker
 import torch
 import yaml
 from tinker import types
+from tinker.lib import internal_client_holder
 
 from automodel_rl.config import LoraConfig
 from automodel_rl.quickstart.model import train_tokenizer
@@ -23,6 +26,14 @@ from tests.tiny import save_tiny_model
 VOCAB = 288
 
 COMMAND = "import sys; from automodel_rl.cli import main; sys.exit(main())"
+
+
+def heartbeats(url: str) -> int:
+    """Number of this process's clients that tell a server every ten seconds that they are there."""
+    loop = internal_client_holder._internal_client_holder_thread_singleton.get_loop()
+    beating = [task.get_coro() for task in asyncio.all_tasks(loop)]
+    holders = [inspect.getcoroutinelocals(one)["self"] for one in beating if one.__name__ == "_session_heartbeat"]
+    return sum(one._base_url == url for one in holders)
 
 
 def write_model(folder: Path, dtype: torch.dtype = torch.float64) -> None:
@@ -80,6 +91,10 @@ class Service:
         self.job.__exit__()
         self.clients.clear()
         gc.collect()
+        patience = Patience(list)
+        while error is None and heartbeats(self.url):
+            assert not patience.is_over, "a client outlives its server: it would complain of it in another test"
+            time.sleep(0.01)
 
     def client(self) -> Any:
         """A client of the package `tinker`."""

@@ -11,7 +11,6 @@ from automodel_rl.policy.policy import Policy
 from automodel_rl.trainers.example_data import ExampleData
 from automodel_rl.trainers.open_run import choose_loss
 from automodel_rl.trainers.run import Goal, Run
-from automodel_rl.trainers.teachers import Teachers
 
 
 def distill(policy: Policy, run: Run) -> Path:
@@ -25,7 +24,7 @@ def distill(policy: Policy, run: Run) -> Path:
         The folder of the trained checkpoint.
     """
     config: DistillConfig = run.config
-    teachers = Teachers(config.teachers, run.further, run.tokenizer)
+    teachers = run.teachers()
     teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
     own = teachers.fitted(config.loss, policy)
     loss = choose_loss(config, functools.partial(distill_loss, config=own))

@@ -52,6 +52,10 @@ class RemoteTeacher(ABC):
         return nullcontext()
 
     @abstractmethod
+    def close(self) -> None:
+        """Lets go of the server."""
+
+    @abstractmethod
     def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
         """The k largest log-probabilities for each token but the first, and their ids, [n - 1, k]."""
 
@@ -113,6 +117,8 @@ class VllmTeacher(RemoteTeacher):
         served = [one["id"] for one in self._tried(lambda: self.server.get("/v1/models"))["data"]]
         if name not in served:
             raise InputError(f"{key}.name={name}: {url} has {', '.join(served)}: name one of them")
+
+    def close(self) -> None: ...  # each request has a connection of its own
 
     def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
         rows = [_ranked(of_token)[:k] for of_token in self._scored(tokens, k)]
@@ -189,7 +195,14 @@ class TinkerTeacher(RemoteTeacher):
         named = {"model_path": name} if name.startswith("tinker://") else {"base_model": name}
         self._url = url
         self._client = self._asked(lambda: self._tinker.ServiceClient(base_url=url))
-        self._sampler = self._asked(lambda: self._client.create_sampling_client(**named).result())
+        try:
+            self._sampler = self._asked(lambda: self._client.create_sampling_client(**named).result())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._client.holder.close()  # else its heartbeat goes on for as long as the process, and complains in the end
 
     def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
         found = self._scored(tokens, include_prompt_logprobs=True, topk_prompt_logprobs=k).topk_prompt_logprobs_np

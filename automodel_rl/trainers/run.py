@@ -31,6 +31,7 @@ from automodel_rl.trainers.open_run import OpenedRun
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
 from automodel_rl.trainers.samples import Sample
 from automodel_rl.trainers.step import Step
+from automodel_rl.trainers.teachers import Teachers
 
 
 class Resumable(Protocol):
@@ -159,6 +160,16 @@ class Run:
         )
         self._open.callback(rollouts.close)
         return rollouts
+
+    def teachers(self) -> Teachers:
+        """The teachers of the run. Servers are let go of at its end.
+
+        Raises:
+            InputError: a server does not answer, or has another tokenizer.
+        """
+        teachers = Teachers(self.config.teachers, self.further, self.tokenizer)
+        self._open.callback(teachers.close)
+        return teachers
 
     def close(self) -> None:
         """Ends the processes that were started for the run."""

@@ -1,5 +1,6 @@
 """Teachers: models beside the student on the same ranks, or behind servers, and what they say of its rows."""
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
@@ -60,10 +61,20 @@ class Teachers:
         tokenizer: PreTrainedTokenizerBase,
     ):
         self.configs = configs
-        self.models: dict[str, Teacher] = {
-            name: open_remote_teacher(f"teachers.{name}", one, tokenizer) if one.is_remote else policies[name]
-            for name, one in configs.items()
-        }
+        self.models: dict[str, Teacher] = {}
+        with contextlib.ExitStack() as opened:
+            for name, one in configs.items():
+                if one.is_remote:
+                    remote = open_remote_teacher(f"teachers.{name}", one, tokenizer)
+                    opened.callback(remote.close)
+                    self.models[name] = remote
+                else:
+                    self.models[name] = policies[name]
+            self._open = opened.pop_all()
+
+    def close(self) -> None:
+        """Lets go of servers."""
+        self._open.close()
 
     def check_sources(self, paths: Collection[str]) -> None:
         """Checks that teachers name sources that there are.

@@ -20,7 +20,7 @@ from automodel_rl.trainers import remote_teachers
 from automodel_rl.trainers.remote_teachers import open_remote_teacher
 from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train
 from tests.rank_pool import RankPool
-from tests.services import Service
+from tests.services import Service, heartbeats
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
@@ -118,6 +118,7 @@ def test_a_teacher_behind_tinkers_api_teaches_what_it_does_on_the_ranks(
         if place == "there":
             settings["teachers"]["large"] |= {"url": service.url, "api": "tinker"}
         ranks(2).run(train_with_key, settings | {"parallel": {"dp_shard": 2}}, service.key)
+    assert ranks(2).run(heartbeats, service.url) == [0, 0]
     assert compared(tmp_path / "there") == pytest.approx(compared(tmp_path / "here"), rel=2e-4)
 
 
