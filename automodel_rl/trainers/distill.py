@@ -11,6 +11,7 @@ from automodel_rl.policy.policy import Policy
 from automodel_rl.trainers.example_data import ExampleData
 from automodel_rl.trainers.open_run import choose_loss
 from automodel_rl.trainers.run import Goal, Run
+from automodel_rl.trainers.teachers import Teachers
 
 
 def distill(policy: Policy, run: Run) -> Path:
@@ -24,7 +25,8 @@ def distill(policy: Policy, run: Run) -> Path:
         The folder of the trained checkpoint.
     """
     config: DistillConfig = run.config
-    teachers = run.teachers()
+    teachers = Teachers(config.teachers, run.further, run.tokenizer)
+    run.at_end(teachers.close)
     teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
     own = teachers.fitted(config.loss, policy)
     loss = choose_loss(config, functools.partial(distill_loss, config=own))

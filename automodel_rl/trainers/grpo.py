@@ -18,6 +18,7 @@ from automodel_rl.trainers.online import OnlineRun, policy_loss
 from automodel_rl.trainers.open_run import choose_loss
 from automodel_rl.trainers.rollout_batch import advantages_of, epochs_of, sources_of
 from automodel_rl.trainers.run import Run
+from automodel_rl.trainers.teachers import Teachers
 
 
 def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
@@ -37,7 +38,8 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
     config: GRPOConfig = run.config
     loss, readout = choose_loss(config, policy_loss(config)), Readout(config.rollout.temperature, entropy=True)
     divergence = config.distillation.loss
-    teachers = run.teachers()
+    teachers = Teachers(config.teachers, run.further, run.tokenizer)
+    run.at_end(teachers.close)
     teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
     of_sources = [teachers.of_source(source.path) for source in config.data.train] if config.teachers else []
     if divergence is not None:

@@ -31,7 +31,6 @@ from automodel_rl.trainers.open_run import OpenedRun
 from automodel_rl.trainers.run_checkpoints import NEVER, RunCheckpoints
 from automodel_rl.trainers.samples import Sample
 from automodel_rl.trainers.step import Step
-from automodel_rl.trainers.teachers import Teachers
 
 
 class Resumable(Protocol):
@@ -161,15 +160,13 @@ class Run:
         self._open.callback(rollouts.close)
         return rollouts
 
-    def teachers(self) -> Teachers:
-        """The teachers of the run. Servers are let go of at its end.
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Has something done at the end of the run, however it ends. What came last is done first.
 
-        Raises:
-            InputError: a server does not answer, or has another tokenizer.
+        Args:
+            work: does it.
         """
-        teachers = Teachers(self.config.teachers, self.further, self.tokenizer)
-        self._open.callback(teachers.close)
-        return teachers
+        self._open.callback(work)
 
     def close(self) -> None:
         """Ends the processes that were started for the run."""
