@@ -201,20 +201,25 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _generate(arguments: list[str]) -> int:
-    folder, rest = _take_option("--join", arguments)
+    joined, rest = _take_option("--join", arguments)
+    key, rest = _take_option("--key", rest)
     minutes, rest = _take_positive("--wait", rest)
     python, rest = _take_vllm(rest)
     fraction, rest = _take_positive("--memory-fraction", rest)
-    if folder is None or rest:
+    if joined is None or rest:
         given = f"generate {rest[0]}: is not known; " if rest else ""
         raise InputError(f"{given}generate takes the folder that a run publishes to: automodel-rl generate --join DIR")
+    place, key_file = joined, Path(key) if key else None
     if fraction is not None and (fraction > 1 or python is None):
         raise InputError(f"--memory-fraction {fraction:g}: is vLLM's share of a GPU's memory, at most 1, with --vllm")
 
     def work() -> None:
         from automodel_rl.generators.joined import OwnChoice, generate
+        from automodel_rl.generators.run_places import place_of
 
-        generate(Path(folder), OwnChoice(python, fraction or OwnChoice.memory_fraction), minutes or LONGEST_WAIT)
+        generate(
+            place_of(place, key_file), OwnChoice(python, fraction or OwnChoice.memory_fraction), minutes or LONGEST_WAIT
+        )
 
     return guard(work)
 

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
+    parser.add_argument("--optimizer", default="adamw", help="adamw_8bit where memory is short")
     parser.add_argument("--parallel", default="-")
     options = parser.parse_args()
     quiet_libraries()
@@ -71,7 +72,7 @@ def measure(
 ) -> dict[str, float]:
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(options.model), dtype=dtype), parallel)
-    engine = Engine(handle, OptimizerConfig(lr=lr, decay="constant"))
+    engine = Engine(handle, OptimizerConfig(name=options.optimizer, lr=lr, decay="constant"))
     publisher = Publisher(handle, folder, WeightSyncConfig(dtype="bfloat16"))
     reader, tensors = PublishedWeights(folder), dict[str, Tensor]()
     stream = itertools.cycle(sequences)

@@ -3,6 +3,7 @@ needs."""
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -209,8 +210,8 @@ class VllmServersConfig(_StartedElsewhere):
 
 class JoinedGeneratorConfig(_StartedElsewhere):
     """Generators on any machines, which join the run and leave it while it goes on: `automodel-rl generate --join
-    FOLDER`, where FOLDER is weight_sync.publish. They read the weights there, and write what ranks' generators would.
-    What one writes that leaves or is killed, others write, with the same seeds."""
+    FOLDER`, where FOLDER is weight_sync.publish, or `--join HOST:PORT`. They read the weights there, and write what
+    ranks' generators would. What one writes that leaves or is killed, others write, with the same seeds."""
 
     kind: Literal["joined"] = "joined"
 
@@ -225,6 +226,14 @@ class JoinedGeneratorConfig(_StartedElsewhere):
 
     port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Port on which the first rank's machine waits for them; 0 for any."""
+
+    key: Path | None = None
+    """File of the key that both sides must have, made at the first start: whoever has it can run code on both. null: a
+    key for each start, in the folder's join.json."""
+
+    weights_port: Annotated[int, Field(ge=0, lt=2**16)] | None = None
+    """Port on which the first rank's machine gives published weights over HTTP to generators that do not share the
+    folder, and join with --join HOST:PORT --key FILE; 0 for any. null: to none."""
 
     batch_size: Positive = 256
     """Most completions that a transformers generator writes at once."""

@@ -262,6 +262,10 @@ class WeightSyncConfig(Section):
     writes none. Whoever shares the folder reads any version from it, bit for bit (weight_sync/README.md). All ranks
     share it. The first rank of a stage keeps the stage's last version in host memory."""
 
+    signing_key: Path | None = None
+    """File of an Ed25519 private key in PEM, with which the first rank signs what is published; null signs nothing.
+    `openssl genpkey -algorithm ed25519` makes one."""
+
     checksum: bool = False
     """Compare every tensor of the generator with what the trainer sent, after every weight sync."""
 
@@ -288,6 +292,8 @@ class WeightSyncConfig(Section):
                 f"publish={self.publish} writes the weights of a whole model, and adapters=alone makes none: set "
                 "adapters to merged, or leave publish out"
             )
+        if self.signing_key is not None and self.publish is None:
+            raise ValueError(f"signing_key={self.signing_key} signs what is published: set publish, or leave it out")
         return self
 
 

@@ -281,19 +281,19 @@ class Fleet:
     def close(self) -> None:
         """Ends all generators. Those that have joined leave."""
         if self._joined is not None:
-            self._joined.door.close()
+            self._joined.close()
         self.crew.ask(jobs.CloseGenerators())
         with self._news:
             members, self.members = self.members, []
         for member in members:
-            member.close()
+            member.dismiss()
 
     def _let_join(self, spec: GeneratorSpec, at_least: int) -> None:
         """Waits until so many members have joined. Others may join at any time."""
         (welcome,) = self.crew.ask(jobs.WelcomeGenerators(spec))
         joined = self._joined = JoinedMembers(spec, welcome, self._admit)
         print(
-            f"waiting for {at_least} generators to join: automodel-rl generate --join {joined.folder}",
+            f"waiting for {at_least} generators to join: {joined.command}",
             flush=True,
         )
 
@@ -304,8 +304,7 @@ class Fleet:
         if not self.waited(are_there):
             raise InputError(
                 f"rollout.generator.at_least={at_least}: {len(self.members)} have joined in wait_minutes="
-                f"{joined.choice.wait_minutes:g}: start more with automodel-rl generate --join {joined.folder}, or "
-                "raise wait_minutes"
+                f"{joined.choice.wait_minutes:g}: start more with {joined.command}, or raise wait_minutes"
             )
 
     def _admit(self, name: str, connection: Connection) -> None:

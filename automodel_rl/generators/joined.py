@@ -1,4 +1,4 @@
-"""A generator that joins a run: `automodel-rl generate --join FOLDER`. It reads published weights, and writes."""
+"""A generator that joins a run: `automodel-rl generate --join PLACE`. It reads published weights, and writes."""
 
 import functools
 import os
@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,10 +20,11 @@ from automodel_rl.config.rollout import LARGEST_BUFFER
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Message, UseVersion, VllmSettings
 from automodel_rl.generators.generator_process import GeneratorProcess
-from automodel_rl.generators.joining import HasStarted, Joining, Leaving, Welcome, address_in
+from automodel_rl.generators.joining import HasEnded, HasStarted, Joining, Leaving, Welcome
 from automodel_rl.generators.make_generator import ON_CPU, start_transformers
 from automodel_rl.generators.meeting import hang_up
 from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.run_places import RunPlace
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.support.description import describe_model
@@ -62,12 +62,12 @@ class _WriterLostError(InputError):
     """The process that writes is gone, or fails."""
 
 
-def generate(folder: Path, choice: OwnChoice, minutes: float) -> None:
-    """Writes completions for the run that publishes to a folder, until the run ends or a signal asks to stop. If the
-    run breaks off, waits for it to go on.
+def generate(place: RunPlace, choice: OwnChoice, minutes: float) -> None:
+    """Writes completions for a run, until the run ends or a signal asks to stop. If the run breaks off, waits for it to
+    go on.
 
     Args:
-        folder: the folder.
+        place: where the run is.
         choice: what writes.
         minutes: longest wait for a run.
 
@@ -79,7 +79,7 @@ def generate(folder: Path, choice: OwnChoice, minutes: float) -> None:
         with _stopped_by_signals():
             while True:
                 try:
-                    _join(folder, choice, minutes)
+                    has_ended = _join(place, choice, minutes)
                 except _WriterLostError as error:
                     lost_in_a_row += 1
                     if lost_in_a_row == MOST_LOST_WRITERS:
@@ -87,7 +87,7 @@ def generate(folder: Path, choice: OwnChoice, minutes: float) -> None:
                     print(f"{error}; joining again with another process", flush=True)
                     continue
                 lost_in_a_row = 0
-                if address_in(folder) is None:
+                if has_ended:
                     break
                 print(f"the run has broken off; waiting at most {minutes:g} minutes for it to go on", flush=True)
                 time.sleep(LOOK_SECONDS)
@@ -97,35 +97,36 @@ def generate(folder: Path, choice: OwnChoice, minutes: float) -> None:
     print("the run has ended", flush=True)
 
 
-def _join(folder: Path, choice: OwnChoice, minutes: float) -> None:
-    """Joins a run, and writes until the connection ends."""
-    with _connect(folder, minutes) as connection:
+def _join(place: RunPlace, choice: OwnChoice, minutes: float) -> bool:
+    """Joins a run, and writes until the connection ends. Whether the run has ended."""
+    with _connect(place, minutes) as connection:
         welcome = _ask(connection)
         if welcome is None:
-            return
+            return False
+        files = place.files(welcome.weights_port)
         generator, transport = _start(welcome, choice)
         try:
-            sync = PublishedSync(folder, transport, LARGEST_BUFFER)
-            JoinedGenerator(connection, generator, sync, welcome.vocab_size).run()
+            sync = PublishedSync(files, transport, LARGEST_BUFFER)
+            return JoinedGenerator(connection, generator, sync, welcome.vocab_size).run()
         finally:
             generator.close()
 
 
-def _connect(folder: Path, minutes: float) -> Connection:
+def _connect(place: RunPlace, minutes: float) -> Connection:
     """A connection to the run, once there is one."""
     deadline, problem = time.monotonic() + 60 * minutes, "no run publishes to it"
     while True:
-        address = address_in(folder)
+        address = place.address()
         try:
             if address is not None:
                 return address.knock()
         except AuthenticationError:
-            problem = "the run has another key by now"
+            problem = "the run has another key"
         except (OSError, EOFError) as error:
             assert address is not None
             problem = f"the run at {address.host}:{address.port} cannot be reached: {innermost(error)}"
         if time.monotonic() >= deadline:
-            raise InputError(f"--join {folder}: {problem} for {minutes:g} minutes: start the run, or raise --wait")
+            raise InputError(f"--join {place}: {problem} for {minutes:g} minutes: start the run, or raise --wait")
         time.sleep(LOOK_SECONDS)
 
 
@@ -174,8 +175,8 @@ class JoinedGenerator:
         self._sending = threading.RLock()  # a signal may come while this thread sends
         self._problem = ""
 
-    def run(self) -> None:
-        """Works until the program ends the connection.
+    def run(self) -> bool:
+        """Works until the program ends the connection, and tells whether the run has ended, or has broken off.
 
         Raises:
             _WriterLostError: the generator cannot write, or a version cannot be read. The program has been told.
@@ -183,12 +184,15 @@ class JoinedGenerator:
         self._send(HasStarted())
         try:
             while (message := self._next()) is not None:
+                if isinstance(message, HasEnded):
+                    return True
                 self._take(message)
         except _StopRequest:
             self._send(Leaving("it was asked to stop"))
             raise
         if self._problem:
             raise _WriterLostError(f"this generator cannot write: {self._problem}")
+        return False
 
     def _next(self) -> Any:
         """What the program sends next; None after the end."""

@@ -4,14 +4,19 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
+from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import UseVersion
 from automodel_rl.generators.joining import JoiningDoor, Welcome
+from automodel_rl.generators.meeting import listening_address
 from automodel_rl.generators.member import Member
+from automodel_rl.generators.run_places import run_key
 from automodel_rl.generators.submission import Submission
+from automodel_rl.weight_sync.version_server import VersionServer
 
 LOOKS = 10
 """Number of looks for members in the longest wait for one."""
@@ -42,7 +47,29 @@ class JoinedMembers:
         self.waiting: list[tuple[Submission, Sequence[int]]] = []
         self.is_given_up = False
         self._alone_since = time.monotonic()
-        self.door = JoiningDoor(self.choice, self.folder, welcome, admit)
+        key = run_key(self.choice.key)
+        self._server = self._serve_weights(key)
+        port = None if self._server is None else self._server.port
+        self.door = JoiningDoor(self.choice, key, self.folder, replace(welcome, weights_port=port), admit)
+
+    def _serve_weights(self, key: bytes) -> VersionServer | None:
+        """Gives published weights to those that do not share the folder, if the run does."""
+        port = self.choice.weights_port
+        if port is None:
+            return None
+        try:
+            return VersionServer(self.folder, listening_address(self.choice.host), port, key)
+        except OSError as error:
+            raise InputError(
+                f"rollout.generator.weights_port={port} cannot be listened on ({error.strerror}): choose another, or 0 "
+                "for any"
+            ) from None
+
+    def close(self) -> None:
+        """Lets no more join."""
+        self.door.close()
+        if self._server is not None:
+            self._server.close()
 
     @property
     def longest_wait(self) -> float:
@@ -59,8 +86,17 @@ class JoinedMembers:
         """Why requests are not written for which nobody came."""
         return (
             f"no generator is there, and none has joined in rollout.generator.wait_minutes={self.choice.wait_minutes:g}"
-            f": start some with automodel-rl generate --join {self.folder}, and go on with --resume auto"
+            f": start some with {self.command}, and go on with --resume auto"
         )
+
+    @property
+    def command(self) -> str:
+        """The command that starts one that joins."""
+        if self._server is None:
+            return f"automodel-rl generate --join {self.folder}"
+        address = self.door.address
+        key = self.choice.key or "a file with the key in join.json"
+        return f"automodel-rl generate --join {self.folder}, or --join {address.host}:{address.port} --key {key}"
 
     def welcome(self, name: str, member: Member) -> None:
         """Notes that a member has come."""

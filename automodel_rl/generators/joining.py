@@ -1,18 +1,17 @@
 """The program's side of generators that join a run from anywhere, and leave it, while it goes on.
 
-A run writes its address to the folder of its published weights, which it shares with them:
+A run writes its address to the folder of its published weights:
 
     a generator sends      the program answers
     Joining                Welcome, or a Failure and the end of the connection
-    HasStarted             UseVersion and Generate, in the order in which they count, until the end
+    HasStarted             UseVersion and Generate, in the order in which they count; at the end of the run HasEnded
     Finished, Failed       nothing
     Leaving                the end of the connection
 """
 
 import contextlib
 import json
-import os
-import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -24,13 +23,10 @@ from typing import Any
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import PROTOCOL, Failure, Message
-from automodel_rl.generators.meeting import Door, FleetAddress
+from automodel_rl.generators.meeting import Door
 from automodel_rl.generators.model_copy import ModelCopy
+from automodel_rl.generators.run_places import JOIN_FILE, address_in, for_owner_only
 from automodel_rl.generators.transformers_generator import Writing
-
-JOIN_FILE = "join.json"
-"""Name of the file with a run's address, in the folder of its published weights. Only its owner can read it: whoever
-has its key can run code on both sides."""
 
 
 def release() -> str:
@@ -61,6 +57,7 @@ class Welcome(Message):
         vllm: the arguments of vllm.LLM that follow from the run.
         timeout: the run's weight_sync.timeout, in seconds.
         vocab_size: number of the model's token ids.
+        weights_port: the port at which the run gives its published weights over HTTP; None if it does not.
     """
 
     copy: ModelCopy
@@ -68,6 +65,7 @@ class Welcome(Message):
     vllm: dict[str, Any]
     timeout: float
     vocab_size: int
+    weights_port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,17 @@ class Leaving(Message):
     text: str
 
 
+@dataclass(frozen=True)
+class HasEnded(Message):
+    """The run has ended. There is nothing to wait for."""
+
+
 class JoiningDoor:
     """Lets generators join, in threads, until it is closed.
 
     Args:
         choice: where to listen.
+        key: the run's key.
         folder: the folder of published weights, which gets the run's address.
         welcome: what generators need.
         admit: called with the name and the connection of each generator that has started, in a thread of its own.
@@ -98,30 +102,34 @@ class JoiningDoor:
     def __init__(
         self,
         choice: JoinedGeneratorConfig,
+        key: bytes,
         folder: Path,
         welcome: Welcome,
         admit: Callable[[str, Connection], None],
     ):
         self.welcome, self.admit, self.folder, self.file = welcome, admit, folder, folder / JOIN_FILE
+        self._guard, self._is_open = threading.Lock(), True
+        self._starting: set[Connection] = set()
         if _is_answered(folder):
             raise InputError(
                 f"weight_sync.publish={folder}: another run lets generators join there: give each run a folder of its "
                 "own"
             )
         try:
-            self._door = Door(choice.host, choice.port, secrets.token_bytes(32), self._greet)
+            self._door = Door(choice.host, choice.port, key, self._greet)
         except OSError as error:
             raise InputError(
                 f"rollout.generator.port={choice.port} cannot be listened on ({error.strerror}): choose another, or 0 "
                 "for any"
             ) from None
         address = self._door.address
+        self.address = address
         values = {"host": choice.host, "port": address.port, "key": address.key.hex()}
         unfinished = self.file.with_name(f".{JOIN_FILE}.unfinished")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             unfinished.unlink(missing_ok=True)
-            with open(unfinished, "x", opener=_for_owner_only) as file:
+            with open(unfinished, "x", opener=for_owner_only) as file:
                 json.dump(values, file)
             unfinished.replace(self.file)
         except OSError as error:
@@ -131,8 +139,12 @@ class JoiningDoor:
             ) from None
 
     def close(self) -> None:
-        """Lets no more generators join, and shows those that are there that the run has ended."""
+        """Lets no more generators join, and tells those that are starting that the run has ended."""
         self._door.close()
+        with self._guard:
+            self._is_open = False
+            for connection in self._starting:
+                _tell_end(connection)
         with contextlib.suppress(OSError, InputError):
             if address_in(self.folder) == self._door.address:  # else of a run that has come since
                 self.file.unlink()
@@ -145,29 +157,31 @@ class JoiningDoor:
                 connection.send(Failure(f"the run is of automodel_rl {release()}, and this is {theirs}: use the same"))
                 raise EOFError
             connection.send(self.welcome)
-            if not isinstance(connection.recv(), HasStarted):
+            if not self._starts(connection):
                 raise EOFError
         except Exception:  # it is gone, or what it sends cannot be read
             connection.close()
             return
         self.admit(first.name, connection)
 
+    def _starts(self, connection: Connection) -> bool:
+        """Waits until a generator has started. Meanwhile the run may end."""
+        with self._guard:
+            if not self._is_open:
+                _tell_end(connection)
+                return False
+            self._starting.add(connection)
+        try:
+            has_started = isinstance(connection.recv(), HasStarted)
+        finally:
+            with self._guard:
+                self._starting.discard(connection)
+        return has_started and self._is_open
 
-def address_in(folder: Path) -> FleetAddress | None:
-    """The address of the run that publishes to a folder; None if none does at the moment."""
-    try:
-        with (folder / JOIN_FILE).open() as file:
-            about = os.fstat(file.fileno())
-            if about.st_uid != os.getuid() or about.st_mode & 0o077:
-                raise ValueError("others can write or read it, so that its key may be theirs")
-            values = json.load(file)
-        return FleetAddress(str(values["host"]), int(values["port"]), bytes.fromhex(values["key"]))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{folder / JOIN_FILE}: is no address of a run ({error}): give the folder that a run publishes to"
-        ) from None
+
+def _tell_end(connection: Connection) -> None:
+    with contextlib.suppress(OSError):
+        connection.send(HasEnded())
 
 
 def _is_answered(folder: Path) -> bool:
@@ -180,7 +194,3 @@ def _is_answered(folder: Path) -> bool:
     except (InputError, AuthenticationError, OSError, EOFError):
         return False
     return True
-
-
-def _for_owner_only(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

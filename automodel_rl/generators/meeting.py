@@ -96,7 +96,7 @@ class Door:
     """
 
     def __init__(self, host: str, port: int, key: bytes, greet: Callable[[Connection], None]):
-        self._server = socket.create_server(("127.0.0.1" if host in LOCAL else "", port))
+        self._server = socket.create_server((listening_address(host), port))
         self._server.settimeout(0.2)
         self.address = FleetAddress(host, self._server.getsockname()[1], key)
         self._greet, self._is_open = greet, True
@@ -134,6 +134,11 @@ class Door:
             self._strangers.release()
         if knows_key:
             self._greet(connection)
+
+
+def listening_address(host: str) -> str:
+    """The address to listen on, if others know this machine as `host`: with one of `LOCAL`, only itself does."""
+    return "127.0.0.1" if host in LOCAL else ""
 
 
 class Meeting:

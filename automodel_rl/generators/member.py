@@ -8,11 +8,14 @@ from multiprocessing.connection import Connection
 
 from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request, UseVersion
-from automodel_rl.generators.joining import Leaving
+from automodel_rl.generators.joining import HasEnded, Leaving
 from automodel_rl.generators.meeting import hang_up
 
 IS_GONE = "its process is gone"
 """Why a member is lost whose connection has ended."""
+
+LONGEST_FAREWELL = 5.0
+"""Longest wait in seconds until a member has been told that the run has ended."""
 
 
 class Member:
@@ -51,9 +54,12 @@ class Member:
         self.heard = time.monotonic()
         self.first_number = self.num_given_up = self.tried_again_at = 0
         self._connection, self._take = connection, take
-        self._outgoing: queue.SimpleQueue[Generate | UseVersion | None] = queue.SimpleQueue()
-        for work in (self._send, self._read):
-            threading.Thread(target=work, daemon=True, name=self.name).start()
+        self._outgoing: queue.SimpleQueue[Generate | UseVersion | HasEnded | None] = queue.SimpleQueue()
+        self._sender, reader = (
+            threading.Thread(target=work, daemon=True, name=self.name) for work in (self._send, self._read)
+        )
+        self._sender.start()
+        reader.start()
 
     @property
     def name(self) -> str:
@@ -99,8 +105,16 @@ class Member:
         """Gives it no more requests."""
         hang_up(self._connection)
 
+    def dismiss(self) -> None:
+        """Gives it no more requests, for the run has ended, and says so if it has come by itself."""
+        if self.has_joined:
+            self._outgoing.put(HasEnded())
+            self._sender.join(LONGEST_FAREWELL)
+        self.close()
+
     def _send(self) -> None:
-        while (asked := self._outgoing.get()) is not None:
+        asked: Generate | UseVersion | HasEnded | None = None
+        while not isinstance(asked, HasEnded) and (asked := self._outgoing.get()) is not None:
             try:
                 self._connection.send(asked)
             except OSError:

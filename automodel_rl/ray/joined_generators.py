@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from automodel_rl.config.launch import RayConfig
 from automodel_rl.errors import innermost
 from automodel_rl.generators.joined import OwnChoice, generate
+from automodel_rl.generators.run_places import SharedFolder
 from automodel_rl.ray.cluster import environment_for_nodes
 
 MOST_MOVES = 20
@@ -41,7 +42,7 @@ class GeneratorActor:
         """
         os.chdir(cwd)
         os.environ.update({**environment, **os.environ})
-        generate(folder, choice, minutes)
+        generate(SharedFolder(folder), choice, minutes)
 
 
 class JoinedGenerators:

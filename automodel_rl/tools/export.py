@@ -35,7 +35,8 @@ from automodel_rl.manifest import StoredFile, write_manifest
 from automodel_rl.model.parallelise import dtypes_of
 from automodel_rl.support.description import describe_model
 from automodel_rl.tokenizer_files import save_tokenizer
-from automodel_rl.weight_sync.published import VERSION_FILE, PublishedWeights
+from automodel_rl.weight_sync.published import PublishedWeights
+from automodel_rl.weight_sync.version_files import VERSION_FILE
 
 Adapters = Literal["peft", "merged", "per-expert"]
 """What becomes of adapters: PEFT's files, part of a whole model, or files in which experts have them one by one."""

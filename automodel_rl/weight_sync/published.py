@@ -1,17 +1,22 @@
 """Published weights: the versions of a model's weights in a folder, as what changed since the version before.
 
-Whoever shares the folder brings tensors to any version, bit for bit, wherever it runs and whenever it comes:
+Whoever reads the folder brings tensors to any version, bit for bit, wherever it runs and whenever it comes:
 
     FOLDER/00000007/version.json    the version, its tensors with checksums, its files, and which version it changes
     FOLDER/00000007/sender_0.bin    blocks of one sender: a JSON line, then compressed numbers, whole or a delta
+    FOLDER/newest.json              the number of the newest version
 
 A run's first version is whole, and so is one in `WHOLE_EVERY`. Versions before the last but one of these are removed.
+Hashes are SHA-256, and a version's own covers those of its files and that of the version before. So whoever has it from
+the run, or its signature, has all the rest from the run, too.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,14 +24,15 @@ import torch
 import zstandard
 from torch import Tensor
 
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.hf.buckets import Bucket, Plan
-from automodel_rl.manifest import StoredFile, hash_file, hash_values, inner_name
+from automodel_rl.manifest import inner_name
 from automodel_rl.weight_sync.checksum import checksum
 from automodel_rl.weight_sync.delta import apply_delta, delta_of, num_changed
+from automodel_rl.weight_sync.signatures import SignatureCheck, Signer
+from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles
 
-VERSION_FILE = "version.json"
-FORMAT = 1
+FORMAT = 2
 WHOLE_EVERY = 50
 LEVEL = 1
 """Level of zstd's compression. Higher ones are slower than disks, and save little."""
@@ -40,17 +46,19 @@ class Version:
         number: the policy version.
         before: number and hash of the version that it changes; None if it is whole.
         tensors: shape, dtype and checksum of every tensor, by name.
-        files: its files.
+        files: size and hash of every file, by name.
         changed: how many numbers differ from the version before.
         hash: of all of this.
+        signature: that of the hash, by the run; None if it signs none.
     """
 
     number: int
     before: tuple[int, str] | None
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype, int]]
-    files: dict[str, StoredFile]
+    files: dict[str, tuple[int, str]]
     changed: int
     hash: str
+    signature: str | None
 
 
 def folder_of(folder: Path, number: int) -> Path:
@@ -63,15 +71,6 @@ def unfinished_folder(folder: Path, number: int) -> Path:
     return folder / f".{number:08d}.unfinished"
 
 
-def numbers_in(folder: Path) -> list[int]:
-    """The numbers of the complete versions in a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        int(path.name) for path in folder.iterdir() if path.name.isdigit() and (path / VERSION_FILE).is_file()
-    )
-
-
 def write_version(
     place: Path,
     number: int,
@@ -79,6 +78,7 @@ def write_version(
     plans: Iterable[Plan],
     sums: Mapping[str, int],
     changed: int,
+    signer: Signer | None,
 ) -> str:
     """Writes a version's own file, once all others are there, and returns its hash."""
     tensors = {
@@ -86,25 +86,37 @@ def write_version(
         for plan in plans
         for spec in plan.tensors
     }
-    files = {path.name: vars(hash_file(path)) for path in sorted(place.iterdir())}
+    files = {}
+    for path in sorted(place.iterdir()):
+        with path.open("rb") as file:
+            files[path.name] = _size_and_hash(file)
     values = {"format": FORMAT, "version": number, "before": before, "tensors": tensors, "files": files}
     values |= {"changed": changed}
-    digest = hash_values(values)
-    (place / VERSION_FILE).write_text(json.dumps(values | {"hash": digest}))
+    digest = _hash_values(values)
+    signature = None if signer is None else signer.sign(digest)
+    (place / VERSION_FILE).write_text(json.dumps(values | {"hash": digest, "signature": signature}))
     return digest
 
 
-def read_version(folder: Path, number: int) -> Version:
+def _hash_values(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _size_and_hash(file: BufferedReader) -> tuple[int, str]:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return file.tell(), digest
+
+
+def read_version(files: VersionFiles, number: int) -> Version:
     """What is known of a version.
 
     Raises:
         InputError: it is not there, damaged or of another format.
     """
-    path = folder_of(folder, number) / VERSION_FILE
     try:
-        values = json.loads(path.read_text())
-        digest = values.pop("hash")
-        if digest != hash_values(values):
+        values = json.loads(files.description(number))
+        digest, signature = values.pop("hash"), values.pop("signature", None)
+        if digest != _hash_values(values):
             raise ValueError("its hash is another")
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']}, and this version of automodel_rl reads {FORMAT}")
@@ -112,11 +124,17 @@ def read_version(folder: Path, number: int) -> Version:
             name: (tuple(shape), getattr(torch, dtype), int(total))
             for name, (shape, dtype, total) in values["tensors"].items()
         }
-        files = {inner_name(name): StoredFile(**stored) for name, stored in values["files"].items()}
+        stored = {inner_name(name): (int(size), str(of_file)) for name, (size, of_file) in values["files"].items()}
         before = None if values["before"] is None else (int(values["before"][0]), str(values["before"][1]))
+        if values["version"] != number:
+            raise ValueError(f"it is version {values['version']}")
+    except InputError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path}: is no published version ({error}): wait for the next whole one") from None
-    return Version(values["version"], before, tensors, files, values["changed"], digest)
+        raise InputError(
+            f"{files.where(number, VERSION_FILE)}: is no published version ({error}): wait for the next whole one"
+        ) from None
+    return Version(number, before, tensors, stored, values["changed"], digest, signature)
 
 
 def write_block(file: BinaryIO, plan: Plan, bucket: Bucket, old: Tensor | None, new: Tensor) -> int:
@@ -145,10 +163,15 @@ class PublishedWeights:
     """Reads the versions of a folder.
 
     Args:
-        folder: the folder that a run publishes to.
+        place: the folder that a run publishes to, the address at which others have it, such as https://HOST/weights, or
+            its files.
+        public_key: the file of the key with which the run's signatures are verified; None verifies none.
 
     Attributes:
         version: the version of the tensors that `bring` got last; None before.
+
+    Raises:
+        InputError: the address or the key cannot be used.
 
     Example:
         >>> weights = PublishedWeights(Path("runs/math/weights"))
@@ -157,8 +180,9 @@ class PublishedWeights:
         12
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, place: Path | str | VersionFiles, public_key: Path | None = None):
+        self.files = place if isinstance(place, VersionFiles) else VersionFiles(place)
+        self.signatures = None if public_key is None else SignatureCheck(public_key)
         self.version: Version | None = None
 
     def bring(self, tensors: MutableMapping[str, Tensor], number: int | None = None, digest: str | None = None) -> int:
@@ -173,22 +197,25 @@ class PublishedWeights:
         Raises:
             InputError: the version is not there, is another one, or something that it needs is damaged.
         """
-        there = numbers_in(self.folder)
-        if not there:
-            raise InputError(f"{self.folder}: holds no published version yet")
-        number = there[-1] if number is None else number
-        target, chain = read_version(self.folder, number), list[Version]()
+        number = self.files.newest() if number is None else number
+        if number is None:
+            raise InputError(f"{self.files.place}: holds no published version yet")
+        target, chain = read_version(self.files, number), list[Version]()
         if digest not in (None, target.hash):
-            raise InputError(f"{folder_of(self.folder, number)}: is of another run: give each run a folder of its own")
+            raise InputError(f"{self.files.where(number)}: is of another run: give each run a folder of its own")
+        if self.signatures is not None and not self.signatures.accepts(target.hash, target.signature):
+            raise InputError(f"{self.files.where(number)}: is not signed with the run's key: use nothing of it")
         now, self.version = self.version, None
+        if now is not None and now.tensors.keys() - tensors.keys():
+            now = None  # they are not those of the last call
         step = target
         while now is None or step.hash != now.hash:
             chain.append(step)
             if step.before is None:
                 break
-            before = read_version(self.folder, step.before[0])
+            before = read_version(self.files, step.before[0])
             if before.hash != step.before[1]:
-                raise InputError(f"{folder_of(self.folder, before.number)}: is not what version {step.number} changes")
+                raise InputError(f"{self.files.where(before.number)}: is not what version {step.number} changes")
             step = before
         for version in reversed(chain):
             self._apply(version, tensors)
@@ -202,19 +229,24 @@ class PublishedWeights:
                 held = tensors.get(name)
                 if held is None or held.shape != shape or held.dtype != dtype:
                     tensors[name] = torch.empty(shape, dtype=dtype)
-        place = folder_of(self.folder, version.number)
         for name, stored in version.files.items():
-            if not (place / name).is_file() or hash_file(place / name) != stored:
-                raise InputError(f"{place / name}: is damaged or gone: wait for the next whole version")
-            with (place / name).open("rb") as file:
-                while line := file.readline():
-                    _load_block(json.loads(line), file, tensors)
+            where = self.files.where(version.number, name)
+            try:
+                with self.files.opened(version.number, name) as file:
+                    if _size_and_hash(file) != stored:
+                        raise InputError(f"{where}: is damaged: wait for the next whole version")
+                    file.seek(0)
+                    while line := file.readline():
+                        _load_block(json.loads(line), file, tensors)
+            except OSError as error:
+                raise InputError(f"{where}: is gone ({innermost(error)}): wait for the next whole version") from None
 
     def _check(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
         wrong = [name for name, (*_, total) in version.tensors.items() if int(checksum(tensors[name])) != total]
         if wrong:
             raise InputError(
-                f"{self.folder}: {len(wrong)} tensors are not those of version {version.number}, the first {wrong[0]}"
+                f"{self.files.where(version.number)}: {len(wrong)} tensors are not those of this version, the first "
+                f"{wrong[0]}"
             )
 
 
@@ -234,7 +266,7 @@ def _load_block(block: dict[str, Any], file: BinaryIO, tensors: Mapping[str, Ten
 def is_whole(folder: Path, number: int) -> bool:
     """Whether a version is there that needs no other one."""
     try:
-        return read_version(folder, number).before is None
+        return read_version(VersionFiles(folder), number).before is None
     except InputError:
         return False
 

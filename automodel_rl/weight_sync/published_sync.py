@@ -1,7 +1,6 @@
 """Gives a generator that has joined a run the weights that the run publishes. The trainer takes no part."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
 from automodel_rl.weight_sync.published import PublishedWeights
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.transport import Transport
+from automodel_rl.weight_sync.version_files import VersionFiles
 
 NUM_BUFFERS = 2
 
@@ -20,7 +20,7 @@ class PublishedSync:
     """Brings a generator's process to versions of published weights, which stay in host memory between two versions.
 
     Args:
-        folder: the folder that the run publishes to.
+        files: what the run publishes.
         transport: the way to the process.
         most_bytes: size of a buffer, if no tensor is larger.
 
@@ -28,10 +28,10 @@ class PublishedSync:
         plan: what is sent; there from the first version on.
     """
 
-    def __init__(self, folder: Path, transport: Transport, most_bytes: int):
+    def __init__(self, files: VersionFiles, transport: Transport, most_bytes: int):
         self.transport, self.most_bytes = transport, most_bytes
         self.plan: Plan
-        self._weights, self._tensors = PublishedWeights(folder), dict[str, Tensor]()
+        self._weights, self._tensors = PublishedWeights(files), dict[str, Tensor]()
         self._slots: Slots | None = None
 
     def bring(self, version: int, digest: str, number: int) -> None:

@@ -22,16 +22,17 @@ from automodel_rl.weight_sync.published import (
     WHOLE_EVERY,
     folder_of,
     is_whole,
-    numbers_in,
     remove_versions,
     unfinished_folder,
     write_block,
     write_version,
 )
 from automodel_rl.weight_sync.senders import Senders
+from automodel_rl.weight_sync.signatures import Signer
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
+from automodel_rl.weight_sync.version_files import note_newest, numbers_in
 
 T = TypeVar("T")
 
@@ -44,6 +45,9 @@ class Publisher:
         folder: the folder of versions, which all ranks share.
         config: the config's section `weight_sync`.
 
+    Raises:
+        InputError: on all ranks; versions are to be signed, and the first rank cannot use the key.
+
     Attributes:
         changed: how many numbers the last version has changed; all of a whole one.
         num_bytes: size of its files.
@@ -54,8 +58,22 @@ class Publisher:
         self.changed = self.num_bytes = 0
         self._files = SenderFiles(handle)
         self._sync = WeightSync(handle, self._files, config.model_copy(update={"checksum": False}))
+        self._signer = self._open_signer(config.signing_key)
         self._before: tuple[int, str] | None = None
         self._whole: list[int] | None = None  # the numbers of whole versions; None before the first version of this run
+
+    def _open_signer(self, file: Path | None) -> Signer | None:
+        """What signs versions, on the first rank."""
+        signer, problem = None, ""
+        if file is not None and dist.get_rank() == 0:
+            try:
+                signer = Signer(file)
+            except InputError as error:
+                problem = str(error)
+        problem = gather_objects(problem, self.control)[0] if file is not None else ""
+        if problem:
+            raise InputError(problem)
+        return signer
 
     def publish(self, number: int) -> str:
         """Writes the weights that the model has now as a version, and returns its hash. A collective of all ranks.
@@ -101,9 +119,10 @@ class Publisher:
         self, number: int, place: Path, before: tuple[int, str] | None, sums: dict[str, int]
     ) -> tuple[tuple[int, str], int]:
         """Gives a version its name, and removes versions that nobody needs any longer."""
-        digest = write_version(place, number, before, self._sync.producer.plans, sums, self.changed)
+        digest = write_version(place, number, before, self._sync.producer.plans, sums, self.changed, self._signer)
         num_bytes = sum(path.stat().st_size for path in place.iterdir())
         publish_folder(place, folder_of(self.folder, number))
+        note_newest(self.folder, number)
         oldest = (self._whole or [number])[-2:][0]
         remove_versions(self.folder, [old for old in numbers_in(self.folder) if old < oldest])
         return (number, digest), num_bytes

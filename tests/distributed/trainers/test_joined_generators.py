@@ -1,5 +1,7 @@
 """Generators that join a run and leave it: nothing is lost, and the weights are those of an undisturbed run."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tests.fleet_chaos import (
     joined_settings,
     run_of,
 )
+from tests.processes import Job
 from tests.rank_pool import RankPool
 
 STEPS = 8
@@ -45,3 +48,22 @@ def test_a_generator_waits_for_a_run_that_was_killed_and_goes_on_with_it(
         assert "the run has ended" in generator.stdout
     assert len(metrics_of(tmp_path / "run")) == STEPS
     check_undisturbed(tmp_path / "run", alone)
+
+
+def test_one_that_shares_nothing_but_a_key_reads_weights_over_http(
+    workspace: Path, tmp_path: Path, alone: Path
+) -> None:
+    settings = joined_settings(workspace, tmp_path / "run", STEPS)
+    settings["rollout"]["generator"] |= {"key": str(tmp_path / "key"), "weights_port": 0}
+    generate = [sys.executable, "-m", "automodel_rl", "generate", "--key", str(tmp_path / "key"), "--join"]
+    with run_of(settings, tmp_path) as run:
+        assert run.wait_until(lambda: re.search(r"or --join localhost:\d+ --key", run.stdout) is not None)
+        (address,) = re.findall(r"or --join (localhost:\d+) --key", run.stdout)
+        with Job([*generate, address]) as generator:
+            assert run.finish() == 0, run.stdout + run.stderr
+            assert generator.finish() == 0, generator.stderr
+            assert "the run has ended" in generator.stdout
+    check_undisturbed(tmp_path / "run", alone)
+    with Job([*generate, address, "--wait", "0.001"]) as late:
+        assert late.finish() == 2
+        assert re.fullmatch(rf"error: --join {address}: the run at {address} cannot be reached: .*\n", late.stderr)

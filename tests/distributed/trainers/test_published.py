@@ -8,9 +8,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from automodel_rl.config import WeightSyncConfig
-from automodel_rl.weight_sync.published import PublishedWeights, numbers_in, read_version
+from automodel_rl.weight_sync.published import PublishedWeights, read_version
 from automodel_rl.weight_sync.publisher import SenderFiles
-from tests.distributed.trainers.runs import Settings, settings_of, train
+from automodel_rl.weight_sync.version_files import VersionFiles, numbers_in
+from tests.distributed.trainers.runs import Settings, assert_refused, settings_of, train
+from tests.keys import signing_keys
 from tests.rank_pool import RankPool
 
 
@@ -24,10 +26,13 @@ def publishing(workspace: Path, output: Path, steps: int = 3) -> Settings:
 def test_every_optimizer_step_is_a_version_and_the_last_is_the_final_model(
     ranks: RankPool, workspace: Path, tmp_path: Path
 ) -> None:
-    ranks(2).run(train, publishing(workspace, tmp_path / "run"))
+    private, public = signing_keys(tmp_path)
+    settings = publishing(workspace, tmp_path / "run")
+    settings["weight_sync"]["signing_key"] = str(private)
+    ranks(2).run(train, settings)
     assert numbers_in(tmp_path / "weights") == [0, 2, 4, 6]  # two optimizer steps in each step
     tensors: dict[str, Tensor] = {}
-    PublishedWeights(tmp_path / "weights").bring(tensors)
+    PublishedWeights(tmp_path / "weights", public).bring(tensors)
     final = [load_file(path) for path in (tmp_path / "run" / "final").glob("*.safetensors")]
     saved = {name: tensor for file in final for name, tensor in file.items()}
     assert saved.keys() == tensors.keys()
@@ -50,7 +55,17 @@ def train_on_a_full_disk(settings: Settings) -> None:
 def test_a_full_disk_ends_no_run(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     ranks(2).run(train_on_a_full_disk, publishing(workspace, tmp_path / "run"))
     assert numbers_in(tmp_path / "weights") == [0, 4, 6]
-    assert [read_version(tmp_path / "weights", number).before is None for number in (0, 4, 6)] == [True, True, False]
+    files = VersionFiles(tmp_path / "weights")
+    assert [read_version(files, number).before is None for number in (0, 4, 6)] == [True, True, False]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_key_that_cannot_sign_is_refused_before_the_first_step(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = publishing(workspace, tmp_path / "run") | {"parallel": {}}
+    settings["weight_sync"]["signing_key"] = str(tmp_path / "nowhere.pem")
+    assert_refused("grpo", settings, "nowhere.pem: cannot be read", tmp_path, capsys)
 
 
 def test_adapters_alone_are_not_published() -> None:

@@ -19,13 +19,17 @@ from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Request, Sampling, UseVersion
 from automodel_rl.generators import jobs
 from automodel_rl.generators.fleet import Fleet
-from automodel_rl.generators.joining import JOIN_FILE, HasStarted, Joining, Leaving, address_in
+from automodel_rl.generators.joining import HasEnded, HasStarted, Joining, Leaving, Welcome
 from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.run_places import JOIN_FILE, address_in
 from automodel_rl.policy.jobs import Job
 from tests.fleets import LocalCrew
 
 SOON = 30.0
 """Seconds in which threads of this process get on."""
+
+
+WELCOME: Welcome = Welcome(copy=None, writing=None, vllm={}, timeout=60.0, vocab_size=9)  # type: ignore[arg-type]
 
 
 class Crew(LocalCrew):
@@ -38,7 +42,7 @@ class Crew(LocalCrew):
     def ask(self, job: Job, shares: Any = ()) -> list[Any]:
         match job:
             case jobs.WelcomeGenerators():
-                return ["welcome"]
+                return [WELCOME]
             case jobs.PublishedVersion():
                 return [self.published]
         return super().ask(job, shares)
@@ -56,7 +60,7 @@ class Guest:
         assert address is not None
         self.connection: Connection = address.knock()
         self.connection.send(Joining("guest"))
-        assert self.connection.recv() == "welcome"
+        assert isinstance(self.connection.recv(), Welcome)
         self.connection.send(HasStarted())
 
     def take(self) -> Any:
@@ -231,9 +235,17 @@ def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path)
         stranger.knock()
 
 
-def test_the_address_goes_with_the_run(start: Any, tmp_path: Path) -> None:
-    fleet, _ = start(guests=1)
-    fleet.close()
+def test_the_address_goes_with_the_run_and_its_end_is_told(start: Any, tmp_path: Path) -> None:
+    fleet, (guest,) = start(guests=1)
+    address = address_in(tmp_path / "weights")
+    assert address is not None
+    with address.knock() as late:
+        late.send(Joining("late"))
+        assert isinstance(late.recv(), Welcome)
+        fleet.close()
+        assert isinstance(guest.take(), HasEnded)
+        assert late.poll(SOON)
+        assert isinstance(late.recv(), HasEnded)
     assert address_in(tmp_path / "weights") is None
     (tmp_path / "weights" / JOIN_FILE).touch(mode=0o600)
     (tmp_path / "weights" / JOIN_FILE).write_text("{}")

@@ -1,0 +1,179 @@
+"""Where a generator finds the run that it joins: by the folder that they share, or by the run's address and key."""
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from automodel_rl.errors import InputError
+from automodel_rl.generators.meeting import FleetAddress
+from automodel_rl.weight_sync.version_files import VersionFiles
+from automodel_rl.weight_sync.version_server import headers_of
+
+JOIN_FILE = "join.json"
+"""Name of the file with a run's address, in the folder of its published weights. Only its owner can read it: whoever
+has its key can run code on both sides."""
+
+KEY_BYTES = 32
+
+
+class RunPlace(Protocol):
+    """Where a run is."""
+
+    def address(self) -> FleetAddress | None:
+        """The address at which generators join it; None if there is none at the moment."""
+        ...
+
+    def files(self, weights_port: int | None) -> VersionFiles:
+        """Its published weights.
+
+        Args:
+            weights_port: the port at which the run gives them over HTTP; None if it does not.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SharedFolder:
+    """A folder to which the run publishes its weights, and its address.
+
+    Attributes:
+        folder: the folder.
+    """
+
+    folder: Path
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def address(self) -> FleetAddress | None:
+        return address_in(self.folder)
+
+    def files(self, weights_port: int | None) -> VersionFiles:
+        return VersionFiles(self.folder)
+
+
+@dataclass(frozen=True)
+class DistantRun:
+    """A run with which a generator shares nothing but a key.
+
+    Attributes:
+        host, port: its address.
+        key: the key.
+    """
+
+    host: str
+    port: int
+    key: bytes
+
+    def __str__(self) -> str:
+        return f"{self._host_in_urls}:{self.port}"
+
+    @property
+    def _host_in_urls(self) -> str:
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    def address(self) -> FleetAddress:
+        return FleetAddress(self.host, self.port, self.key)
+
+    def files(self, weights_port: int | None) -> VersionFiles:
+        if weights_port is None:
+            raise InputError(
+                f"--join {self}: the run gives its weights to nobody over HTTP: set rollout.generator.weights_port, or "
+                "join by the folder that it publishes to"
+            )
+        return VersionFiles(f"http://{self._host_in_urls}:{weights_port}", headers_of(self.key))
+
+
+def place_of(given: str, key: Path | None) -> RunPlace:
+    """Where a run is, as a command is told.
+
+    Args:
+        given: a folder, or HOST:PORT.
+        key: the file of the run's key, with an address.
+
+    Raises:
+        InputError: an address needs a key, a folder none; or the key cannot be read.
+    """
+    host, _, port = given.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host or Path(given).is_dir():
+        if key is not None:
+            raise InputError(f"--key {key}: a folder has its run's key: leave it out, or join HOST:PORT")
+        return SharedFolder(Path(given))
+    if key is None:
+        raise InputError(f"--join {given}: needs --key and a file with what is in the run's rollout.generator.key")
+    return DistantRun(host.strip("[]"), int(port), read_key(key, f"--key {key}"))
+
+
+def read_key(file: Path, named: str) -> bytes:
+    """A key in a file, of hexadecimal digits.
+
+    Args:
+        file: the file, which nobody but its owner may read.
+        named: what the user gave, for the message.
+
+    Raises:
+        InputError: it cannot be read, others can read it, or it holds no key.
+    """
+    try:
+        with file.open() as opened:
+            _check_owner(opened.fileno())
+            key = bytes.fromhex(opened.read())
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"{len(key)} bytes, and a key has {KEY_BYTES}")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{named}: is no key ({error}): openssl rand -hex {KEY_BYTES} makes one") from None
+    return key
+
+
+def run_key(file: Path | None) -> bytes:
+    """The key of a run: that of a file, which is made if it is not there, or one for this start.
+
+    Args:
+        file: the file; None for a key of this start.
+
+    Raises:
+        InputError: the file is not a key, or cannot be made.
+    """
+    key = secrets.token_bytes(KEY_BYTES)
+    if file is None:
+        return key
+    named = f"rollout.generator.key={file}"
+    if not file.exists():
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(file, "x", opener=for_owner_only) as made:
+                made.write(f"{key.hex()}\n")
+        except FileExistsError:
+            pass  # another run has made it since
+        except OSError as error:
+            raise InputError(f"{named}: cannot be written ({error.strerror}): choose another file") from None
+    return read_key(file, named)
+
+
+def address_in(folder: Path) -> FleetAddress | None:
+    """The address of the run that publishes to a folder; None if none does at the moment."""
+    try:
+        with (folder / JOIN_FILE).open() as file:
+            _check_owner(file.fileno())
+            values = json.load(file)
+        return FleetAddress(str(values["host"]), int(values["port"]), bytes.fromhex(values["key"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder / JOIN_FILE}: is no address of a run ({error}): give the folder that a run publishes to"
+        ) from None
+
+
+def for_owner_only(path: str, flags: int) -> int:
+    """Opens a file that nobody but its owner may read."""
+    return os.open(path, flags, 0o600)
+
+
+def _check_owner(descriptor: int) -> None:
+    about = os.fstat(descriptor)
+    if about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise ValueError("others can write or read it, so that its key may be theirs")

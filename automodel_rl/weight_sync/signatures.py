@@ -1,0 +1,86 @@
+"""Signatures of published versions: Ed25519 (RFC 8032), by the package cryptography.
+
+openssl makes the keys:
+
+    openssl genpkey -algorithm ed25519 -out signing.pem       the run's key: weight_sync.signing_key
+    openssl pkey -in signing.pem -pubout -out signing.pub     what readers have
+"""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from automodel_rl.errors import InputError
+
+PRIVATE, PUBLIC = "Ed25519PrivateKey", "Ed25519PublicKey"
+
+
+class Signer:
+    """Signs hashes of versions.
+
+    Args:
+        file: a private key, in PEM without a password.
+
+    Raises:
+        InputError: the file holds no such key, or the package cryptography is not there.
+    """
+
+    def __init__(self, file: Path):
+        self._key = _read_key(file, PRIVATE, f"weight_sync.signing_key={file}")
+
+    def sign(self, digest: str) -> str:
+        """The signature of a hash, hexadecimal."""
+        signature: bytes = self._key.sign(digest.encode())
+        return signature.hex()
+
+
+class SignatureCheck:
+    """Tells signatures of a run from others.
+
+    Args:
+        file: the public key, in PEM.
+
+    Raises:
+        InputError: the file holds no such key, or the package cryptography is not there.
+    """
+
+    def __init__(self, file: Path):
+        self._key = _read_key(file, PUBLIC, str(file))
+        self._invalid = importlib.import_module("cryptography.exceptions").InvalidSignature
+
+    def accepts(self, digest: str, signature: str | None) -> bool:
+        """Whether a hash has been signed with the run's key.
+
+        Args:
+            digest: the hash.
+            signature: what is said to be its signature; None if there is none.
+        """
+        try:
+            self._key.verify(bytes.fromhex(signature or ""), digest.encode())
+        except (self._invalid, ValueError):
+            return False
+        return True
+
+
+def _read_key(file: Path, kind: str, named: str) -> Any:
+    try:
+        reading = importlib.import_module("cryptography.hazmat.primitives.serialization")
+        ed25519 = importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519")
+    except ImportError:
+        raise InputError(f"{named}: signatures need cryptography: pip install 'automodel-rl[sign]'") from None
+    try:
+        content = file.read_bytes()
+        key = (
+            reading.load_pem_private_key(content, password=None)
+            if kind == PRIVATE
+            else reading.load_pem_public_key(content)
+        )
+    except OSError as error:
+        raise InputError(f"{named}: cannot be read ({error.strerror}): give the file of a key") from None
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{named}: is no key in PEM without a password ({' '.join(str(error).split())[:100]})"
+        ) from None
+    if not isinstance(key, getattr(ed25519, kind)):
+        raise InputError(f"{named}: is a {type(key).__name__.lstrip('_')}, and versions are signed with {kind}")
+    return key

@@ -1,0 +1,146 @@
+"""Files of published versions: in a folder, or at an address that fsspec reads, as https://HOST/weights or s3://BUCKET."""
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from automodel_rl.errors import InputError, innermost
+
+T = TypeVar("T")
+
+VERSION_FILE = "version.json"
+
+NEWEST_FILE = "newest.json"
+"""Name of the file with the newest version's number, for those who cannot list the folder, as on most web servers."""
+
+TRIES = 5
+"""Attempts to read something from elsewhere, each after twice as long a wait as the one before, from half a second."""
+
+SILENCE = 60.0
+"""Longest wait in seconds for a web server's next bytes. A file as a whole may take any time."""
+
+
+class VersionFiles:
+    """Reads the files of published versions.
+
+    Args:
+        place: the folder of versions, or its address.
+        headers: headers of requests, for http and https.
+
+    Raises:
+        InputError: fsspec knows no such address, or lacks a package for it.
+
+    Example:
+        >>> VersionFiles(Path("runs/math/weights")).newest()
+        12
+    """
+
+    def __init__(self, place: Path | str, headers: dict[str, str] | None = None):
+        self.place = str(place)
+        options: dict[str, Any] = {}
+        if self.place.startswith(("http://", "https://")):
+            patient = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+            options = {"client_kwargs": {"headers": headers or {}, "timeout": patient}}
+        try:
+            opened = (
+                (LocalFileSystem(), str(place.absolute())) if isinstance(place, Path) else url_to_fs(place, **options)
+            )
+        except (ValueError, ImportError, OSError) as error:
+            reason = innermost(error)
+            raise InputError(f"{self.place}: cannot be opened ({reason}): give a folder or an address") from None
+        self._system: AbstractFileSystem = opened[0]
+        self._root: str = opened[1]
+        self._is_here = isinstance(self._system, LocalFileSystem)
+
+    def where(self, number: int, name: str = "") -> str:
+        """The path or address of a version, or of a file in it."""
+        return f"{self._root.rstrip('/')}/{number:08d}" + (f"/{name}" if name else "")
+
+    def newest(self) -> int | None:
+        """The number of the newest version; None if there is none yet.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        if self._is_here:
+            return max(numbers_in(Path(self._root)), default=None)
+        try:
+            content = self._tried(self._system.cat_file, f"{self._root.rstrip('/')}/{NEWEST_FILE}")
+        except FileNotFoundError:
+            return None
+        try:
+            return int(json.loads(content)["version"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{self.place}/{NEWEST_FILE}: names no version ({innermost(error)})") from None
+
+    def description(self, number: int) -> bytes:
+        """The content of a version's own file.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            InputError: it cannot be read.
+        """
+        content: bytes = self._tried(self._system.cat_file, self.where(number, VERSION_FILE))
+        return content
+
+    @contextlib.contextmanager
+    def opened(self, number: int, name: str) -> Iterator[BufferedReader]:
+        """A file of a version, which is copied here first if it is elsewhere.
+
+        Args:
+            number: the version.
+            name: the file's name, within the version's folder.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            InputError: it cannot be read.
+        """
+        at = self.where(number, name)
+        if self._is_here:
+            with open(at, "rb") as file:
+                yield file
+            return
+        with tempfile.NamedTemporaryFile(prefix="version_") as copy:
+            self._tried(self._system.get_file, at, copy.name)
+            with open(copy.name, "rb") as file:
+                yield file
+
+    def _tried(self, read: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """What a function reads, which is tried again if it is from elsewhere."""
+        for attempt in range(TRIES):
+            try:
+                return read(*arguments, **options)
+            except FileNotFoundError:
+                raise
+            except Exception as error:  # each file system has its own
+                problem = innermost(error)
+            if self._is_here or attempt == TRIES - 1:
+                break
+            time.sleep(0.5 * 2**attempt)
+        raise InputError(f"{self.place}: cannot be read ({problem}): see whether it is there, and is yours to read")
+
+
+def numbers_in(folder: Path) -> list[int]:
+    """The numbers of the complete versions in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(
+        int(path.name) for path in folder.iterdir() if path.name.isdigit() and (path / VERSION_FILE).is_file()
+    )
+
+
+def note_newest(folder: Path, number: int) -> None:
+    """Writes which version in a folder is the newest."""
+    unfinished = folder / f".{NEWEST_FILE}.unfinished"
+    unfinished.write_text(json.dumps({"version": number}))
+    unfinished.replace(folder / NEWEST_FILE)

@@ -1,0 +1,79 @@
+"""Where a run is: by its folder, or by its address and key; keys that others could read are not taken."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from automodel_rl.errors import InputError
+from automodel_rl.generators.run_places import DistantRun, SharedFolder, place_of, read_key, run_key
+
+
+@pytest.fixture(name="key")
+def make_key(tmp_path: Path) -> Path:
+    run_key(tmp_path / "deep" / "key")
+    return tmp_path / "deep" / "key"
+
+
+def test_a_key_is_made_once_for_its_owner_alone(key: Path) -> None:
+    assert key.stat().st_mode & 0o77 == 0
+    assert run_key(key) == read_key(key, "--key")
+    assert run_key(None) != run_key(None)
+
+
+def test_a_key_as_openssl_writes_it_is_one(tmp_path: Path) -> None:
+    (tmp_path / "key").touch(0o600)
+    (tmp_path / "key").write_text("0aF" * 21 + "0\n")
+    assert len(read_key(tmp_path / "key", "--key")) == 32
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        ("00" * 32, 0o644, "others can write or read it"),
+        ("00" * 16, 0o600, "16 bytes, and a key has 32"),
+        ("-----BEGIN PRIVATE KEY-----", 0o600, "non-hexadecimal"),
+        ("", 0o600, "0 bytes"),
+        (json.dumps({"key": "00" * 32}), 0o600, "non-hexadecimal"),
+    ],
+)
+def test_what_is_no_key_is_answered_with_how_to_make_one(tmp_path: Path, content: str, mode: int, message: str) -> None:
+    (tmp_path / "key").write_text(content)
+    (tmp_path / "key").chmod(mode)
+    with pytest.raises(InputError, match=f"^--key: is no key .*{message}.*: openssl rand -hex 32 makes one$"):
+        read_key(tmp_path / "key", "--key")
+
+
+@pytest.mark.parametrize("given", ["train.example.com:8900", "10.0.0.7:8900", "[fd00::7]:8900", "fd00::7:8900"])
+def test_an_address_needs_a_key(given: str, key: Path) -> None:
+    place = place_of(given, key)
+    assert isinstance(place, DistantRun)
+    assert (place.port, place.key) == (8900, read_key(key, ""))
+    assert "[" not in place.host
+    with pytest.raises(InputError, match="needs --key"):
+        place_of(given, None)
+
+
+@pytest.mark.parametrize("given", ["runs/math/weights", "/shared/weights:3", "weights", "a/b:80"])
+def test_everything_else_is_a_folder(given: str, key: Path) -> None:
+    assert place_of(given, None) == SharedFolder(Path(given))
+    with pytest.raises(InputError, match="a folder has its run's key"):
+        place_of(given, key)
+
+
+def test_a_folder_that_is_there_is_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run:7").mkdir()
+    assert place_of("run:7", None) == SharedFolder(Path("run:7"))
+
+
+def test_a_run_that_gives_no_weights_over_http_says_how() -> None:
+    with pytest.raises(InputError, match=r"set rollout\.generator\.weights_port"):
+        DistantRun("there", 80, b"").files(None)
+
+
+def test_ipv6_addresses_have_brackets_in_urls() -> None:
+    assert DistantRun("::1", 80, b"").files(81).place == "http://[::1]:81"
+    assert str(DistantRun("::1", 80, b"")) == "[::1]:80"
+    assert socket.has_ipv6

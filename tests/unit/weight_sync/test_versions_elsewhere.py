@@ -1,0 +1,243 @@
+"""Published versions over HTTP and on other file systems, and signatures: what is not the run's is refused."""
+
+import functools
+import http.server
+import json
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from torch import Tensor
+
+from automodel_rl.errors import InputError
+from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
+from automodel_rl.weight_sync import version_files
+from automodel_rl.weight_sync.checksum import checksum
+from automodel_rl.weight_sync.published import PublishedWeights, folder_of, write_block, write_version
+from automodel_rl.weight_sync.signatures import Signer
+from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles, note_newest
+from automodel_rl.weight_sync.version_server import VersionServer, headers_of
+from tests.keys import signing_keys
+
+KEY = bytes(32)
+SPEC = TensorSpec("weight", (1000,), torch.bfloat16)
+BUCKET = Bucket(torch.bfloat16, 1000, (Chunk(0, 0, 1000, 0),))
+PLAN = Plan((SPEC,), (BUCKET,))
+
+
+def tensor_of(number: int) -> Tensor:
+    weight = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[:number] += 1
+    return weight
+
+
+def publish(folder: Path, numbers: range, signer: Signer | None = None) -> None:
+    """Versions, each a change of the one before."""
+    before, old = None, None
+    for number in numbers:
+        new, place = tensor_of(number), folder_of(folder, number)
+        place.mkdir(parents=True)
+        with (place / "sender_0.bin").open("wb") as file:
+            changed = write_block(file, PLAN, BUCKET, old, new)
+        sums = {"weight": int(checksum(new))}
+        note_newest(folder, number)
+        before, old = (number, write_version(place, number, before, [PLAN], sums, changed, signer)), new
+
+
+@pytest.fixture(name="folder")
+def make_folder(tmp_path: Path) -> Path:
+    publish(tmp_path / "weights", range(1, 4))
+    return tmp_path / "weights"
+
+
+@pytest.fixture(name="server")
+def make_server(folder: Path) -> Iterator[VersionServer]:
+    server = VersionServer(folder, "127.0.0.1", 0, KEY)
+    yield server
+    server.close()
+
+
+@pytest.fixture(name="impatient", autouse=True)
+def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_files, "TRIES", 2)
+
+
+def files_of(server: VersionServer, key: bytes = KEY) -> VersionFiles:
+    return VersionFiles(f"http://127.0.0.1:{server.port}", headers_of(key))
+
+
+def test_the_runs_own_server_gives_every_version(folder: Path, server: VersionServer) -> None:
+    weights, tensors = PublishedWeights(files_of(server)), dict[str, Tensor]()
+    for number in (1, 3):
+        assert weights.bring(tensors, number) == number
+        assert torch.equal(tensors["weight"], tensor_of(number))
+    publish(folder, range(4, 5))  # while it is running; a whole one
+    assert weights.bring(tensors) == 4
+    assert torch.equal(tensors["weight"], tensor_of(4))
+
+
+def test_nothing_is_given_without_the_key(server: VersionServer) -> None:
+    with pytest.raises(InputError, match="401"):
+        PublishedWeights(files_of(server, b"another")).bring({})
+    with pytest.raises(InputError, match="401"):
+        PublishedWeights(f"http://127.0.0.1:{server.port}").bring({}, 1)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/join.json",
+        "/../secret",
+        "/00000001/../join.json",
+        "/.00000004.unfinished/sender_0.bin",
+        "/00000001/",
+        "//join.json",
+    ],
+)
+def test_nothing_else_in_the_folder_is_given(folder: Path, server: VersionServer, path: str) -> None:
+    for secret in (folder / "join.json", folder.parent / "secret"):
+        secret.write_text("secret")
+    shutil.copytree(folder_of(folder, 3), folder / ".00000004.unfinished")
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers_of(KEY))
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(request)
+
+
+def test_what_is_damaged_on_the_way_is_refused_and_read_again(
+    folder: Path, server: VersionServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, tensors = PublishedWeights(files_of(server)), dict[str, Tensor]()
+    content = bytearray((folder_of(folder, 2) / "sender_0.bin").read_bytes())
+    good = bytes(content)
+    content[-1] ^= 1
+    (folder_of(folder, 2) / "sender_0.bin").write_bytes(content)
+    with pytest.raises(InputError, match=r"00000002/sender_0\.bin: is damaged"):
+        weights.bring(tensors)
+    (folder_of(folder, 2) / "sender_0.bin").unlink()
+    with pytest.raises(InputError, match=r"00000002/sender_0\.bin: is gone"):
+        weights.bring(tensors)
+    (folder_of(folder, 2) / "sender_0.bin").write_bytes(good)
+    assert weights.bring(tensors) == 3
+    assert torch.equal(tensors["weight"], tensor_of(3))
+
+
+def test_a_server_that_is_gone_is_one_line(server: VersionServer) -> None:
+    files = files_of(server)
+    server.close()
+    with pytest.raises(InputError, match=r"^http://127\.0\.0\.1:\d+: cannot be read .*$"):
+        PublishedWeights(files).bring({})
+
+
+def test_pythons_own_web_server_gives_them_too(folder: Path) -> None:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder.parent))
+    handler.func.log_message = lambda *_: None  # type: ignore[attr-defined]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tensors: dict[str, Tensor] = {}
+        assert PublishedWeights(f"http://127.0.0.1:{server.server_port}/weights").bring(tensors) == 3
+        server.shutdown()
+    assert torch.equal(tensors["weight"], tensor_of(3))
+
+
+def test_so_do_other_file_systems(folder: Path) -> None:
+    store, weights, tensors = fsspec.filesystem("memory"), PublishedWeights("memory://bucket"), dict[str, Tensor]()
+    with pytest.raises(InputError, match="holds no published version yet"):
+        weights.bring(tensors)
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        store.pipe_file(f"/bucket/{path.relative_to(folder)}", path.read_bytes())
+    assert weights.bring(tensors) == 3
+    assert torch.equal(tensors["weight"], tensor_of(3))
+    store.rm("/bucket/00000003/version.json")  # as if it were not uploaded yet
+    with pytest.raises(InputError, match="is no published version"):
+        weights.bring(tensors)
+    store.pipe_file("/bucket/newest.json", b"<html>")
+    with pytest.raises(InputError, match=r"newest\.json: names no version"):
+        weights.bring(tensors)
+    with pytest.raises(InputError, match="Protocol not known"):
+        VersionFiles("nowhere://bucket")
+
+
+@pytest.fixture(name="keys")
+def make_keys(tmp_path: Path) -> tuple[Path, Path]:
+    return signing_keys(tmp_path)
+
+
+def forged(values: dict[str, Any]) -> None:
+    values["signature"] = "00" * 64
+
+
+def of_version_2(values: dict[str, Any]) -> None:
+    """The signature of another version of the same run."""
+    values["signature"] = values["others"]
+
+
+def unsigned(values: dict[str, Any]) -> None:
+    values["signature"] = None
+
+
+@pytest.mark.parametrize("change", [forged, of_version_2, unsigned])
+def test_only_what_the_run_has_signed_is_taken(
+    tmp_path: Path, keys: tuple[Path, Path], change: Callable[[dict[str, Any]], None]
+) -> None:
+    folder = tmp_path / "signed"
+    publish(folder, range(1, 4), Signer(keys[0]))
+    tensors: dict[str, Tensor] = {}
+    assert PublishedWeights(folder, keys[1]).bring(tensors) == 3
+    file = folder_of(folder, 3) / VERSION_FILE
+    values = json.loads(file.read_text())
+    values["others"] = json.loads((folder_of(folder, 2) / VERSION_FILE).read_text())["signature"]
+    change(values)
+    del values["others"]
+    file.write_text(json.dumps(values))
+    assert PublishedWeights(folder).bring(tensors) == 3  # who verifies nothing reads it
+    with pytest.raises(InputError, match="is not signed with the run's key"):
+        PublishedWeights(folder, keys[1]).bring(tensors)
+
+
+def test_weights_of_another_under_a_signed_version_are_refused(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    """Each version is consistent in itself, and the newest has the run's signature."""
+    publish(tmp_path / "signed", range(1, 3), Signer(keys[0]))
+    publish(tmp_path / "others", range(1, 2))
+    other = folder_of(tmp_path / "others", 1)
+    changed = tensor_of(7)
+    with (other / "sender_0.bin").open("wb") as file:
+        write_block(file, PLAN, BUCKET, None, changed)
+    (other / VERSION_FILE).unlink()
+    write_version(other, 1, None, [PLAN], {"weight": int(checksum(changed))}, 1000, None)
+    shutil.rmtree(folder_of(tmp_path / "signed", 1))
+    shutil.copytree(other, folder_of(tmp_path / "signed", 1))
+    with pytest.raises(InputError, match="is not what version 2 changes"):
+        PublishedWeights(tmp_path / "signed", keys[1]).bring({})
+
+
+def test_what_is_no_signing_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        Signer(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="is no key in PEM"):
+        Signer(keys[1])
+    other = ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    (tmp_path / "other.pem").write_bytes(other)
+    with pytest.raises(InputError, match="versions are signed with Ed25519PrivateKey"):
+        Signer(tmp_path / "other.pem")
+    with pytest.raises(InputError, match="is no key in PEM"):
+        PublishedWeights(tmp_path, keys[0])
+
+
+def test_other_tensors_than_those_of_the_last_call_begin_anew(folder: Path) -> None:
+    weights = PublishedWeights(folder)
+    weights.bring({}, 2)
+    tensors: dict[str, Tensor] = {}
+    assert weights.bring(tensors) == 3
+    assert torch.equal(tensors["weight"], tensor_of(3))
