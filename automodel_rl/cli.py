@@ -3,13 +3,14 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast, get_args
 
 from automodel_rl.config import ALGORITHMS, RayConfig, RunConfig, config_of_model, load_config, load_serve_config
 from automodel_rl.config.algorithms import OnlineConfig
+from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
 from automodel_rl.files import written
 from automodel_rl.generators.vllm_child import start_early
@@ -131,8 +132,7 @@ def _start(
     config = load(rest)
     if shown:
         return _show_examples(config, shown)
-    on_ray = RayConfig() if launcher == "ray" and config.launch.ray is None else config.launch.ray
-    on_ray = None if is_rank() or launcher == "local" else on_ray
+    on_ray = _chosen_cluster(launcher, config.launch)
     is_alone = config.world_size == 1 and on_ray is None
     if config.generation is not None and not loop and (is_rank() or is_alone):  # a program may set variables first
         start_early(config.generation.generator_spec)
@@ -174,30 +174,53 @@ def _check_input(config: RunConfig, resume: str) -> None:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
-def _run_on_ray(config: RunConfig, settings: RayConfig, arguments: list[str]) -> int:
+def _chosen_cluster(launcher: str | None, config: LaunchConfig) -> RayConfig | None:
+    """The Ray cluster on which ranks are started; None for this machine, and in ranks."""
+    if is_rank() or launcher == "local":
+        return None
+    return RayConfig() if launcher == "ray" and config.ray is None else config.ray
+
+
+@contextlib.contextmanager
+def _with_ray() -> Iterator[None]:
+    """Answers a missing Ray in this block."""
     try:
-        from automodel_rl.ray.job import run_on_ray
+        yield
     except ModuleNotFoundError as error:
-        raise InputError(
-            f"a Ray cluster needs {error.name}, which is not installed: pip install 'automodel-rl[ray]'"
-        ) from None
+        if error.name != "ray":
+            raise
+        raise InputError("a Ray cluster needs ray, which is not installed: pip install 'automodel-rl[ray]'") from None
+
+
+def _run_on_ray(config: RunConfig, settings: RayConfig, arguments: list[str]) -> int:
+    with _with_ray():
+        from automodel_rl.ray.job import run_on_ray
     return run_on_ray(config, settings, arguments)
 
 
 def _serve(arguments: list[str]) -> int:
-    path, overrides = _config_file("serve", arguments)
+    path, rest = _config_file("serve", arguments)
+    launcher, overrides = _take_launcher(rest)
     config = load_serve_config(path, overrides)
     if is_serving_rank():
         from automodel_rl.serve.worker import serve_rank
 
         return guard(lambda: serve_rank(config))
     try:
-        from automodel_rl.serve.server import serve
+        from automodel_rl.serve.server import RanksStarter, serve
     except ImportError as error:
         raise InputError(
             f"serve needs {error.name}, which is not installed: pip install 'automodel-rl[serve]'"
         ) from None
-    return serve(config, [sys.executable, "-m", "automodel_rl", "serve", *arguments])
+    command, num_ranks = ["serve", *arguments], config.parallel.world_size
+    on_ray = _chosen_cluster(launcher, config.launch)
+    if on_ray is None:
+        ranks = [sys.executable, "-m", "automodel_rl", *command]
+        return serve(config, RanksStarter(lambda: run_local_ranks(ranks, num_ranks)))
+    with _with_ray():
+        from automodel_rl.ray.job import RanksOnRay
+    with RanksOnRay(on_ray, command, num_ranks) as cluster:
+        return serve(config, RanksStarter(cluster.run, cluster.host, on_ray.restarts))
 
 
 def _generate(arguments: list[str]) -> int:
@@ -344,6 +367,7 @@ def _verify(arguments: list[str]) -> int:
     as_json, rest = _take_flag("--json", arguments)
     like, rest = _take_option("--family-like", rest)
     folder, rest = _take_option("--config", rest)
+    launcher, rest = _take_launcher(rest)
     if folder is None:
         if like is not None:
             raise InputError(f"--family-like {like}: needs --config FOLDER, with the config.json of the new family")
@@ -351,7 +375,12 @@ def _verify(arguments: list[str]) -> int:
         config = load_config(path, overrides)
     else:
         config = config_of_model(folder, [*ANY_BATCH, *rest])
-    num_ranks = ranks_to_verify(config)
+    num_ranks, on_ray = ranks_to_verify(config), _chosen_cluster(launcher, config.launch)
+    if on_ray is not None:
+        with _with_ray():
+            from automodel_rl.ray.job import RanksOnRay
+        with RanksOnRay(on_ray, ["verify", *arguments], num_ranks) as cluster:
+            return cluster.run()
     if not is_rank() and num_ranks > 1:
         return run_local_ranks([sys.executable, "-m", "automodel_rl", "verify", *arguments], num_ranks)
 

@@ -20,7 +20,7 @@ class RayConfig(Section):
 
     restarts: Annotated[int, Field(ge=0)] = 3
     """How often in a row a job that fails is started again from its newest checkpoint. A new checkpoint sets the count
-    back to 0."""
+    back to 0, as a job of a service does, which goes on from saved weights. verify is not started again."""
 
     wait_minutes: Annotated[float, Field(ge=0)] = 30.0
     """Longest wait for free nodes, at the start and before a restart."""
@@ -47,5 +47,5 @@ class RayConfig(Section):
 
 class LaunchConfig(Section):
     ray: RayConfig | None = None
-    """A Ray cluster on which the commands sft, dpo and grpo start their ranks. null: ranks are processes of this
-    machine. Processes that are ranks already, such as torchrun's, take no notice of it."""
+    """A Ray cluster on which runs, serve and verify start their ranks. null: ranks are processes of this machine.
+    Processes that are ranks already, such as torchrun's, take no notice of it."""

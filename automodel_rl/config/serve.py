@@ -8,6 +8,7 @@ from automodel_rl.config.base import PathText, Positive, Section
 from automodel_rl.config.further_models import FrozenModelConfig
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import SamplerConfig, TransformersSamplerConfig, refuse_earlier
+from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import WeightSyncConfig
@@ -92,6 +93,8 @@ class ServeConfig(Section):
 
     limits: ServeLimitsConfig = ServeLimitsConfig()
 
+    launch: LaunchConfig = LaunchConfig()
+
     @property
     def address(self) -> str:
         """Host and port."""
@@ -133,6 +136,8 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_served(self) -> "ServeConfig":
+        if self.launch.ray is not None and self.launch.ray.generators:
+            raise ValueError("launch.ray.generators: generators join runs, and no service: leave it out")
         lora = self.model.lora
         if lora is not None and (lora.dropout or lora.modules_to_save or lora.dora):
             raise ValueError("model.lora: dropout, dora and modules_to_save are not served: leave them out")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.generator_messages import Generate
-from automodel_rl.generators.meeting import FleetAddress
+from automodel_rl.launch.door import DoorAddress
 from automodel_rl.policy.jobs import Job
 
 
@@ -20,7 +20,7 @@ class StartGenerators(Job):
     answered_by = "all"
 
     spec: GeneratorSpec
-    address: FleetAddress
+    address: DoorAddress
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from automodel_rl.generator_messages import Failed, Failure, Finished, Generate,
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.joining import HasEnded, HasStarted, Joining, Leaving, Welcome
 from automodel_rl.generators.make_generator import ON_CPU, start_transformers
-from automodel_rl.generators.meeting import hang_up
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.run_places import RunPlace
 from automodel_rl.generators.vllm_process import start_vllm
+from automodel_rl.launch.door import hang_up
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.support.description import describe_model
 from automodel_rl.weight_sync.ipc import Ipc

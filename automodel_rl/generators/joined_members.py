@@ -12,10 +12,10 @@ from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import UseVersion
 from automodel_rl.generators.joining import JoiningDoor, Welcome
-from automodel_rl.generators.meeting import listening_address
 from automodel_rl.generators.member import Member
 from automodel_rl.generators.run_places import run_key
 from automodel_rl.generators.submission import Submission
+from automodel_rl.launch.door import listening_address
 from automodel_rl.weight_sync.version_server import VersionServer
 
 LOOKS = 10

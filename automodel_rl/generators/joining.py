@@ -23,10 +23,10 @@ from typing import Any
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import PROTOCOL, Failure, Message
-from automodel_rl.generators.meeting import Door
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.run_places import JOIN_FILE, address_in, for_owner_only
 from automodel_rl.generators.transformers_generator import Writing
+from automodel_rl.launch.door import Door
 
 
 def release() -> str:

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request, UseVersion
 from automodel_rl.generators.joining import HasEnded, Leaving
-from automodel_rl.generators.meeting import hang_up
+from automodel_rl.launch.door import hang_up
 
 IS_GONE = "its process is gone"
 """Why a member is lost whose connection has ended."""

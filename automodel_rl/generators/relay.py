@@ -11,9 +11,10 @@ from typing import Any
 from automodel_rl.batch import RouterShape, Routes, RoutesAt, read_routes
 from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request
-from automodel_rl.generators.meeting import FleetAddress, hang_up
+from automodel_rl.generators.meeting import meet
 from automodel_rl.generators.protocol import Completion, Generator, KeptRoutes
 from automodel_rl.generators.supervisor import GeneratorSupervisor
+from automodel_rl.launch.door import DoorAddress, hang_up
 from automodel_rl.policy.routes import RouteStore
 
 
@@ -33,10 +34,10 @@ class Relay:
         InputError: the program cannot be reached.
     """
 
-    def __init__(self, rank: int, supervisor: GeneratorSupervisor, routes: RouteStore, address: FleetAddress):
+    def __init__(self, rank: int, supervisor: GeneratorSupervisor, routes: RouteStore, address: DoorAddress):
         self.rank, self.supervisor, self.routes = rank, supervisor, routes
         self._sending, self._keys = threading.Lock(), itertools.count()
-        self._connection = address.connect(rank)
+        self._connection = meet(address, rank)
         threading.Thread(target=self._take_requests, daemon=True, name="requests").start()
 
     def write(self, requests: Sequence[Generate]) -> None:

@@ -1,4 +1,4 @@
-"""Where a generator finds the run that it joins: by the folder that they share, or by the run's address and key."""
+"""The place of a run that a generator joins: a folder that they share, or the run's address and a key."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from automodel_rl.errors import InputError
-from automodel_rl.generators.meeting import FleetAddress
+from automodel_rl.launch.door import DoorAddress
 from automodel_rl.weight_sync.version_files import VersionFiles
 from automodel_rl.weight_sync.version_server import headers_of
 
@@ -20,9 +20,9 @@ KEY_BYTES = 32
 
 
 class RunPlace(Protocol):
-    """Where a run is."""
+    """The place of a run."""
 
-    def address(self) -> FleetAddress | None:
+    def address(self) -> DoorAddress | None:
         """The address at which generators join it; None if there is none at the moment."""
         ...
 
@@ -48,7 +48,7 @@ class SharedFolder:
     def __str__(self) -> str:
         return str(self.folder)
 
-    def address(self) -> FleetAddress | None:
+    def address(self) -> DoorAddress | None:
         return address_in(self.folder)
 
     def files(self, weights_port: int | None) -> VersionFiles:
@@ -75,8 +75,8 @@ class DistantRun:
     def _host_in_urls(self) -> str:
         return f"[{self.host}]" if ":" in self.host else self.host
 
-    def address(self) -> FleetAddress:
-        return FleetAddress(self.host, self.port, self.key)
+    def address(self) -> DoorAddress:
+        return DoorAddress(self.host, self.port, self.key)
 
     def files(self, weights_port: int | None) -> VersionFiles:
         if weights_port is None:
@@ -88,7 +88,7 @@ class DistantRun:
 
 
 def place_of(given: str, key: Path | None) -> RunPlace:
-    """Where a run is, as a command is told.
+    """The place of a run, as a command is told.
 
     Args:
         given: a folder, or HOST:PORT.
@@ -153,13 +153,13 @@ def run_key(file: Path | None) -> bytes:
     return read_key(file, named)
 
 
-def address_in(folder: Path) -> FleetAddress | None:
+def address_in(folder: Path) -> DoorAddress | None:
     """The address of the run that publishes to a folder; None if none does at the moment."""
     try:
         with (folder / JOIN_FILE).open() as file:
             _check_owner(file.fileno())
             values = json.load(file)
-        return FleetAddress(str(values["host"]), int(values["port"]), bytes.fromhex(values["key"]))
+        return DoorAddress(str(values["host"]), int(values["port"]), bytes.fromhex(values["key"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,9 +1,7 @@
 """The server's end of the ranks: it gives them jobs in order, and notices when they are gone."""
 
-import os
 import queue
 import secrets
-import tempfile
 import threading
 import time
 import traceback
@@ -11,15 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
-from automodel_rl.launch.admission import admits
+from automodel_rl.launch.door import Door, hang_up
 from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.joining import answers_of, joined, take_together
 from automodel_rl.serve.messages import Done, Ready, ServiceJob, StopAsked, Together
-from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
+from automodel_rl.serve.worker_address import write_address
 
 
 class RanksLostError(Exception):
@@ -53,6 +50,7 @@ class Ranks:
         on_lost: called when ranks are gone that had been ready.
         on_stop: called when the ranks got a signal to stop.
         pass_tokens: most tokens of forwards and backwards that run as one; 0 if each runs alone.
+        host: the name of this machine for ranks.
 
     Attributes:
         vocab_size: number of token ids of the model; 0 before ranks are ready.
@@ -64,24 +62,21 @@ class Ranks:
         num_joint: number of passes in which several runs met.
     """
 
-    def __init__(self, on_lost: Callable[[], None], on_stop: Callable[[], None], pass_tokens: int):
+    def __init__(self, on_lost: Callable[[], None], on_stop: Callable[[], None], pass_tokens: int, host: str):
         self.on_lost, self.on_stop, self.pass_tokens = on_lost, on_stop, pass_tokens
         self.vocab_size = 0
         self.of_teachers: dict[str, int] = {}
         self.num_jobs = self.peak_bytes = self.num_joint = 0
         self.ready = threading.Event()
         self.are_there = False
-        self._folder = tempfile.TemporaryDirectory(prefix="automodel_rl_serve_")
-        self._key, self._is_closed = secrets.token_bytes(32), False
-        address = str(Path(self._folder.name) / "ranks")
-        self._listener = Listener(address, "AF_UNIX")
-        os.environ[ADDRESS_VARIABLE], os.environ[KEY_VARIABLE] = address, self._key.hex()
         self._orders: deque[_Order] = deque()
         self._running: list[_Order] = []
         self._came = threading.Condition()
+        self._connection: Connection | None = None
         self._admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        for work in (self._accept, self._serve):
-            threading.Thread(target=work, daemon=True, name="ranks").start()
+        self._door = Door(host, 0, secrets.token_bytes(32), self._admitted.put)
+        write_address(self._door.address)
+        threading.Thread(target=self._serve, daemon=True, name="ranks").start()
 
     @property
     def num_waiting(self) -> int:
@@ -110,34 +105,29 @@ class Ranks:
 
     def close(self) -> None:
         """Takes no more ranks."""
-        self._is_closed = True
-        self._listener.close()
-        self._folder.cleanup()
+        self._door.close()
 
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                connection = self._listener.accept()
-            except OSError:  # closed, or this one is gone already
-                time.sleep(WAIT_SECONDS)
-                continue
-            threading.Thread(target=self._admit, args=(connection,), daemon=True, name="ranks").start()
-
-    def _admit(self, connection: Connection) -> None:
-        """Lets a connection in that knows the key. Others, also silent ones, keep nobody waiting."""
-        if admits(connection, self._key):
-            self._admitted.put(connection)
+    def drop(self) -> None:
+        """Lets go of ranks that have ended. Those on a machine that is gone could not say so."""
+        with self._came:
+            connection = self._connection
+        if connection is not None:
+            hang_up(connection)
 
     def _serve(self) -> None:
         while True:
             connection = self._admitted.get()
             running = self._running = []
+            with self._came:
+                self._connection = connection
             try:
                 self._run(connection, running)
             except (EOFError, OSError):
                 pass  # they have ended
             except Exception:  # without this thread all would wait for ever
                 traceback.print_exc()
+            with self._came:
+                self._connection = None
             connection.close()
             if self.are_there:
                 self._lose(running)

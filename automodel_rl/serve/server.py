@@ -6,7 +6,8 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import uvicorn
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import EXIT_OK, InputError, innermost
 from automodel_rl.files import check_place, written
-from automodel_rl.launch.local import run_local_ranks
 from automodel_rl.serve.app import make_app
 from automodel_rl.serve.ranks import Ranks
 from automodel_rl.serve.saved_weights import SavedWeights
@@ -23,18 +23,30 @@ from automodel_rl.serve.service import Service
 
 TIDY_SECONDS = 5.0
 
-MOST_FAILURES = 3
-"""Starts of ranks, one after the other, that fail before the ranks have done a job. Then the service ends."""
+
+@dataclass(frozen=True)
+class RanksStarter:
+    """What runs the service's ranks.
+
+    Attributes:
+        run: runs them until they end, and returns their exit code.
+        host: the name of this machine for them.
+        restarts: how often in a row they are started again that end before they have done a job.
+    """
+
+    run: Callable[[], int]
+    host: str = "localhost"
+    restarts: int = 3
 
 
-def serve(config: ServeConfig, command: Sequence[str]) -> int:
+def serve(config: ServeConfig, starter: RanksStarter) -> int:
     """Runs the service until it is stopped, and returns the exit code.
 
     Ranks that end, and had been ready, are started again; runs can then go on from saved weights.
 
     Args:
         config: the service's config.
-        command: the command that starts a rank.
+        starter: runs the ranks.
 
     Raises:
         InputError: the address cannot be used, or the folder not be written.
@@ -43,24 +55,25 @@ def serve(config: ServeConfig, command: Sequence[str]) -> int:
     check_place(folder, f"output={folder}")
     key = config.key or _own_key(folder)
     listener = _listen(config)
-    server = Server(config, key)
+    server = Server(config, key, starter.host)
     thread = threading.Thread(target=server.run, args=(listener,), daemon=True, name="http")
     thread.start()
     print(f"loading {config.model.path} on {config.parallel.world_size} ranks ...", flush=True)
     try:
-        return _keep_ranks(server.ranks, command, config.parallel.world_size)
+        return _keep_ranks(server.ranks, starter)
     finally:
         server.end()
         thread.join(timeout=END_SECONDS)
 
 
-def _keep_ranks(ranks: Ranks, command: Sequence[str], num_ranks: int) -> int:
+def _keep_ranks(ranks: Ranks, starter: RanksStarter) -> int:
     """Runs ranks to the end of the service, and starts them again if they fail. Returns the exit code."""
     failures = 0
     while True:
         ranks.num_jobs = 0
-        code = run_local_ranks(command, num_ranks)
-        if code == EXIT_OK or (failures == 0 and not ranks.ready.is_set()) or failures == MOST_FAILURES:
+        code = starter.run()
+        ranks.drop()
+        if code == EXIT_OK or (failures == 0 and not ranks.ready.is_set()) or failures >= starter.restarts:
             return code
         failures = 0 if ranks.num_jobs else failures + 1
         print("the ranks have ended; starting them again, runs can go on from saved weights", flush=True)
@@ -75,16 +88,17 @@ class Server:
     Args:
         config: the service's config.
         key: the key that clients send.
+        host: the name of this machine for ranks.
 
     Attributes:
         ranks: the ranks.
     """
 
-    def __init__(self, config: ServeConfig, key: str):
+    def __init__(self, config: ServeConfig, key: str, host: str):
         self.config, self.key = config, key
         self.loop = asyncio.new_event_loop()
         self.ranks = Ranks(
-            self._in_loop(lambda: self.service.ranks_lost()), self._in_loop(self._stop), config.pass_tokens
+            self._in_loop(lambda: self.service.ranks_lost()), self._in_loop(self._stop), config.pass_tokens, host
         )
         folder, limit = Path(config.output) / "weights", config.limits.disk_gib * 2**30
         saved = SavedWeights(folder, limit, config.model.lora, config.model.path)

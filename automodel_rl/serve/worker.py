@@ -1,8 +1,6 @@
 """Rank 0 of the service: it gets the server's jobs, and leads the other ranks."""
 
-import os
 import signal
-from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from automodel_rl.serve.messages import Done, Ready, RunPass, SampleJob, Stop, S
 from automodel_rl.serve.passes import Passes
 from automodel_rl.serve.service_rank import ServiceRank
 from automodel_rl.serve.teachers import ServiceTeachers
-from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
+from automodel_rl.serve.worker_address import read_address
 
 IDLE_SECONDS = 1.0
 """Longest wait for a job, after which ranks tell each other that all is well."""
@@ -63,7 +61,7 @@ class ServiceWorker:
         Args:
             signals: gets every signal to stop.
         """
-        server = _connect()
+        server = read_address().knock()
         of_teachers = {name: policy.vocab_size for name, policy in self.teachers.policies.items()}
         server.send(Ready(self.vocab_size, of_teachers))
         while True:
@@ -122,11 +120,6 @@ def _noted_signals() -> list[int]:
     for number in stop_signals():
         signal.signal(number, lambda received, _: noted.append(received))
     return noted
-
-
-def _connect() -> Connection:
-    key = bytes.fromhex(os.environ[KEY_VARIABLE])
-    return Client(os.environ[ADDRESS_VARIABLE], "AF_UNIX", authkey=key)
 
 
 def _open_teacher(name: str, config: ServeConfig) -> OpenedModel:

@@ -21,6 +21,7 @@ EXTRAS = {
     "fp8": "model.fp8",
     "serve": "automodel-rl serve",
     "ray": "--launcher ray",
+    "sign": "weight_sync.signing_key",
     "audio": "audio in data",
     "track": "observe.trackers",
 }

@@ -67,10 +67,11 @@ COMMANDS: dict[str, Command] = {
         ("--config", "--resume", "--launcher", "--max-minutes"),
     ),
     "serve": Command(
-        "CONFIG.yaml [--dotted.key value ...]",
+        "CONFIG.yaml [--launcher ray|local] [--dotted.key value ...]",
         "a training service: several clients train adapters and sample, by Tinker's API over HTTP",
         "Scripts and recipes for the package tinker run against it with TINKER_BASE_URL and TINKER_API_KEY, which it "
         "prints. It needs automodel-rl[serve]. Ctrl-C saves all runs.",
+        ("--launcher",),
     ),
     "init": Command(
         "sft|dpo|kto|reward|grpo|ppo MODEL DATA [--out my.yaml] [--gpus N] [--device H200]",
@@ -80,11 +81,12 @@ COMMANDS: dict[str, Command] = {
         ("--out", "--gpus", "--device"),
     ),
     "verify": Command(
-        "CONFIG.yaml | --config MODEL_FOLDER [--family-like NAME] [--json] [--dotted.key value ...]",
+        "CONFIG.yaml | --config MODEL_FOLDER [--family-like NAME] [--launcher ray|local] [--json] "
+        "[--dotted.key value ...]",
         "proves the config's layout: a small model of the same architecture on it against one process",
         "--config takes a model instead, of which only config.json is read. --family-like tries a family that is not "
         "in the table with the facts of one that is.",
-        ("--config", "--family-like", "--json"),
+        ("--config", "--family-like", "--launcher", "--json"),
     ),
     "plan": Command(
         "CONFIG.yaml [--gpus N] [--device H200] [--device-gib G] [--json] [--dotted.key value ...]",

@@ -5,8 +5,10 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tinker import types
 
 from automodel_rl.cli import main
 from automodel_rl.ray.job import _again
@@ -14,6 +16,7 @@ from tests.distributed.trainers.runs import assert_same_weights, metrics_of, set
 from tests.fleet_chaos import alone_settings, check_undisturbed, joined_settings
 from tests.processes import Job, run_command
 from tests.ray_nodes import RayNodes
+from tests.services import Service, datum, of_loss, write_model
 
 
 @pytest.fixture(name="nodes", scope="module")
@@ -59,6 +62,38 @@ def test_generators_that_the_cluster_starts_join_a_run(nodes: RayNodes, workspac
     assert ran.returncode == 0, ran.stderr
     assert "joined generator 0 has joined" in ran.stdout
     check_undisturbed(tmp_path / "run", tmp_path / "alone")
+
+
+def test_verify_runs_on_the_nodes(nodes: RayNodes, workspace: Path, tmp_path: Path) -> None:
+    config = write(settings_of("sft", workspace, tmp_path / "run", parallel={"pp": 2}), tmp_path)
+    ran = run_command(command("verify", config, *on_ray(nodes)))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "starting 2 ranks, 1 on each of 2 nodes" in ran.stdout
+    assert "small qwen3, 4 layers, pp 2, float64" in ran.stdout
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the client's connections
+def test_a_service_on_two_nodes_goes_on_from_saved_weights_when_a_node_is_gone(nodes: RayNodes, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    cluster = {"ray": {"address": nodes.address, "ranks_per_node": 1}}
+    with Service(tmp_path, tmp_path / "model", launch=cluster) as service:
+        assert "starting 2 ranks, 1 on each of 2 nodes" in service.job.stdout
+        run = service.run()
+        data = [of_loss(datum(8, seed), "weights") for seed in range(2)]
+        run.forward_backward(data, "cross_entropy").result()
+        run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        state = run.save_state("one").result().path
+        (before,) = losses_of(run, data)
+        nodes.order("remove")
+        assert service.job.wait_until(lambda: "the ranks have ended; starting them again" in service.job.stdout)
+        nodes.order("add")
+        assert service.job.wait_until(lambda: service.job.stdout.count("starting 2 ranks") == 2)
+        again = service.client().create_training_client_from_state(state).result()
+        assert losses_of(again, data) == pytest.approx([before], rel=1e-9)
+
+
+def losses_of(run: Any, data: list[types.Datum]) -> list[float]:
+    return [run.forward(data, "cross_entropy").result().metrics["loss:sum"]]
 
 
 def test_sft_that_loses_a_node_has_the_numbers_of_an_undisturbed_run_of_our_own_launcher(

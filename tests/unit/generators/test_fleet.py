@@ -12,7 +12,7 @@ from automodel_rl.batch import RouterShape
 from automodel_rl.errors import RolloutError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators import fleet as fleet_module
-from automodel_rl.generators.meeting import Meeting
+from automodel_rl.generators.meeting import Meeting, meet
 from automodel_rl.generators.protocol import Completion, OnFinished
 from tests.fleets import VOCABULARY, Echo, LocalCrew, Waiting, fleet_of
 
@@ -199,7 +199,7 @@ def test_strangers_are_no_members() -> None:
     with Meeting("localhost") as meeting, socket.create_connection(("127.0.0.1", meeting.address.port)) as stranger:
         stranger.sendall(b"\0\0\0\4nonsense")
         with socket.create_connection(("127.0.0.1", meeting.address.port)):  # says nothing
-            ours = meeting.address.connect(4)
+            ours = meet(meeting.address, 4)
             theirs = meeting.connection(4)
             theirs.send("welcome")
             assert ours.recv() == "welcome"

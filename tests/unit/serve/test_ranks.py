@@ -1,16 +1,18 @@
 """The server's end of the ranks: connections that are not rank 0, and ranks that end."""
 
-import os
+import socket
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Client, Connection
+from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 
 import pytest
 
 from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.messages import Done, Forget, Ready, SampleJob
 from automodel_rl.serve.ranks import Ranks, RanksLostError, RefusedError
-from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE
+from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE, read_address
 
 SECONDS = 60
 
@@ -24,21 +26,22 @@ def make_lost() -> threading.Event:
 def make_ranks(lost: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     for name in (ADDRESS_VARIABLE, KEY_VARIABLE):
         monkeypatch.setenv(name, "")  # put back after the test
-    ranks = Ranks(lost.set, lambda: None, 0)
+    ranks = Ranks(lost.set, lambda: None, 0, "localhost")
     yield ranks
     ranks.close()
 
 
 def connect(key: bytes | None = None) -> Connection:
-    own = bytes.fromhex(os.environ[KEY_VARIABLE]) if key is None else key
-    return Client(os.environ[ADDRESS_VARIABLE], "AF_UNIX", authkey=own)
+    address = read_address()
+    return replace(address, key=address.key if key is None else key).knock()
 
 
 def test_connections_that_are_no_ranks_keep_no_ranks_waiting(ranks: Ranks, lost: threading.Event) -> None:
     answer = ranks.submit(Forget())
-    silent = Client(os.environ[ADDRESS_VARIABLE], "AF_UNIX")
-    Client(os.environ[ADDRESS_VARIABLE], "AF_UNIX").close()
-    with pytest.raises(Exception, match="digest"):
+    address = read_address()
+    silent = socket.create_connection((address.host, address.port))
+    socket.create_connection((address.host, address.port)).close()
+    with pytest.raises((AuthenticationError, OSError, EOFError)):
         connect(b"another key")
     connect().close()  # rank 0 that ended before it was ready
     for _ in range(2):  # a start, and another after the ranks have ended
@@ -73,3 +76,22 @@ def test_a_job_that_nobody_waits_for_and_one_that_is_refused_end_nothing(ranks: 
         with pytest.raises(RefusedError, match="too odd"):
             refused.result(SECONDS)
         assert ranks.are_there
+
+
+def test_ranks_on_a_machine_that_is_gone_are_let_go_of(ranks: Ranks, lost: threading.Event) -> None:
+    """Its connection says nothing any more, and does not end."""
+    with connect() as gone:
+        gone.send(Ready(9, {}))
+        answer = ranks.submit(Forget())
+        assert gone.poll(SECONDS)
+        ranks.drop()
+        with pytest.raises(RanksLostError):
+            answer.result(SECONDS)
+        assert lost.is_set()
+        answer = ranks.submit(Forget())
+        with connect() as again:
+            again.send(Ready(9, {}))
+            assert again.poll(SECONDS)
+            again.recv()
+            again.send(Done(None, 1))
+            assert answer.result(SECONDS) is None

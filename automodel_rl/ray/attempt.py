@@ -1,0 +1,227 @@
+"""One attempt at a job on a Ray cluster: an agent on each node starts the ranks there, and the driver watches them."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from automodel_rl.config.launch import RayConfig
+from automodel_rl.errors import EXIT_FAILURE, InputError
+from automodel_rl.launch.flight import last_place, left_flight
+from automodel_rl.launch.rank_processes import Ends, NodeShare
+from automodel_rl.launch.record import FailureRecord, show
+from automodel_rl.launch.terminal import Terminal
+from automodel_rl.ray.cluster import Nodes, environment_for_nodes, reserved
+from automodel_rl.ray.joined_generators import JoinedGenerators
+from automodel_rl.ray.node_agent import NodeAgent, Place
+
+POLL_SECONDS = 0.1
+
+MOST_SIGNALS = 2
+"""Signals that ranks get: the first lets them save, the second interrupts them. One more ends the driver."""
+
+LOST_SECONDS = 60.0
+"""Longest wait for the agents when a job has failed. Ray takes some of it to notice that a node is gone."""
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """What a job needs of a cluster.
+
+    Attributes:
+        world_size: number of its ranks.
+        devices: the GPUs that the generators of a node have for themselves, by number after those of the ranks.
+        flights: folder in which ranks keep the files of their flight recorders; None if they keep none.
+        published: folder of the weights of a run that generators join; None if none do.
+    """
+
+    world_size: int
+    devices: Sequence[int] = ()
+    flights: Path | None = None
+    published: Path | None = None
+
+
+class StopRequests:
+    """Signals that ask to stop. Ranks at work get them; else they end the driver at once.
+
+    Attributes:
+        signals: those that have come.
+        passed: number of those that ranks have got.
+        ranks_work: whether there are ranks that can get them.
+    """
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self.passed, self.ranks_work = 0, False
+        self._terminal = Terminal()
+
+    def receive(self, number: int, _: object) -> None:
+        """Takes a signal, as its handler."""
+        self._terminal.outlive()
+        self.signals.append(number)
+        if not self.ranks_work or len(self.signals) > MOST_SIGNALS:
+            raise KeyboardInterrupt
+
+    def take(self) -> list[int]:
+        """Those that have come since the last call."""
+        fresh = self.signals[self.passed :]
+        self.passed += len(fresh)
+        return fresh
+
+
+def run_once(job: RayJob, settings: RayConfig, arguments: Sequence[str], stop: StopRequests) -> FailureRecord | None:
+    """Runs a job once, on a cluster that this process is connected to.
+
+    Args:
+        job: what it needs.
+        settings: the config's section `launch.ray`.
+        arguments: the command line after `automodel-rl` that each rank runs.
+        stop: signals that ranks get.
+
+    Returns:
+        Why it failed, which has been shown; None if it has not.
+
+    Raises:
+        InputError: the cluster has too few nodes free, or a node cannot start ranks.
+    """
+    with reserved(settings, job.world_size, job.devices) as nodes, _joined(job, settings) as generators:
+        attempt = _Attempt(nodes, job.flights)
+        try:
+            attempt.start(["-m", "automodel_rl", *arguments], job.world_size, is_joined=generators is not None)
+            stop.ranks_work = True
+            while attempt.is_at_work:
+                time.sleep(POLL_SECONDS)
+                attempt.poll(stop.take())
+                if generators is not None:
+                    generators.poll()
+            if not attempt.has_failed:
+                return None
+            ends = attempt.end()
+        finally:
+            stop.ranks_work = False
+            attempt.close()
+    if ends.is_silent:
+        print(ends.tail, end="", file=sys.stderr)
+    show(ends.cause)
+    return ends.cause
+
+
+@contextlib.contextmanager
+def _joined(job: RayJob, settings: RayConfig) -> Iterator[JoinedGenerators | None]:
+    """The generators that the cluster starts for a run, for the block; None for a job that nobody joins."""
+    if job.published is None:
+        yield None
+        return
+    with contextlib.closing(JoinedGenerators(settings, job.published)) as generators:
+        yield generators
+
+
+class _Attempt:
+    """The agents of an attempt."""
+
+    def __init__(self, nodes: Nodes, flights: Path | None):
+        self.nodes, self.flights = nodes, flights
+        self.started, self.is_at_work, self.has_failed = time.time(), True, False
+        self.agents = {n: ray.remote(NodeAgent).options(**nodes.options(n)).remote() for n in range(nodes.count)}
+        self.places: dict[int, Place] = {}
+        self.lost: list[Ends] = []
+
+    def start(self, command: Sequence[str], world_size: int, *, is_joined: bool) -> None:
+        """Starts the ranks.
+
+        Args:
+            command: arguments of Python, which run a rank.
+            world_size: number of ranks.
+            is_joined: whether generators on other nodes join them, at the first node's address.
+        """
+        self.places = self._ask(lambda agent, _: agent.place.remote())
+        if self.lost:
+            self.is_at_work, self.has_failed = False, True
+            return
+        per_node, first = self.nodes.ranks_per_node, self.places[0]
+        hosts = ", ".join(place.host for place in self.places.values())
+        print(f"starting {world_size} ranks, {per_node} on each of {self.nodes.count} nodes ({hosts}) ...", flush=True)
+        if is_joined:
+            command = [*command, f"--rollout.generator.host={first.address}"]
+        shared = (environment_for_nodes(), str(Path.cwd()), self.flights)
+        refusals = self._ask(
+            lambda agent, node: agent.start.remote(
+                command, NodeShare(node * per_node, per_node, world_size, first.address, first.port), *shared
+            )
+        )
+        for node, refusal in refusals.items():
+            if refusal:
+                raise InputError(f"node {self.places[node].host}: {refusal}")
+
+    def poll(self, signals: Sequence[int]) -> None:
+        """Shows what rank 0 has printed, passes signals on, and sees whether ranks have ended."""
+        codes = self._show(signals)
+        self.has_failed = bool(self.lost) or EXIT_FAILURE in codes
+        self.is_at_work = not self.has_failed and any(code is None for code in codes)
+
+    def _show(self, signals: Sequence[int] = ()) -> list[int | None]:
+        """Prints what is new of rank 0's output. Returns what is known of each node's exit codes."""
+        progress = self._ask(lambda agent, _: agent.progress.remote(signals))
+        for one in progress.values():
+            sys.stdout.buffer.write(one.output)
+        sys.stdout.flush()
+        return [one.exit_code for one in progress.values()]
+
+    def end(self) -> Ends:
+        """Ends all ranks. A node that does not say how its ranks ended is lost."""
+        ended = self._ask(lambda agent, _: agent.end.remote(), LOST_SECONDS)
+        self._show()
+        found = [*ended.values(), *self.lost]
+        found.sort(key=lambda ends: ends.noticed)
+        silent = [ends for ends in found if ends.silent]
+        return Ends(
+            [record for ends in found for record in ends.records],
+            [record for ends in silent for record in ends.silent],
+            silent[0].tail if silent else "",
+            bool(silent) and silent[0].was_killed,
+            found[0].noticed,
+        )
+
+    def close(self) -> None:
+        self._ask(lambda agent, _: agent.close.remote(), LOST_SECONDS)
+
+    def _ask(self, question: Callable[[Any, int], Any], seconds: float | None = None) -> dict[int, Any]:
+        """The answers of the agents by node. Those that are gone, or do not answer in time, are lost."""
+        asked = {question(agent, node): node for node, agent in self.agents.items()}
+        answers, waiting = {}, [*asked]
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while waiting:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, waiting = ray.wait(waiting, timeout=left)
+            for future in done or waiting:
+                node = asked[future]
+                try:
+                    answers[node] = ray.get(future, timeout=0)
+                except (RayError, TimeoutError) as error:
+                    self._lose(node, error)
+            if not done:
+                break
+        return dict(sorted(answers.items()))
+
+    def _lose(self, node: int, error: Exception) -> None:
+        del self.agents[node]
+        first = node * self.nodes.ranks_per_node
+        last = first + self.nodes.ranks_per_node - 1
+        place = self.places.get(node, Place("a node", "", 0))
+        file = left_flight(self.flights, first, self.started)
+        record = FailureRecord(
+            first,
+            EXIT_FAILURE,
+            f"error: {place.host}, with ranks {first} to {last}, is gone: Ray has lost the node or its agent",
+            where="" if file is None else last_place(file),
+            host=place.host,
+            pid=0,
+            flight=str(file or ""),
+        )
+        self.lost.append(Ends([], [record], f"{' '.join(str(error).split())[:400]}\n", True, time.time()))
