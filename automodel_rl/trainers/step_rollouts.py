@@ -1,12 +1,14 @@
 """The rollouts of each step: collected, filtered, counted, and written beside the metrics."""
 
 import itertools
+from typing import Any
 
 from automodel_rl.batch import Batch
 from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.data.prompts import PromptStream
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generators.fleet import Fleet
+from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.weight_probe import WeightProbe
 from automodel_rl.rollout.agents.metrics import why_forked
 from automodel_rl.rollout.groups import (
@@ -104,9 +106,21 @@ class StepRollouts:
         return groups, batch
 
     def write(self, details: Details) -> None:
-        """Writes all rollouts of the step, with details of some."""
-        records = rollout_records(self._generated, self.config.reward_names, self.run.tokenizer, details)
+        """Writes all rollouts of the step, with details of some, and who wrote each with weights of what age."""
+        told = {
+            rollout.key: {**self._origin(rollout.completion), **details.get(rollout.key, {})}
+            for group in self._generated
+            for rollout in group.rollouts
+        }
+        records = rollout_records(self._generated, self.config.reward_names, self.run.tokenizer, told)
         self.run.write_beside("rollouts", self.run.directory.rollouts, records)
+
+    def _origin(self, completion: Completion) -> dict[str, Any]:
+        """Who wrote a completion, and how many policy versions old its oldest token is."""
+        if completion.writer is None:
+            return {}
+        age = None if completion.versions is None else self.fleet.policy_version - completion.versions[0]
+        return {"generator": self.fleet.name_of(completion.writer), "staleness": age}
 
     @property
     def _is_probed(self) -> bool:

@@ -354,7 +354,36 @@ def _work_not_dealt_again() -> Any:
     return mock.patch.object(Fleet, "_lose", lose)
 
 
+def _file_hashes_not_compared() -> Any:
+    """What was read of a published version is taken for what was written."""
+    from automodel_rl.weight_sync import published
+
+    def read(files: Any, number: int) -> Any:
+        version = found(files, number)
+        stored = {}
+        for name in version.files:
+            with files.opened(number, name) as file:
+                stored[name] = published._size_and_hash(file)
+        return dataclasses.replace(version, files=stored)
+
+    found = published.read_version
+    return patch("weight_sync.published.read_version", read)
+
+
+ELSEWHERE = "unit/weight_sync/test_versions_elsewhere.py"
+
 FAULTS: dict[str, Fault] = {
+    "signatures of published versions not verified": Fault(
+        lambda: patch("weight_sync.signatures.SignatureCheck.accepts", lambda *_: True),
+        f"{ELSEWHERE}::test_only_what_the_run_has_signed_is_taken[forged]",
+    ),
+    "hashes of a published version's files not compared": Fault(
+        _file_hashes_not_compared, f"{ELSEWHERE}::test_what_is_damaged_on_the_way_is_refused_and_read_again"
+    ),
+    "ranks on a machine that is gone not let go of": Fault(
+        lambda: patch("serve.ranks.Ranks.drop", lambda *_: None),
+        "unit/serve/test_ranks.py::test_ranks_on_a_machine_that_is_gone_are_let_go_of",
+    ),
     "changes of a published version or-ed": Fault(
         _changes_ored,
         "distributed/weight_sync/test_published.py::test_damage_is_noticed_and_an_older_version_is_still_there",

@@ -104,6 +104,8 @@ function completionCard(completion) {
   if (parts.length > 1) parts.forEach(([name, value]) => chips.appendChild(chip(name, value)));
   Object.entries(completion.metrics || {}).forEach(([name, value]) => chips.appendChild(chip(name, value)));
   chips.appendChild(chip("tokens", completion.tokens));
+  if (completion.generator) chips.appendChild(make("span", "chip", completion.generator));
+  if (completion.staleness) chips.appendChild(chip("versions old", completion.staleness));
   if (completion.finish !== "stop") chips.appendChild(make("span", "chip minus", completion.finish));
   if (completion.messages) {
     chips.appendChild(chip("turns", completion.turns.turns));

@@ -1,5 +1,6 @@
 """Generators that join a run and leave it: nothing is lost, and the weights are those of an undisturbed run."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -64,6 +65,8 @@ def test_one_that_shares_nothing_but_a_key_reads_weights_over_http(
             assert generator.finish() == 0, generator.stderr
             assert "the run has ended" in generator.stdout
     check_undisturbed(tmp_path / "run", alone)
+    written = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_3.jsonl").read_text().splitlines()]
+    assert {(one["generator"], one["staleness"]) for one in written} == {("joined generator 0", 0)}
     with Job([*generate, address, "--wait", "0.001"]) as late:
         assert late.finish() == 2
         assert re.fullmatch(rf"error: --join {address}: the run at {address} cannot be reached: .*\n", late.stderr)
