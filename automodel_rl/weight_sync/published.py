@@ -11,6 +11,7 @@ Hashes are SHA-256, and a version's own covers those of its files and that of th
 the run, or its signature, has all the rest from the run, too.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -77,6 +78,7 @@ def write_version(
     before: tuple[int, str] | None,
     plans: Iterable[Plan],
     sums: Mapping[str, int],
+    files: Mapping[str, tuple[int, str]],
     changed: int,
     signer: Signer | None,
 ) -> str:
@@ -86,11 +88,7 @@ def write_version(
         for plan in plans
         for spec in plan.tensors
     }
-    files = {}
-    for path in sorted(place.iterdir()):
-        with path.open("rb") as file:
-            files[path.name] = _size_and_hash(file)
-    values = {"format": FORMAT, "version": number, "before": before, "tensors": tensors, "files": files}
+    values = {"format": FORMAT, "version": number, "before": before, "tensors": tensors, "files": {**files}}
     values |= {"changed": changed}
     digest = _hash_values(values)
     signature = None if signer is None else signer.sign(digest)
@@ -137,7 +135,37 @@ def read_version(files: VersionFiles, number: int) -> Version:
     return Version(number, before, tensors, stored, values["changed"], digest, signature)
 
 
-def write_block(file: BinaryIO, plan: Plan, bucket: Bucket, old: Tensor | None, new: Tensor) -> int:
+class HashedFile:
+    """A file of a version, which is hashed while it is written.
+
+    Args:
+        path: the file, which is made anew.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path):
+        self._file, self._hash, self._size = path.open("wb"), hashlib.sha256(), 0
+
+    def write(self, content: bytes) -> None:
+        """Writes bytes at the end. Raises OSError if there is no room."""
+        self._file.write(content)
+        self._hash.update(content)
+        self._size += len(content)
+
+    def finish(self) -> tuple[int, str]:
+        """Closes the file, and returns its size and hash. Raises OSError if something could not be written."""
+        self._file.close()
+        return self._size, self._hash.hexdigest()
+
+    def give_up(self) -> None:
+        """Closes the file, whatever is in it."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def write_block(file: HashedFile, plan: Plan, bucket: Bucket, old: Tensor | None, new: Tensor) -> int:
     """Writes a bucket to a sender's file, and returns how many of its numbers have changed.
 
     Args:

@@ -1,10 +1,9 @@
 """The trainer's side of published weights: writes what has changed since the last version to a folder."""
 
-import contextlib
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.checksum import checksum
 from automodel_rl.weight_sync.published import (
     WHOLE_EVERY,
+    HashedFile,
     folder_of,
     is_whole,
     remove_versions,
@@ -94,15 +94,16 @@ class Publisher:
             problem = ""
         except WeightSyncError as error:
             problem = str(error)
-        shares = gather_objects((problem, self._files.changed, self._files.sums), self.control)
+        shares = gather_objects((problem, self._files.changed, self._files.sums, self._files.written), self.control)
         problem = next((text for text, *_ in shares if text), "")
         if problem:
             raise WeightSyncError(problem)
-        self.changed = sum(changed for _, changed, _ in shares)
-        sums = {name: total for *_, share in shares for name, total in share.items()}
+        self.changed = sum(changed for _, changed, *_ in shares)
+        sums = {name: total for _, _, share, _ in shares for name, total in share.items()}
+        files = {name: about for *_, share in shares for name, about in share.items()}
         self._whole += [number] if whole else []
         base = None if whole else before
-        self._before, self.num_bytes = self._on_first(lambda: self._finish(number, place, base, sums))
+        self._before, self.num_bytes = self._on_first(lambda: self._finish(number, place, base, sums, files))
         return self._before[1]
 
     def _begin(self, number: int, place: Path) -> list[int]:
@@ -116,10 +117,17 @@ class Publisher:
         return self._whole
 
     def _finish(
-        self, number: int, place: Path, before: tuple[int, str] | None, sums: dict[str, int]
+        self,
+        number: int,
+        place: Path,
+        before: tuple[int, str] | None,
+        sums: dict[str, int],
+        files: dict[str, tuple[int, str]],
     ) -> tuple[tuple[int, str], int]:
         """Gives a version its name, and removes versions that nobody needs any longer."""
-        digest = write_version(place, number, before, self._sync.producer.plans, sums, self.changed, self._signer)
+        digest = write_version(
+            place, number, before, self._sync.producer.plans, sums, files, self.changed, self._signer
+        )
         num_bytes = sum(path.stat().st_size for path in place.iterdir())
         publish_folder(place, folder_of(self.folder, number))
         note_newest(self.folder, number)
@@ -151,6 +159,7 @@ class SenderFiles(Transport):
 
     Attributes:
         changed: how many numbers of this rank's senders the last weight sync has changed.
+        written: size and hash of this rank's files of the last weight sync, by name.
     """
 
     reach = "own stages"
@@ -158,9 +167,10 @@ class SenderFiles(Transport):
     def __init__(self, handle: ModelHandle):
         self.device, self.senders = handle.layout.device, Senders(handle).written
         self.changed = 0
+        self.written: dict[str, tuple[int, str]] = {}
         self._place, self._is_whole = Path(), True
         self._plans: Sequence[Plan] = []
-        self._files: dict[int, BinaryIO] = {}
+        self._files: dict[int, HashedFile] = {}
         self._last: dict[tuple[int, int], Tensor] = {}  # elements of the version before, by sender and bucket
         self._sums: dict[tuple[int, int], dict[str, list[int]]] = {}
 
@@ -187,8 +197,8 @@ class SenderFiles(Transport):
         return Slots.allocate(num_bytes, num_buffers, self.device)
 
     def begin(self, version: int, *, frozen: bool) -> None:
-        self.changed = 0
-        self._files = {sender: (self._place / f"sender_{sender}.bin").open("wb") for sender in self.senders}
+        self.changed, self.written = 0, {}
+        self._files = {sender: HashedFile(self._place / f"sender_{sender}.bin") for sender in self.senders}
         if self._is_whole and not frozen:
             for (sender, number), elements in self._last.items():
                 bucket = self._plans[sender].buckets[number]
@@ -214,7 +224,7 @@ class SenderFiles(Transport):
         self._last[key] = new
 
     def commit(self, version: int, *, sums: bool) -> Committed:
-        self.close()
+        self.written = {f"sender_{sender}.bin": file.finish() for sender, file in self._files.items()}
         return Committed(version, None)
 
     def give_up(self) -> None:
@@ -222,6 +232,5 @@ class SenderFiles(Transport):
 
     def close(self) -> None:
         for file in self._files.values():
-            with contextlib.suppress(OSError):  # what could not be written is known by then
-                file.close()
+            file.give_up()
         self._files = {}

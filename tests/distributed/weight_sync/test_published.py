@@ -14,7 +14,7 @@ from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.tools.export import export
 from automodel_rl.weight_sync import publisher
 from automodel_rl.weight_sync.local import Local
-from automodel_rl.weight_sync.published import PublishedWeights, folder_of, read_version
+from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, folder_of, read_version
 from automodel_rl.weight_sync.publisher import Publisher
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.sync import WeightSync
@@ -99,8 +99,8 @@ def test_frozen_weights_are_in_whole_versions_alone(ranks: RankPool, tmp_path: P
     assert max(share for share in shares if share < 1) < 0.1
 
 
-def fail_and_go_on(model: Path, folder: Path, parallel: dict[str, Any]) -> list[str]:
-    """Versions 1 and 2, of which the last rank cannot write the second; then 3."""
+def fail_and_go_on(model: Path, folder: Path, parallel: dict[str, Any], what: str) -> list[str]:
+    """Versions 1 and 2, of which the last rank cannot write the second, or only notices at its end; then 3."""
     handle, engine = trained_model(model, parallel)
     publishing = Publisher(handle, folder, sync_config(dtype="bfloat16"))
     publishing.publish(1)
@@ -108,7 +108,12 @@ def fail_and_go_on(model: Path, folder: Path, parallel: dict[str, Any]) -> list[
     problems = []
     is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     full = OSError(28, "No space left on device")
-    with mock.patch.object(publisher, "write_block", side_effect=full if is_last else None, return_value=0):
+    fails = mock.patch.object(
+        *((publisher, "write_block") if what == "block" else (HashedFile, "finish")),
+        side_effect=full if is_last else None,
+        return_value=0 if what == "block" else (0, ""),
+    )
+    with fails:
         try:
             publishing.publish(2)
         except WeightSyncError as error:
@@ -117,11 +122,12 @@ def fail_and_go_on(model: Path, folder: Path, parallel: dict[str, Any]) -> list[
     return problems
 
 
+@pytest.mark.parametrize("what", ["block", "end"])
 def test_a_version_that_cannot_be_written_is_told_on_all_ranks_and_the_next_is_whole(
-    ranks: RankPool, tmp_path: Path
+    ranks: RankPool, tmp_path: Path, what: str
 ) -> None:
     save_tiny_model(tmp_path / "model", dtype=torch.float32)
-    for problems in ranks(2).run(fail_and_go_on, tmp_path / "model", tmp_path / "weights", {"pp": 2}):
+    for problems in ranks(2).run(fail_and_go_on, tmp_path / "model", tmp_path / "weights", {"pp": 2}, what):
         assert len(problems) == 1
         assert "No space left on device" in problems[0]
     assert numbers_in(tmp_path / "weights") == [1, 3]

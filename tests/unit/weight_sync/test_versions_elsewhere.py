@@ -22,7 +22,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
 from automodel_rl.weight_sync import version_files
 from automodel_rl.weight_sync.checksum import checksum
-from automodel_rl.weight_sync.published import PublishedWeights, folder_of, write_block, write_version
+from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, folder_of, write_block, write_version
 from automodel_rl.weight_sync.signatures import Signer
 from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles, note_newest
 from automodel_rl.weight_sync.version_server import VersionServer, headers_of
@@ -46,11 +46,11 @@ def publish(folder: Path, numbers: range, signer: Signer | None = None) -> None:
     for number in numbers:
         new, place = tensor_of(number), folder_of(folder, number)
         place.mkdir(parents=True)
-        with (place / "sender_0.bin").open("wb") as file:
-            changed = write_block(file, PLAN, BUCKET, old, new)
-        sums = {"weight": int(checksum(new))}
+        file = HashedFile(place / "sender_0.bin")
+        changed = write_block(file, PLAN, BUCKET, old, new)
+        files, sums = {"sender_0.bin": file.finish()}, {"weight": int(checksum(new))}
         note_newest(folder, number)
-        before, old = (number, write_version(place, number, before, [PLAN], sums, changed, signer)), new
+        before, old = (number, write_version(place, number, before, [PLAN], sums, files, changed, signer)), new
 
 
 @pytest.fixture(name="folder")
@@ -210,10 +210,11 @@ def test_weights_of_another_under_a_signed_version_are_refused(tmp_path: Path, k
     publish(tmp_path / "others", range(1, 2))
     other = folder_of(tmp_path / "others", 1)
     changed = tensor_of(7)
-    with (other / "sender_0.bin").open("wb") as file:
-        write_block(file, PLAN, BUCKET, None, changed)
+    file = HashedFile(other / "sender_0.bin")
+    write_block(file, PLAN, BUCKET, None, changed)
     (other / VERSION_FILE).unlink()
-    write_version(other, 1, None, [PLAN], {"weight": int(checksum(changed))}, 1000, None)
+    sums, files = {"weight": int(checksum(changed))}, {"sender_0.bin": file.finish()}
+    write_version(other, 1, None, [PLAN], sums, files, 1000, None)
     shutil.rmtree(folder_of(tmp_path / "signed", 1))
     shutil.copytree(other, folder_of(tmp_path / "signed", 1))
     with pytest.raises(InputError, match="is not what version 2 changes"):
