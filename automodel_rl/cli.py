@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from automodel_rl.config import ALGORITHMS, RayConfig, RunConfig, config_of_model, load_config, load_serve_config
 from automodel_rl.config.algorithms import OnlineConfig
@@ -24,6 +24,9 @@ from automodel_rl.observe.run_files import FLIGHTS
 from automodel_rl.serve.worker_address import is_serving_rank
 from automodel_rl.tools.help import Shell, completion, help_of, overview
 from automodel_rl.tools.verify.layout import ranks_to_verify
+
+if TYPE_CHECKING:
+    from automodel_rl.ray.job import RanksOnRay
 
 HELP = ("-h", "--help")
 
@@ -217,15 +220,30 @@ def _serve(arguments: list[str]) -> int:
     if on_ray is None:
         ranks = [sys.executable, "-m", "automodel_rl", *command]
         return serve(config, RanksStarter(lambda: run_local_ranks(ranks, num_ranks)))
+    restarts = on_ray.restarts
+    return _on_cluster(
+        on_ray, command, num_ranks, lambda cluster: serve(config, RanksStarter(cluster.run, cluster.host, restarts))
+    )
+
+
+def _on_cluster(
+    settings: RayConfig, command: Sequence[str], num_ranks: int, work: Callable[["RanksOnRay"], int]
+) -> int:
+    """Does work with ranks of a command that is no run on a Ray cluster. Returns its exit code."""
     with _with_ray():
         from automodel_rl.ray.job import RanksOnRay
-    with RanksOnRay(on_ray, command, num_ranks) as cluster:
-        return serve(config, RanksStarter(cluster.run, cluster.host, on_ray.restarts))
+    try:
+        with RanksOnRay(settings, command, num_ranks) as cluster:
+            return work(cluster)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_FAILURE
 
 
 def _generate(arguments: list[str]) -> int:
     joined, rest = _take_option("--join", arguments)
     key, rest = _take_option("--key", rest)
+    weights, rest = _take_option("--weights", rest)
     minutes, rest = _take_positive("--wait", rest)
     python, rest = _take_vllm(rest)
     fraction, rest = _take_positive("--memory-fraction", rest)
@@ -240,9 +258,8 @@ def _generate(arguments: list[str]) -> int:
         from automodel_rl.generators.joined import OwnChoice, generate
         from automodel_rl.generators.run_places import place_of
 
-        generate(
-            place_of(place, key_file), OwnChoice(python, fraction or OwnChoice.memory_fraction), minutes or LONGEST_WAIT
-        )
+        choice = OwnChoice(python, fraction or OwnChoice.memory_fraction)
+        generate(place_of(place, key_file, weights), choice, minutes or LONGEST_WAIT)
 
     return guard(work)
 
@@ -375,12 +392,12 @@ def _verify(arguments: list[str]) -> int:
         config = load_config(path, overrides)
     else:
         config = config_of_model(folder, [*ANY_BATCH, *rest])
-    num_ranks, on_ray = ranks_to_verify(config), _chosen_cluster(launcher, config.launch)
+    num_ranks = ranks_to_verify(config)
+    on_ray = _chosen_cluster(launcher, config.launch) if launcher == "ray" else None
     if on_ray is not None:
-        with _with_ray():
-            from automodel_rl.ray.job import RanksOnRay
-        with RanksOnRay(on_ray, ["verify", *arguments], num_ranks) as cluster:
-            return cluster.run()
+        if as_json:
+            raise InputError("--json with --launcher ray: the driver prints lines of its own between: leave one out")
+        return _on_cluster(on_ray, ["verify", *arguments], num_ranks, lambda cluster: cluster.run())
     if not is_rank() and num_ranks > 1:
         return run_local_ranks([sys.executable, "-m", "automodel_rl", "verify", *arguments], num_ranks)
 

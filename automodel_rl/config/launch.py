@@ -47,5 +47,5 @@ class RayConfig(Section):
 
 class LaunchConfig(Section):
     ray: RayConfig | None = None
-    """A Ray cluster on which runs, serve and verify start their ranks. null: ranks are processes of this machine.
-    Processes that are ranks already, such as torchrun's, take no notice of it."""
+    """A Ray cluster on which runs and services start their ranks, and verify with --launcher ray. null: ranks are
+    processes of this machine. Processes that are ranks already, such as torchrun's, take no notice of it."""

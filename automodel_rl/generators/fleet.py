@@ -18,7 +18,7 @@ from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Failed, Finished, Request, UseVersion
 from automodel_rl.generators import jobs
 from automodel_rl.generators.joined_members import JoinedMembers
-from automodel_rl.generators.joining import Leaving
+from automodel_rl.generators.joining import IsReading, Leaving
 from automodel_rl.generators.meeting import Meeting
 from automodel_rl.generators.member import Member, name_of
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
@@ -285,6 +285,8 @@ class Fleet:
         self.crew.ask(jobs.CloseGenerators())
         with self._news:
             members, self.members = self.members, []
+            if self._joined is not None:
+                self._joined.is_closed = True
         for member in members:
             member.dismiss()
 
@@ -313,6 +315,9 @@ class Fleet:
         assert joined is not None
         with self._news:
             member = Member(next(joined.numbers), True, connection, self._take, has_joined=True)
+            if joined.is_closed:
+                in_thread(member.dismiss, "dismissing")
+                return
             self.members.append(member)
             joined.welcome(name, member)
             if joined.version is not None:
@@ -405,8 +410,10 @@ class Fleet:
                 )
         return submission.completions()
 
-    def _take(self, member: Member, message: Finished | Failed | Leaving) -> None:
+    def _take(self, member: Member, message: Finished | Failed | Leaving | IsReading) -> None:
         """Takes what a member sends. Its thread calls it."""
+        if isinstance(message, IsReading):
+            return
         if isinstance(message, Leaving):
             with self._news:
                 self._lose(member, message.text, is_innocent=True)

@@ -6,8 +6,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -20,10 +20,10 @@ from automodel_rl.config.rollout import LARGEST_BUFFER
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Message, UseVersion, VllmSettings
 from automodel_rl.generators.generator_process import GeneratorProcess
-from automodel_rl.generators.joining import HasEnded, HasStarted, Joining, Leaving, Welcome
+from automodel_rl.generators.joining import HasEnded, HasStarted, IsReading, Joining, Leaving, Welcome
 from automodel_rl.generators.make_generator import ON_CPU, start_transformers
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.generators.run_places import RunPlace
+from automodel_rl.generators.run_places import DistantRun, RunPlace
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.launch.door import hang_up
 from automodel_rl.launch.stop_signal import stop_signals
@@ -35,6 +35,9 @@ from automodel_rl.weight_sync.vllm import VllmSameDevice
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks for a run."""
+
+SIGN_SECONDS = 10.0
+"""Seconds between two signs of life while weights are read."""
 
 MOST_LOST_WRITERS = 3
 """Processes in a row that may fail to write before this generator gives up. Whatever they were to write, the run gives
@@ -59,7 +62,15 @@ class _StopRequest(BaseException):
 
 
 class _WriterLostError(InputError):
-    """The process that writes is gone, or fails."""
+    """The process that writes is gone, or fails.
+
+    Attributes:
+        has_written: whether it wrote something before.
+    """
+
+    def __init__(self, message: str, has_written: bool):
+        super().__init__(message)
+        self.has_written = has_written
 
 
 def generate(place: RunPlace, choice: OwnChoice, minutes: float) -> None:
@@ -81,10 +92,11 @@ def generate(place: RunPlace, choice: OwnChoice, minutes: float) -> None:
                 try:
                     has_ended = _join(place, choice, minutes)
                 except _WriterLostError as error:
-                    lost_in_a_row += 1
+                    lost_in_a_row = 1 if error.has_written else lost_in_a_row + 1
                     if lost_in_a_row == MOST_LOST_WRITERS:
                         raise
                     print(f"{error}; joining again with another process", flush=True)
+                    time.sleep(LOOK_SECONDS)
                     continue
                 lost_in_a_row = 0
                 if has_ended:
@@ -103,28 +115,58 @@ def _join(place: RunPlace, choice: OwnChoice, minutes: float) -> bool:
         welcome = _ask(connection)
         if welcome is None:
             return False
-        files = place.files(welcome.weights_port)
-        generator, transport = _start(welcome, choice)
+        sync = PublishedSync(place.files(welcome.weights), LARGEST_BUFFER)
+        with _signs_of_life(connection.send):
+            try:
+                sync.read_ahead()  # so that nobody waits for a generator that cannot, or that takes long
+            except InputError as error:
+                raise _WriterLostError(f"this generator cannot read weights: {error}", has_written=False) from None
+            generator, transport = _start(welcome, choice)
         try:
-            sync = PublishedSync(files, transport, LARGEST_BUFFER)
+            sync.connect(transport)
             return JoinedGenerator(connection, generator, sync, welcome.vocab_size).run()
         finally:
             generator.close()
 
 
+@contextmanager
+def _signs_of_life(send: Callable[[Message], None]) -> Iterator[None]:
+    """Tells the program in this block, which may take long, that this process is alive."""
+    is_over = threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(SIGN_SECONDS):
+            with suppress(OSError):
+                send(IsReading())
+
+    teller = threading.Thread(target=tell, daemon=True, name="signs of life")
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+
+
 def _connect(place: RunPlace, minutes: float) -> Connection:
     """A connection to the run, once there is one."""
-    deadline, problem = time.monotonic() + 60 * minutes, "no run publishes to it"
+    deadline, problem, told = time.monotonic() + 60 * minutes, "no run publishes to it", ""
     while True:
         address = place.address()
         try:
             if address is not None:
                 return address.knock()
         except AuthenticationError:
+            if isinstance(place, DistantRun):
+                raise InputError(
+                    f"--join {place}: the run has another key: give the file of its own in --key"
+                ) from None
             problem = "the run has another key"
-        except (OSError, EOFError) as error:
-            assert address is not None
-            problem = f"the run at {address.host}:{address.port} cannot be reached: {innermost(error)}"
+        except (OSError, EOFError, UnicodeError) as error:
+            problem = f"the run cannot be reached ({innermost(error)})"
+        if problem != told:
+            print(f"waiting at most {minutes:g} minutes, for {problem} yet", flush=True)
+            told = problem
         if time.monotonic() >= deadline:
             raise InputError(f"--join {place}: {problem} for {minutes:g} minutes: start the run, or raise --wait")
         time.sleep(LOOK_SECONDS)
@@ -173,7 +215,7 @@ class JoinedGenerator:
     def __init__(self, connection: Connection, generator: GeneratorProcess, sync: PublishedSync, vocab_size: int):
         self.connection, self.generator, self.sync, self.vocab_size = connection, generator, sync, vocab_size
         self._sending = threading.RLock()  # a signal may come while this thread sends
-        self._problem = ""
+        self._problem, self._has_written = "", False
 
     def run(self) -> bool:
         """Works until the program ends the connection, and tells whether the run has ended, or has broken off.
@@ -191,7 +233,7 @@ class JoinedGenerator:
             self._send(Leaving("it was asked to stop"))
             raise
         if self._problem:
-            raise _WriterLostError(f"this generator cannot write: {self._problem}")
+            raise _WriterLostError(f"this generator cannot write: {self._problem}", self._has_written)
         return False
 
     def _next(self) -> Any:
@@ -204,13 +246,18 @@ class JoinedGenerator:
     def _take(self, message: UseVersion | Generate) -> None:
         try:
             if isinstance(message, UseVersion):
-                self.sync.bring(message.version, message.digest, message.policy_version)
+                with _signs_of_life(self._send):
+                    self.sync.bring(message.version, message.digest, message.policy_version)
             else:
                 self.generator.submit(message.requests, functools.partial(self._finish, message.number), self._lost)
-        except Exception as error:  # of files, of the process or of what the program sends
+        except InputError as error:  # weights that cannot be read here, which no request is to blame for
+            self._send(Leaving(str(error)))
+            self._lost(error)
+        except Exception as error:  # of the process, or of what the program sends
             self._lost(error)
 
     def _finish(self, number: int, place: int, completion: Completion) -> None:
+        self._has_written = True
         self._send(Finished(number, place, completion.of_vocabulary(self.vocab_size)))
 
     def _lost(self, error: BaseException) -> None:

@@ -1,5 +1,6 @@
 """Members that have joined a fleet: who may come, what they write with, and what waits while none is there."""
 
+import contextlib
 import itertools
 import sys
 import time
@@ -13,9 +14,8 @@ from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import UseVersion
 from automodel_rl.generators.joining import JoiningDoor, Welcome
 from automodel_rl.generators.member import Member
-from automodel_rl.generators.run_places import run_key
+from automodel_rl.generators.run_places import WeightsGiven, run_key
 from automodel_rl.generators.submission import Submission
-from automodel_rl.launch.door import listening_address
 from automodel_rl.weight_sync.version_server import VersionServer
 
 LOOKS = 10
@@ -36,6 +36,7 @@ class JoinedMembers:
         version: the version of weights that they write with; None before the first.
         waiting: requests that wait for a member, and their places.
         is_given_up: whether nobody waits for a member any longer.
+        is_closed: whether the run has ended, so that those that still come are told so.
     """
 
     def __init__(self, spec: GeneratorSpec, welcome: Welcome, admit: Callable[[str, Connection], None]):
@@ -45,20 +46,25 @@ class JoinedMembers:
         self.numbers = itertools.count()
         self.version: UseVersion | None = None
         self.waiting: list[tuple[Submission, Sequence[int]]] = []
-        self.is_given_up = False
+        self.is_given_up = self.is_closed = False
         self._alone_since = time.monotonic()
         key = run_key(self.choice.key)
-        self._server = self._serve_weights(key)
-        port = None if self._server is None else self._server.port
-        self.door = JoiningDoor(self.choice, key, self.folder, replace(welcome, weights_port=port), admit)
+        with contextlib.ExitStack() as opened:
+            self._server = self._serve_weights()
+            if self._server is not None:
+                opened.callback(self._server.close)
+                welcome = replace(welcome, weights=WeightsGiven(self._server.port, self._server.token))
+            self.door = JoiningDoor(self.choice, key, self.folder, welcome, admit)
+            opened.callback(self.door.close)
+            self._open = opened.pop_all()
 
-    def _serve_weights(self, key: bytes) -> VersionServer | None:
+    def _serve_weights(self) -> VersionServer | None:
         """Gives published weights to those that do not share the folder, if the run does."""
         port = self.choice.weights_port
         if port is None:
             return None
         try:
-            return VersionServer(self.folder, listening_address(self.choice.host), port, key)
+            return VersionServer(self.folder, self.choice.host, port)
         except OSError as error:
             raise InputError(
                 f"rollout.generator.weights_port={port} cannot be listened on ({error.strerror}): choose another, or 0 "
@@ -67,9 +73,7 @@ class JoinedMembers:
 
     def close(self) -> None:
         """Lets no more join."""
-        self.door.close()
-        if self._server is not None:
-            self._server.close()
+        self._open.close()
 
     @property
     def longest_wait(self) -> float:

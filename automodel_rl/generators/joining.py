@@ -6,6 +6,7 @@ A run writes its address to the folder of its published weights:
     Joining                Welcome, or a Failure and the end of the connection
     HasStarted             UseVersion and Generate, in the order in which they count; at the end of the run HasEnded
     Finished, Failed       nothing
+    IsReading              nothing: it reads a version of the weights, which may take long
     Leaving                the end of the connection
 """
 
@@ -24,7 +25,7 @@ from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import PROTOCOL, Failure, Message
 from automodel_rl.generators.model_copy import ModelCopy
-from automodel_rl.generators.run_places import JOIN_FILE, address_in, for_owner_only
+from automodel_rl.generators.run_places import JOIN_FILE, WeightsGiven, address_in, for_owner_only
 from automodel_rl.generators.transformers_generator import Writing
 from automodel_rl.launch.door import Door
 
@@ -57,7 +58,7 @@ class Welcome(Message):
         vllm: the arguments of vllm.LLM that follow from the run.
         timeout: the run's weight_sync.timeout, in seconds.
         vocab_size: number of the model's token ids.
-        weights_port: the port at which the run gives its published weights over HTTP; None if it does not.
+        weights: how the run gives its published weights over HTTP; None if it does not.
     """
 
     copy: ModelCopy
@@ -65,7 +66,7 @@ class Welcome(Message):
     vllm: dict[str, Any]
     timeout: float
     vocab_size: int
-    weights_port: int | None = None
+    weights: WeightsGiven | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ class Leaving(Message):
     """The generator writes no more; `text` is the reason. Nothing that it was to write is to blame."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class IsReading(Message):
+    """The generator is reading weights, and alive."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +178,12 @@ class JoiningDoor:
                 return False
             self._starting.add(connection)
         try:
-            has_started = isinstance(connection.recv(), HasStarted)
+            while isinstance(message := connection.recv(), IsReading):
+                pass
         finally:
             with self._guard:
                 self._starting.discard(connection)
-        return has_started and self._is_open
+        return isinstance(message, HasStarted)
 
 
 def _tell_end(connection: Connection) -> None:

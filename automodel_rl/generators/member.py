@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request, UseVersion
-from automodel_rl.generators.joining import HasEnded, Leaving
+from automodel_rl.generators.joining import HasEnded, IsReading, Leaving
 from automodel_rl.launch.door import hang_up
 
 IS_GONE = "its process is gone"
@@ -45,7 +45,7 @@ class Member:
         number: int,
         works_alone: bool,
         connection: Connection,
-        take: Callable[["Member", Finished | Failed | Leaving], None],
+        take: Callable[["Member", Finished | Failed | Leaving | IsReading], None],
         has_joined: bool = False,
     ):
         self.number, self.works_alone, self.has_joined = number, works_alone, has_joined

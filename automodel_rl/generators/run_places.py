@@ -19,6 +19,19 @@ has its key can run code on both sides."""
 KEY_BYTES = 32
 
 
+@dataclass(frozen=True)
+class WeightsGiven:
+    """How a run gives its published weights over HTTP.
+
+    Attributes:
+        port: the port on its machine.
+        token: what readers must know.
+    """
+
+    port: int
+    token: str
+
+
 class RunPlace(Protocol):
     """The place of a run."""
 
@@ -26,11 +39,11 @@ class RunPlace(Protocol):
         """The address at which generators join it; None if there is none at the moment."""
         ...
 
-    def files(self, weights_port: int | None) -> VersionFiles:
+    def files(self, given: WeightsGiven | None) -> VersionFiles:
         """Its published weights.
 
         Args:
-            weights_port: the port at which the run gives them over HTTP; None if it does not.
+            given: how the run gives them over HTTP; None if it does not.
         """
         ...
 
@@ -51,7 +64,7 @@ class SharedFolder:
     def address(self) -> DoorAddress | None:
         return address_in(self.folder)
 
-    def files(self, weights_port: int | None) -> VersionFiles:
+    def files(self, given: WeightsGiven | None) -> VersionFiles:
         return VersionFiles(self.folder)
 
 
@@ -62,49 +75,68 @@ class DistantRun:
     Attributes:
         host, port: its address.
         key: the key.
+        weights: HOST:PORT at which its weights are read, if not at its host and the port that it tells.
     """
 
     host: str
     port: int
     key: bytes
+    weights: str | None = None
 
     def __str__(self) -> str:
-        return f"{self._host_in_urls}:{self.port}"
-
-    @property
-    def _host_in_urls(self) -> str:
-        return f"[{self.host}]" if ":" in self.host else self.host
+        return f"{_in_url(self.host)}:{self.port}"
 
     def address(self) -> DoorAddress:
         return DoorAddress(self.host, self.port, self.key)
 
-    def files(self, weights_port: int | None) -> VersionFiles:
-        if weights_port is None:
+    def files(self, given: WeightsGiven | None) -> VersionFiles:
+        if given is None:
             raise InputError(
                 f"--join {self}: the run gives its weights to nobody over HTTP: set rollout.generator.weights_port, or "
                 "join by the folder that it publishes to"
             )
-        return VersionFiles(f"http://{self._host_in_urls}:{weights_port}", headers_of(self.key))
+        address = self.weights or f"{_in_url(self.host)}:{given.port}"
+        return VersionFiles(f"http://{address}", headers_of(given.token))
 
 
-def place_of(given: str, key: Path | None) -> RunPlace:
+def place_of(given: str, key: Path | None, weights: str | None) -> RunPlace:
     """The place of a run, as a command is told.
 
     Args:
         given: a folder, or HOST:PORT.
         key: the file of the run's key, with an address.
+        weights: HOST:PORT at which weights are read, with an address; None for what the run tells.
 
     Raises:
         InputError: an address needs a key, a folder none; or the key cannot be read.
     """
-    host, _, port = given.rpartition(":")
-    if not host or not port.isdecimal() or "/" in host or Path(given).is_dir():
-        if key is not None:
-            raise InputError(f"--key {key}: a folder has its run's key: leave it out, or join HOST:PORT")
+    if "://" in given:
+        raise InputError(f"--join {given}: is a URL: give HOST:PORT alone, or a folder")
+    address = None if Path(given).is_dir() else _host_and_port(given)
+    if address is None:
+        for option, value in (("--key", key), ("--weights", weights)):
+            if value is not None:
+                raise InputError(f"{option} {value}: --join {given} is a folder, which has it: leave it out")
         return SharedFolder(Path(given))
     if key is None:
         raise InputError(f"--join {given}: needs --key and a file with what is in the run's rollout.generator.key")
-    return DistantRun(host.strip("[]"), int(port), read_key(key, f"--key {key}"))
+    through = None if weights is None else _host_and_port(weights)
+    if weights is not None and through is None:
+        raise InputError(f"--weights {weights}: must be HOST:PORT")
+    at = None if through is None else f"{_in_url(through[0])}:{through[1]}"
+    return DistantRun(*address, read_key(key, f"--key {key}"), at)
+
+
+def _host_and_port(given: str) -> tuple[str, int] | None:
+    """The parts of an address; None for what is none."""
+    host, _, port = given.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        return None
+    return host.strip("[]"), int(port)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def read_key(file: Path, named: str) -> bytes:
@@ -142,14 +174,18 @@ def run_key(file: Path | None) -> bytes:
         return key
     named = f"rollout.generator.key={file}"
     if not file.exists():
+        unfinished = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with open(file, "x", opener=for_owner_only) as made:
+            with open(unfinished, "x", opener=for_owner_only) as made:
                 made.write(f"{key.hex()}\n")
+            os.link(unfinished, file)  # whole, or not at all
         except FileExistsError:
             pass  # another run has made it since
         except OSError as error:
             raise InputError(f"{named}: cannot be written ({error.strerror}): choose another file") from None
+        finally:
+            unfinished.unlink(missing_ok=True)
     return read_key(file, named)
 
 

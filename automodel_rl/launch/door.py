@@ -1,6 +1,7 @@
 """Connections to a process from those that know a key: ranks and generators, on this machine or on others."""
 
 import contextlib
+import ipaddress
 import os
 import socket
 import struct
@@ -19,6 +20,9 @@ LONGEST_WAIT = 60.0
 
 MOST_STRANGERS = 256
 """Most connections whose other end has not shown yet that it knows the key. Others are not taken."""
+
+BACKLOG = 256
+"""Most connections that wait to be taken: many may come at once after a weight sync."""
 
 PAUSE = 0.2
 """Seconds until connections are taken again after an error."""
@@ -72,7 +76,7 @@ class Door:
     """
 
     def __init__(self, host: str, port: int, key: bytes, greet: Callable[[Connection], None]):
-        self._server = socket.create_server((listening_address(host), port))
+        self._server = listen(host, port)
         self._server.settimeout(0.2)
         self.address = DoorAddress(host, self._server.getsockname()[1], key)
         self._greet, self._is_open = greet, True
@@ -112,9 +116,34 @@ class Door:
             self._greet(connection)
 
 
-def listening_address(host: str) -> str:
-    """The address to listen on, if others know this machine as `host`: with one of `LOCAL`, only itself does."""
-    return "127.0.0.1" if host in LOCAL else ""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, for those who know this machine by a name, over IPv4 and IPv6.
+
+    Args:
+        host: the name, or an address. With one of this machine for itself, such as localhost, nobody comes from others.
+        port: the port; 0 for any.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    own = _loopback_address(host)
+    if own is not None:
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        return socket.create_server((own, port), family=family, backlog=BACKLOG)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def _loopback_address(host: str) -> str | None:
+    """The address by which this machine knows itself as `host`; None if others know it so, too."""
+    if host in LOCAL:
+        return "127.0.0.1"
+    try:
+        found = [str(address[0]) for *_, address in socket.getaddrinfo(host, None)]
+    except (OSError, UnicodeError):
+        return None
+    return found[0] if found and all(ipaddress.ip_address(one).is_loopback for one in found) else None
 
 
 def _kept_alive(end: socket.socket) -> Connection:

@@ -39,12 +39,14 @@ class RayJob:
         devices: the GPUs that the generators of a node have for themselves, by number after those of the ranks.
         flights: folder in which ranks keep the files of their flight recorders; None if they keep none.
         published: folder of the weights of a run that generators join; None if none do.
+        needs_host: whether they join at the first node's address, for the run names no other.
     """
 
     world_size: int
     devices: Sequence[int] = ()
     flights: Path | None = None
     published: Path | None = None
+    needs_host: bool = False
 
 
 class StopRequests:
@@ -93,7 +95,7 @@ def run_once(job: RayJob, settings: RayConfig, arguments: Sequence[str], stop: S
     with reserved(settings, job.world_size, job.devices) as nodes, _joined(job, settings) as generators:
         attempt = _Attempt(nodes, job.flights)
         try:
-            attempt.start(["-m", "automodel_rl", *arguments], job.world_size, is_joined=generators is not None)
+            attempt.start(["-m", "automodel_rl", *arguments], job.world_size, needs_host=job.needs_host)
             stop.ranks_work = True
             while attempt.is_at_work:
                 time.sleep(POLL_SECONDS)
@@ -132,13 +134,13 @@ class _Attempt:
         self.places: dict[int, Place] = {}
         self.lost: list[Ends] = []
 
-    def start(self, command: Sequence[str], world_size: int, *, is_joined: bool) -> None:
+    def start(self, command: Sequence[str], world_size: int, *, needs_host: bool) -> None:
         """Starts the ranks.
 
         Args:
             command: arguments of Python, which run a rank.
             world_size: number of ranks.
-            is_joined: whether generators on other nodes join them, at the first node's address.
+            needs_host: whether generators on other nodes join them at the first node's address.
         """
         self.places = self._ask(lambda agent, _: agent.place.remote())
         if self.lost:
@@ -147,7 +149,7 @@ class _Attempt:
         per_node, first = self.nodes.ranks_per_node, self.places[0]
         hosts = ", ".join(place.host for place in self.places.values())
         print(f"starting {world_size} ranks, {per_node} on each of {self.nodes.count} nodes ({hosts}) ...", flush=True)
-        if is_joined:
+        if needs_host:
             command = [*command, f"--rollout.generator.host={first.address}"]
         shared = (environment_for_nodes(), str(Path.cwd()), self.flights)
         refusals = self._ask(

@@ -15,6 +15,7 @@ from automodel_rl.config import RunConfig
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.config.launch import RayConfig
 from automodel_rl.errors import EXIT_FAILURE, EXIT_OK
+from automodel_rl.launch.door import LOCAL
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.observe.run_directory import STEP_FOLDER, step_of
 from automodel_rl.observe.run_files import FLIGHTS, RunFiles
@@ -94,14 +95,11 @@ class RanksOnRay:
 
         Raises:
             InputError: the cluster has too few nodes free.
+            KeyboardInterrupt: a signal asks to stop, or has asked before, and no ranks are there to get it.
         """
         if self._stop.signals:
-            return EXIT_FAILURE
-        try:
-            record = run_once(RayJob(self.world_size), self.settings, self.arguments, self._stop)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return EXIT_FAILURE
+            raise KeyboardInterrupt
+        record = run_once(RayJob(self.world_size), self.settings, self.arguments, self._stop)
         return EXIT_OK if record is None else record.exit_code
 
 
@@ -160,5 +158,6 @@ def _job_of(config: RunConfig) -> RayJob:
     if run is None:
         return RayJob(config.world_size, flights=flights)
     generator = run.rollout.generator
-    published = run.weight_sync.publish if isinstance(generator, JoinedGeneratorConfig) else None
-    return RayJob(config.world_size, generator.devices, flights, published)
+    if not isinstance(generator, JoinedGeneratorConfig):
+        return RayJob(config.world_size, generator.devices, flights)
+    return RayJob(config.world_size, (), flights, run.weight_sync.publish, generator.host in LOCAL)

@@ -1,12 +1,15 @@
 """Rank 0 of the service: it gets the server's jobs, and leads the other ranks."""
 
+import os
 import signal
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from automodel_rl.batch import Packing
 from automodel_rl.config import OptimizerConfig, ServeConfig
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.flight import flight
@@ -55,13 +58,13 @@ class ServiceWorker:
         self.teachers = ServiceTeachers(config, crew, rank.teachers)
         self._shown: tuple[str | None, str | None] | None = None
 
-    def work(self, signals: list[int]) -> None:
+    def work(self, server: Connection, signals: list[int]) -> None:
         """Runs jobs until one asks to stop.
 
         Args:
+            server: the connection to the server.
             signals: gets every signal to stop.
         """
-        server = read_address().knock()
         of_teachers = {name: policy.vocab_size for name, policy in self.teachers.policies.items()}
         server.send(Ready(self.vocab_size, of_teachers))
         while True:
@@ -114,6 +117,17 @@ class ServiceWorker:
         return self.sampler.answer(prompts, show)
 
 
+def _reach_server() -> Connection:
+    address = read_address()
+    try:
+        return address.knock()
+    except (AuthenticationError, OSError, EOFError) as error:
+        raise InputError(
+            f"the server at {address.host}:{address.port} cannot be reached ({innermost(error)}): let the machines of "
+            "ranks connect to that machine, on any port"
+        ) from None
+
+
 def _noted_signals() -> list[int]:
     """A list that gets every signal to stop. Nothing else happens: the server ends the ranks once runs are saved."""
     noted: list[int] = []
@@ -138,9 +152,10 @@ def serve_rank(config: ServeConfig) -> None:
     """Runs this rank to the end of the service.
 
     Raises:
-        InputError: the model or the layout cannot be served.
+        InputError: the model or the layout cannot be served, or the server not be reached.
     """
     signals = _noted_signals()  # also while the model is loaded
+    server = _reach_server() if os.environ["RANK"] == "0" else None  # before long work
     model = OpenedModel.open(config.model)
     check_model(model)
     model.check_layout(config.parallel, config.memory)
@@ -156,7 +171,8 @@ def serve_rank(config: ServeConfig) -> None:
         crew.follow()
         return
     try:
-        ServiceWorker(config, crew, rank).work(signals)
+        assert server is not None
+        ServiceWorker(config, crew, rank).work(server, signals)
     except BaseException as error:
         crew.end(error)
         raise

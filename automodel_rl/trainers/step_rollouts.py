@@ -116,11 +116,10 @@ class StepRollouts:
         self.run.write_beside("rollouts", self.run.directory.rollouts, records)
 
     def _origin(self, completion: Completion) -> dict[str, Any]:
-        """Who wrote a completion, and how many policy versions old its oldest token is."""
-        if completion.writer is None:
-            return {}
-        age = None if completion.versions is None else self.fleet.policy_version - completion.versions[0]
-        return {"generator": self.fleet.name_of(completion.writer), "staleness": age}
+        """Who wrote a completion of a single turn, and how many policy versions old its oldest token is."""
+        versions, writer = completion.versions, completion.writer
+        age = {} if versions is None else {"staleness": self.fleet.policy_version - versions[0]}
+        return age if writer is None else {"generator": self.fleet.name_of(writer), **age}
 
     @property
     def _is_probed(self) -> bool:

@@ -260,7 +260,7 @@ class PublishedWeights:
         for name, stored in version.files.items():
             where = self.files.where(version.number, name)
             try:
-                with self.files.opened(version.number, name) as file:
+                with self.files.opened(version.number, name, is_shared=self.signatures is None) as file:
                     if _size_and_hash(file) != stored:
                         raise InputError(f"{where}: is damaged: wait for the next whole version")
                     file.seek(0)

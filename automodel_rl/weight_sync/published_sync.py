@@ -21,18 +21,36 @@ class PublishedSync:
 
     Args:
         files: what the run publishes.
-        transport: the way to the process.
         most_bytes: size of a buffer, if no tensor is larger.
 
     Attributes:
         plan: what is sent; there from the first version on.
+        transport: the way to the process, which `connect` got.
     """
 
-    def __init__(self, files: VersionFiles, transport: Transport, most_bytes: int):
-        self.transport, self.most_bytes = transport, most_bytes
+    def __init__(self, files: VersionFiles, most_bytes: int):
+        self.files, self.most_bytes = files, most_bytes
         self.plan: Plan
+        self.transport: Transport
         self._weights, self._tensors = PublishedWeights(files), dict[str, Tensor]()
         self._slots: Slots | None = None
+
+    def read_ahead(self) -> None:
+        """Reads the newest version, so that only what changes since is left to read. Does nothing if there is none yet.
+
+        Raises:
+            InputError: it cannot be read.
+        """
+        if self.files.newest() is not None:
+            self._weights.bring(self._tensors)
+
+    def connect(self, transport: Transport) -> None:
+        """Chooses the process that gets the versions.
+
+        Args:
+            transport: the way to it.
+        """
+        self.transport = transport
 
     def bring(self, version: int, digest: str, number: int) -> None:
         """Gives the generator a version. A completion that is being written goes on with it.

@@ -48,15 +48,17 @@ class SignatureCheck:
         self._key = _read_key(file, PUBLIC, str(file))
         self._invalid = importlib.import_module("cryptography.exceptions").InvalidSignature
 
-    def accepts(self, digest: str, signature: str | None) -> bool:
+    def accepts(self, digest: str, signature: object) -> bool:
         """Whether a hash has been signed with the run's key.
 
         Args:
             digest: the hash.
-            signature: what is said to be its signature; None if there is none.
+            signature: what is said to be its signature, hexadecimal.
         """
+        if not isinstance(signature, str):
+            return False
         try:
-            self._key.verify(bytes.fromhex(signature or ""), digest.encode())
+            self._key.verify(bytes.fromhex(signature), digest.encode())
         except (self._invalid, ValueError):
             return False
         return True

@@ -94,19 +94,20 @@ class VersionFiles:
         return content
 
     @contextlib.contextmanager
-    def opened(self, number: int, name: str) -> Iterator[BufferedReader]:
-        """A file of a version, which is copied here first if it is elsewhere.
+    def opened(self, number: int, name: str, *, is_shared: bool = True) -> Iterator[BufferedReader]:
+        """A file of a version, which is copied first if it is elsewhere, or if others must not change it meanwhile.
 
         Args:
             number: the version.
             name: the file's name, within the version's folder.
+            is_shared: whether all who can write to the folder are trusted.
 
         Raises:
             FileNotFoundError: it is not there.
             InputError: it cannot be read.
         """
         at = self.where(number, name)
-        if self._is_here:
+        if self._is_here and is_shared:
             with open(at, "rb") as file:
                 yield file
             return

@@ -66,7 +66,7 @@ def test_generators_that_the_cluster_starts_join_a_run(nodes: RayNodes, workspac
 
 def test_verify_runs_on_the_nodes(nodes: RayNodes, workspace: Path, tmp_path: Path) -> None:
     config = write(settings_of("sft", workspace, tmp_path / "run", parallel={"pp": 2}), tmp_path)
-    ran = run_command(command("verify", config, *on_ray(nodes)))
+    ran = run_command(command("verify", config, "--launcher", "ray", *on_ray(nodes)))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "starting 2 ranks, 1 on each of 2 nodes" in ran.stdout
     assert "small qwen3, 4 layers, pp 2, float64" in ran.stdout

@@ -9,9 +9,11 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from automodel_rl.errors import InputError
 from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.messages import Done, Forget, Ready, SampleJob
 from automodel_rl.serve.ranks import Ranks, RanksLostError, RefusedError
+from automodel_rl.serve.worker import _reach_server
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE, read_address
 
 SECONDS = 60
@@ -95,3 +97,12 @@ def test_ranks_on_a_machine_that_is_gone_are_let_go_of(ranks: Ranks, lost: threa
             again.recv()
             again.send(Done(None, 1))
             assert answer.result(SECONDS) is None
+
+
+def test_ranks_that_cannot_reach_the_server_say_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1:9")
+    monkeypatch.setenv(KEY_VARIABLE, "00")
+    with pytest.raises(
+        InputError, match=r"^the server at 127\.0\.0\.1:9 cannot be reached .*: let the machines of ranks"
+    ):
+        _reach_server()

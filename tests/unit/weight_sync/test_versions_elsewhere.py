@@ -4,10 +4,12 @@ import functools
 import http.server
 import json
 import shutil
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
-from automodel_rl.weight_sync import version_files
+from automodel_rl.weight_sync import published, version_files
 from automodel_rl.weight_sync.checksum import checksum
 from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, folder_of, write_block, write_version
 from automodel_rl.weight_sync.signatures import Signer
@@ -28,7 +30,6 @@ from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles, n
 from automodel_rl.weight_sync.version_server import VersionServer, headers_of
 from tests.keys import signing_keys
 
-KEY = bytes(32)
 SPEC = TensorSpec("weight", (1000,), torch.bfloat16)
 BUCKET = Bucket(torch.bfloat16, 1000, (Chunk(0, 0, 1000, 0),))
 PLAN = Plan((SPEC,), (BUCKET,))
@@ -61,7 +62,7 @@ def make_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(name="server")
 def make_server(folder: Path) -> Iterator[VersionServer]:
-    server = VersionServer(folder, "127.0.0.1", 0, KEY)
+    server = VersionServer(folder, "127.0.0.1", 0)
     yield server
     server.close()
 
@@ -71,8 +72,8 @@ def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_files, "TRIES", 2)
 
 
-def files_of(server: VersionServer, key: bytes = KEY) -> VersionFiles:
-    return VersionFiles(f"http://127.0.0.1:{server.port}", headers_of(key))
+def files_of(server: VersionServer, token: str | None = None) -> VersionFiles:
+    return VersionFiles(f"http://127.0.0.1:{server.port}", headers_of(server.token if token is None else token))
 
 
 def test_the_runs_own_server_gives_every_version(folder: Path, server: VersionServer) -> None:
@@ -85,9 +86,9 @@ def test_the_runs_own_server_gives_every_version(folder: Path, server: VersionSe
     assert torch.equal(tensors["weight"], tensor_of(4))
 
 
-def test_nothing_is_given_without_the_key(server: VersionServer) -> None:
+def test_nothing_is_given_without_the_token(server: VersionServer) -> None:
     with pytest.raises(InputError, match="401"):
-        PublishedWeights(files_of(server, b"another")).bring({})
+        PublishedWeights(files_of(server, "another")).bring({})
     with pytest.raises(InputError, match="401"):
         PublishedWeights(f"http://127.0.0.1:{server.port}").bring({}, 1)
 
@@ -108,7 +109,7 @@ def test_nothing_else_in_the_folder_is_given(folder: Path, server: VersionServer
     for secret in (folder / "join.json", folder.parent / "secret"):
         secret.write_text("secret")
     shutil.copytree(folder_of(folder, 3), folder / ".00000004.unfinished")
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers_of(KEY))
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers_of(server.token))
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(request)
 
@@ -129,6 +130,25 @@ def test_what_is_damaged_on_the_way_is_refused_and_read_again(
     (folder_of(folder, 2) / "sender_0.bin").write_bytes(good)
     assert weights.bring(tensors) == 3
     assert torch.equal(tensors["weight"], tensor_of(3))
+
+
+def test_readers_that_are_gone_and_silent_strangers_harm_nobody(
+    folder: Path, server: VersionServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (folder_of(folder, 3) / "sender_1.bin").open("wb") as large:
+        large.truncate(2**26)
+    request = f"GET /00000003/sender_1.bin HTTP/1.0\r\nAuthorization: Bearer {server.token}\r\n\r\n"
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port)) as reader:
+            reader.sendall(request.encode())
+            reader.recv(10)
+    monkeypatch.setattr(server._server, "strangers", threading.Semaphore(4))
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
+    assert silent[-1].recv(1) == b"", "it is not taken"
+    for one in silent:
+        one.close()
+    assert PublishedWeights(files_of(server)).bring({}) == 3
+    assert capfd.readouterr().err == ""
 
 
 def test_a_server_that_is_gone_is_one_line(server: VersionServer) -> None:
@@ -185,7 +205,11 @@ def unsigned(values: dict[str, Any]) -> None:
     values["signature"] = None
 
 
-@pytest.mark.parametrize("change", [forged, of_version_2, unsigned])
+def of_another_kind(values: dict[str, Any]) -> None:
+    values["signature"] = 5
+
+
+@pytest.mark.parametrize("change", [forged, of_version_2, unsigned, of_another_kind])
 def test_only_what_the_run_has_signed_is_taken(
     tmp_path: Path, keys: tuple[Path, Path], change: Callable[[dict[str, Any]], None]
 ) -> None:
@@ -242,3 +266,21 @@ def test_other_tensors_than_those_of_the_last_call_begin_anew(folder: Path) -> N
     tensors: dict[str, Tensor] = {}
     assert weights.bring(tensors) == 3
     assert torch.equal(tensors["weight"], tensor_of(3))
+
+
+def test_who_can_write_to_the_folder_cannot_change_signed_files_while_they_are_read(
+    tmp_path: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path / "signed", range(1, 2), Signer(keys[0]))
+    file = folder_of(tmp_path / "signed", 1) / "sender_0.bin"
+
+    def overwritten(read: BufferedReader) -> tuple[int, str]:
+        found = size_and_hash(read)
+        file.write_bytes(bytes(file.stat().st_size))
+        return found
+
+    size_and_hash = published._size_and_hash
+    monkeypatch.setattr(published, "_size_and_hash", overwritten)
+    tensors: dict[str, Tensor] = {}
+    PublishedWeights(tmp_path / "signed", keys[1]).bring(tensors)
+    assert torch.equal(tensors["weight"], tensor_of(1))

@@ -1,0 +1,99 @@
+"""A generator that has joined: what it tells the program while it reads weights, and when it cannot."""
+
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from automodel_rl.errors import InputError
+from automodel_rl.generator_messages import Failed, Finished, Generate, Request, Sampling, UseVersion
+from automodel_rl.generators import joined
+from automodel_rl.generators.joined import JoinedGenerator, OwnChoice, _WriterLostError, generate
+from automodel_rl.generators.joining import HasEnded, HasStarted, IsReading, Leaving
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.run_places import DistantRun, SharedFolder
+from automodel_rl.launch.door import Door
+
+SOON = 30.0
+
+
+@pytest.fixture(name="ends")
+def make_ends() -> Iterator[tuple[Connection, Connection]]:
+    """The program's end of a connection, and the generator's."""
+    ours, theirs = Pipe()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def started(theirs: Connection, sync: Any) -> tuple[JoinedGenerator, threading.Thread, list[BaseException]]:
+    writer, raised = mock.Mock(), list[BaseException]()
+    writer.submit.side_effect = lambda requests, finish, lost: finish(0, Completion([1], [0.0], "stop"))
+    generator = JoinedGenerator(theirs, writer, sync, 9)
+
+    def run() -> None:
+        try:
+            generator.run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return generator, thread, raised
+
+
+def take(ours: Connection) -> Any:
+    assert ours.poll(SOON)
+    return ours.recv()
+
+
+def test_weights_that_cannot_be_read_here_blame_no_request(ends: tuple[Connection, Connection]) -> None:
+    ours, theirs = ends
+    sync = mock.Mock()
+    sync.bring.side_effect = [None, InputError("http://train:8901: cannot be read")]
+    _, thread, raised = started(theirs, sync)
+    assert isinstance(take(ours), HasStarted)
+    ours.send(UseVersion(1, "hash", 1))
+    ours.send(Generate(4, [Request([1], 0, Sampling(2))]))
+    assert isinstance(take(ours), Finished)
+    ours.send(UseVersion(2, "hash", 2))
+    assert take(ours) == Leaving("http://train:8901: cannot be read")
+    assert isinstance(take(ours), Failed)
+    thread.join(SOON)
+    (error,) = raised
+    assert isinstance(error, _WriterLostError)
+    assert error.has_written
+
+
+def test_it_shows_that_it_is_alive_while_it_reads(
+    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joined, "SIGN_SECONDS", 0.01)
+    ours, theirs = ends
+    sync, is_read = mock.Mock(), threading.Event()
+    sync.bring.side_effect = lambda *_: is_read.wait(SOON)
+    _, thread, raised = started(theirs, sync)
+    assert isinstance(take(ours), HasStarted)
+    ours.send(UseVersion(1, "hash", 1))
+    assert [isinstance(take(ours), IsReading) for _ in range(3)] == [True] * 3
+    is_read.set()
+    ours.send(HasEnded())
+    thread.join(SOON)
+    assert (thread.is_alive(), raised) == (False, [])
+
+
+def test_another_key_is_told_at_once(tmp_path: Path) -> None:
+    door = Door("localhost", 0, b"key", lambda connection: connection.close())
+    with pytest.raises(InputError, match="the run has another key"):
+        generate(DistantRun("localhost", door.address.port, b"another"), OwnChoice(), minutes=10)
+    door.close()
+
+
+@pytest.mark.parametrize("place", [DistantRun("a..b", 8900, b""), SharedFolder(Path("nowhere"))], ids=str)
+def test_what_is_waited_for_is_said(place: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="start the run, or raise --wait"):
+        generate(place, OwnChoice(), minutes=0.0001)
+    assert capsys.readouterr().out.startswith("waiting at most 0.0001 minutes, for ")

@@ -1,0 +1,52 @@
+"""Doors: who can reach them, over IPv4 and IPv6."""
+
+import socket
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+
+import pytest
+
+from automodel_rl.launch.door import Door, DoorAddress
+
+SOON = 30.0
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+OVER_IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+
+
+@pytest.fixture(name="taken")
+def make_taken() -> SimpleQueue[Connection]:
+    return SimpleQueue()
+
+
+def says_hello(address: DoorAddress, taken: SimpleQueue[Connection]) -> bool:
+    with address.knock() as ours:
+        ours.send("hello")
+        with taken.get(timeout=SOON) as theirs:
+            return bool(theirs.recv() == "hello")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", pytest.param("::1", marks=OVER_IPV6)])
+def test_names_of_a_machine_for_itself_let_nobody_in_from_elsewhere(host: str, taken: SimpleQueue[Connection]) -> None:
+    door = Door(host, 0, b"key", taken.put)
+    assert door._server.getsockname()[0] in ("127.0.0.1", "127.0.1.1", "::1")
+    assert says_hello(door.address, taken)
+    door.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=OVER_IPV6)])
+def test_others_come_over_either_protocol(address: str, taken: SimpleQueue[Connection]) -> None:
+    door = Door("a-name-that-others-know", 0, b"key", taken.put)
+    assert says_hello(DoorAddress(address, door.address.port, b"key"), taken)
+    with pytest.raises((AuthenticationError, OSError, EOFError)):
+        DoorAddress(address, door.address.port, b"another").knock()
+    door.close()
