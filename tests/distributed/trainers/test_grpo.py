@@ -43,8 +43,10 @@ def test_a_pipeline_follows_one_process(ranks: RankPool, workspace: Path, tmp_pa
         for name in ("train/loss", "train/grad_norm", "train/kl_ref", "rollout/reward_mean", "train/entropy"):
             assert two[name] == pytest.approx(one[name], rel=1e-8, abs=1e-12), name
     for step in range(1, 6):
-        name = f"rollouts/step_{step}.jsonl"
-        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+        of_one, of_two = (read_lines(tmp_path / run / "rollouts" / f"step_{step}.jsonl") for run in ("one", "two"))
+        assert {row.pop("generator") for row in of_two} == {"generator of rank 0", "generator of rank 1"}
+        assert {row.pop("generator") for row in of_one} == {"generator of rank 0"}
+        assert of_one == of_two
     last = metrics_of(tmp_path / "one")[-1]
     assert last["train/kl_ref"] > 0
     assert last["train/logprob_error"] == pytest.approx(1, abs=1e-6)
