@@ -101,6 +101,9 @@ class JoiningDoor:
         welcome: what generators need.
         admit: called with the name and the connection of each generator that has started, in a thread of its own.
 
+    Attributes:
+        address: where generators join.
+
     Raises:
         InputError: the port is taken, the folder cannot be written to, or another run lets generators join there.
     """
@@ -128,9 +131,8 @@ class JoiningDoor:
                 f"rollout.generator.port={choice.port} cannot be listened on ({error.strerror}): choose another, or 0 "
                 "for any"
             ) from None
-        address = self._door.address
-        self.address = address
-        values = {"host": choice.host, "port": address.port, "key": address.key.hex()}
+        self.address = self._door.address
+        values = {"host": choice.host, "port": self.address.port, "key": self.address.key.hex()}
         unfinished = self.file.with_name(f".{JOIN_FILE}.unfinished")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +154,7 @@ class JoiningDoor:
             for connection in self._starting:
                 _tell_end(connection)
         with contextlib.suppress(OSError, InputError):
-            if address_in(self.folder) == self._door.address:  # else of a run that has come since
+            if address_in(self.folder) == self.address:  # else of a run that has come since
                 self.file.unlink()
 
     def _greet(self, connection: Connection) -> None:
