@@ -4,10 +4,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
+from automodel_rl.compat.versions import own_version
 from automodel_rl.config import ALGORITHMS, RayConfig, RunConfig, config_of_model, load_config, load_serve_config
 from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.config.launch import LaunchConfig
@@ -65,7 +65,7 @@ def _has_lost_output() -> bool:
 def _run(arguments: list[str]) -> int:
     command, *rest = arguments
     if command == "--version":
-        print(version("automodel-rl"))
+        print(own_version())
         return EXIT_OK
     if command in HELP:
         print(overview())

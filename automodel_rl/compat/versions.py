@@ -1,6 +1,6 @@
 """Installed versions of libraries, and the versions with which the private names in this room were checked."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 CHECKED = {
     "torch": ("2.11.0", "2.13.0", "2.15.0"),
@@ -15,3 +15,11 @@ TORCH = tuple(map(int, version("torch").split(".")[:2]))
 
 TRANSFORMERS = tuple(map(int, version("transformers").split(".")[:2]))
 """Installed transformers as (major, minor), for the few places where 5.18 to 5.24 differ."""
+
+
+def own_version() -> str:
+    """The version of this package; `uninstalled` where it is only a folder that Python finds."""
+    try:
+        return version("automodel-rl")
+    except PackageNotFoundError:
+        return "uninstalled"

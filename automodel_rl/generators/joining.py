@@ -15,12 +15,12 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from automodel_rl.compat.versions import own_version
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import PROTOCOL, Failure, Message
@@ -32,7 +32,7 @@ from automodel_rl.launch.door import Door
 
 def release() -> str:
     """What both sides must have in common: the package's release, and the messages that it knows."""
-    return f"{version('automodel-rl')} {PROTOCOL[:12]}"
+    return f"{own_version()} {PROTOCOL[:12]}"
 
 
 @dataclass(frozen=True)
