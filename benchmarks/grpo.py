@@ -3,6 +3,8 @@
     python benchmarks/grpo.py PROMPTS.jsonl --generator transformers
     python benchmarks/grpo.py PROMPTS.jsonl --generator vllm --vllm-python PYTHON             on the same device
     python benchmarks/grpo.py PROMPTS.jsonl --generator vllm --vllm-python PYTHON --device 1  on another one
+    python benchmarks/grpo.py PROMPTS.jsonl --generator joined --vllm-python PYTHON --device 1
+                                                                             one that joins and reads published weights
     python benchmarks/grpo.py PROMPTS.jsonl --workload W2 --replay ...                     with router replay
     python benchmarks/grpo.py PROMPTS.jsonl --change loss.on_policy=false memory.compile=false   other settings
     python benchmarks/grpo.py PROMPTS.jsonl --change rollout.generator.sleep=2 memory.offload={}      memory in turns
@@ -17,21 +19,24 @@ vision-language model of Qwen2.5-VL-3B's shape (3.7B with the encoder), with ran
 the prompts, bf16. 16 prompts x 8 completions of at most 256 tokens; the reward is the share of digits, so that random
 models differ in it.
 Prints a JSON line a step, and one with the medians over the steps after the first. With --replay every step also has
-the mean and the largest |generator's - trainer's log-probability| with replay and without. On a GPU every step has the
+the mean and the largest |generator's - trainer's log-probability| with replay and without. A generator that joins says
+of every version how much it read, and how long that took. On a GPU every step has the
 most memory of the device that all processes together used during rollouts, in the rest of the step, and in between.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +70,8 @@ def main() -> None:
     config = GRPOConfig.model_validate(settings(model, output, options))
     differences = watch_differences() if options.replay else []
     memory = watch_memory() if torch.cuda.is_available() else []
-    train(config)
+    with joined_generator(options, config.weight_sync.publish):
+        train(config)
     if dist.get_rank():
         return
     records = read_lines(output / "metrics.jsonl")
@@ -97,6 +103,23 @@ def prepare(options: argparse.Namespace) -> tuple[Path, str, Path]:
         pictures = Path(tempfile.mkdtemp(prefix="automodel_rl_pictures_"))
         prompts = write_picture_prompts(Path(prompts), pictures, 256, tiny=options.tiny)
     return model, str(prompts), Path(tempfile.mkdtemp(prefix="automodel_rl_grpo_")) / "run"
+
+
+@contextlib.contextmanager
+def joined_generator(options: argparse.Namespace, weights: Path | None) -> Iterator[None]:
+    """A generator that joins the run, if it has such ones."""
+    if options.generator != "joined" or dist.get_rank():
+        yield
+        return
+    command = [sys.executable, "-m", "automodel_rl", "generate", "--join", str(weights)]
+    if options.vllm_python:
+        command += ["--vllm", options.vllm_python, "--memory-fraction", str(options.memory_fraction)]
+    visible = {} if options.device is None else {"CUDA_VISIBLE_DEVICES": str(options.device)}
+    with subprocess.Popen(command, env=os.environ | visible) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
 
 
 def shown(record: dict[str, Any], key: str) -> bool:
@@ -214,12 +237,15 @@ def settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str
 
 def _settings(model: Path, output: Path, options: argparse.Namespace) -> dict[str, Any]:
     generator: dict[str, Any] = {"kind": options.generator}
+    weight_sync: dict[str, Any] = {}
     if options.generator == "vllm":
         generator |= {"memory_fraction": options.memory_fraction, "options": {"enforce_eager": options.eager}}
         generator |= {"python": options.vllm_python} if options.vllm_python else {}
     elif options.own_process:
         generator["place"] = "shared"
-    if options.device is not None:
+    elif options.generator == "joined":
+        weight_sync["publish"] = str(output.with_name("weights"))
+    if options.device is not None and options.generator != "joined":
         generator["place"] = [options.device]
     longest = 24 if options.tiny else 256
     return {
@@ -235,6 +261,7 @@ def _settings(model: Path, output: Path, options: argparse.Namespace) -> dict[st
             "generator": generator,
             "max_staleness": options.max_staleness,
         },
+        "weight_sync": weight_sync,
         "rewards": [{"function": "benchmarks.grpo:digits"}],
         "loss": {"kl": {"coefficient": 0.01}, "correction": {"kind": "truncate"}},
         "length": {"steps": options.steps},
@@ -248,7 +275,7 @@ def _settings(model: Path, output: Path, options: argparse.Namespace) -> dict[st
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", help="JSON lines with prompt")
-    parser.add_argument("--generator", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--generator", choices=["transformers", "vllm", "joined"], default="transformers")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--workload", choices=["W1", "W2", "W8", "W32", "W70", "vision"], default="W1")
     parser.add_argument("--layers", type=int, help="decoder layers; the workload's by default")

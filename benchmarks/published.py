@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 2 benchmarks/published.py MODEL RECORDS.jsonl --parallel dp_shard=2
 
 The model is trained with float32 masters, and published in bfloat16 after every step; a reader brings its tensors
-to each version. The learning rate is constant. Prints a JSON line for each learning rate, with medians over the steps
-after the first five, in which AdamW's moments begin.
+to each version, and at the end the last one is read anew and compared with the model. The learning rate is constant.
+Prints a JSON line for each learning rate, with medians over the steps after the first five, in which AdamW's moments
+begin.
 """
 
 import argparse
@@ -95,8 +96,29 @@ def measure(
         engine.train_step(
             pack(next_batch(stream, options.tokens), options.tokens, share=handle.layout.data_share), sft_loss
         )
+    publisher.publish(options.steps)
+    differing = count_differing(handle, reader, tensors)
     medians = {name: round(statistics.median(values), 4) for name, values in rows.items() if values}
-    return medians | {f"whole_{name}": round(number, 3) for name, number in whole.items()}
+    return (
+        medians
+        | {"steps": options.steps, "differing": differing}
+        | {f"whole_{name}": round(number, 3) for name, number in whole.items()}
+    )
+
+
+def count_differing(handle: ModelHandle, reader: PublishedWeights, tensors: dict[str, Tensor]) -> int:
+    """How many numbers differ from the model's, of what the reader has and of what another one reads anew; 0 on all
+    ranks but the first."""
+    afresh = dict[str, Tensor]()
+    if dist.get_rank() == 0:
+        reader.bring(tensors)
+        PublishedWeights(reader.files).bring(afresh)
+    differing = 0
+    for name, weights in handle.named_hf_tensors():  # gathers on all ranks
+        if dist.get_rank() == 0:
+            expected = weights.to(torch.bfloat16).cpu()
+            differing += sum(int((held[name] != expected).sum()) for held in (tensors, afresh))
+    return differing
 
 
 def next_batch(stream: Iterator[TokenSequence], num_tokens: int) -> list[TokenSequence]:

@@ -29,7 +29,7 @@ from automodel_rl.launch.door import hang_up
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.support.description import describe_model
 from automodel_rl.weight_sync.ipc import Ipc
-from automodel_rl.weight_sync.published_sync import PublishedSync
+from automodel_rl.weight_sync.published_sync import Brought, PublishedSync
 from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm import VllmSameDevice
 
@@ -247,7 +247,8 @@ class JoinedGenerator:
         try:
             if isinstance(message, UseVersion):
                 with _signs_of_life(self._send):
-                    self.sync.bring(message.version, message.digest, message.policy_version)
+                    brought = self.sync.bring(message.version, message.digest, message.policy_version)
+                _tell_brought(message.version, brought)
             else:
                 self.generator.submit(message.requests, functools.partial(self._finish, message.number), self._lost)
         except InputError as error:  # weights that cannot be read here, which no request is to blame for
@@ -273,6 +274,12 @@ class JoinedGenerator:
                 self.connection.send(message)
         except OSError:
             pass  # the program has ended the connection, as `run` learns, too
+
+
+def _tell_brought(version: int, brought: Brought) -> None:
+    read = f"{brought.num_bytes / 2**20:,.1f} MiB read in {brought.read_seconds:.2f} s"
+    given = f"given to the writing process in {brought.give_seconds:.2f} s"
+    print(f"weights of version {version}: {read}, {given}", flush=True)
 
 
 @contextmanager

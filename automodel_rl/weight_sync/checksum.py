@@ -1,10 +1,14 @@
-"""A checksum of a tensor's bits. It can be taken of stretches of the tensor, in any order."""
+"""A checksum of a tensor's bits. It can be taken of stretches of the tensor, in any order, and follows changes."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 BLOCK = 2**22
-"""Elements that are summed at once; they are widened to 64 bits."""
+"""Elements that are summed at once on a device; they are widened to 64 bits."""
+
+ROW = 2**13
+"""Elements of a row on the CPU, where sums of rows and columns take a fifteenth of the time of products of 64 bits."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,6 +27,8 @@ def checksum(elements: Tensor, start: int = 0) -> Tensor:
         An int64 scalar on the device of the elements.
     """
     bits = elements.detach().view(-1).view(_INTEGERS[elements.element_size()])
+    if bits.device.type == "cpu":
+        return torch.tensor(_sum_on_cpu(bits.numpy(), start))
     total = torch.zeros((), dtype=torch.int64, device=elements.device)
     for begin in range(0, len(bits), BLOCK):
         block = bits[begin : begin + BLOCK].to(torch.int64)
@@ -30,3 +36,23 @@ def checksum(elements: Tensor, start: int = 0) -> Tensor:
         factors = torch.arange(first, first + 2 * len(block), 2, device=elements.device)
         total += (block * factors).sum()
     return total
+
+
+def change_of_checksum(before: np.ndarray, after: np.ndarray, places: np.ndarray) -> int:
+    """What a tensor's checksum gains when some of its elements change.
+
+    Args:
+        before, after: [n] signed integers; the bits of these elements.
+        places: [n] int64; where they are in the flattened tensor.
+    """
+    return int(((after.astype(np.int64) - before) * (2 * places + 1)).sum())
+
+
+def _sum_on_cpu(bits: np.ndarray, start: int) -> int:
+    whole = len(bits) // ROW * ROW
+    rows = bits[:whole].reshape(-1, ROW)
+    rest, first = bits[whole:].astype(np.int64), 2 * (start + whole) + 1
+    by_column = rows.sum(0, dtype=np.int64) * np.arange(1, 1 + 2 * ROW, 2)
+    by_row = rows.sum(1, dtype=np.int64) * np.arange(2 * start, 2 * (start + whole), 2 * ROW)
+    of_rest = rest * np.arange(first, first + 2 * len(rest), 2)
+    return int(np.concatenate((by_column, by_row, of_rest)).sum())

@@ -9,20 +9,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
+STRETCH = 2**24
+"""Numbers that are compared at once, which bounds what that takes on a device. A multiple of 8."""
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_EIGHT_BITS = 0x0102040810204080
+"""Times eight bytes that are 0 or 1: the highest byte has them as bits, the first as the lowest."""
 
 
 def delta_of(before: Tensor, after: Tensor) -> bytes | None:
     """What makes one version of numbers from another; None if nothing has changed.
 
     Args:
-        before, after: [n] of one dtype on the CPU, contiguous.
+        before: [n] on the CPU, contiguous.
+        after: [n] of the same dtype on any device, contiguous. There the two are compared.
     """
-    old, new = _bits(before), _bits(after)
-    changed = old != new
-    if not changed.any():
-        return None
-    return np.packbits(changed, bitorder="little").tobytes() + (old ^ new)[changed].tobytes()
+    masks, differences = list[Tensor](), list[Tensor]()
+    for old, new in zip(_bits(before).split(STRETCH), _bits(after).split(STRETCH), strict=True):
+        difference = old.to(new.device) ^ new
+        changed = difference != 0
+        masks.append(_pack(changed).cpu())
+        differences.append(difference[changed].cpu())
+    values = torch.cat(differences)
+    return torch.cat(masks).numpy().tobytes() + values.numpy().tobytes() if len(values) else None
+
+
+def changes_of(delta: bytes, numel: int, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a delta changes.
+
+    Args:
+        delta: of `delta_of`.
+        numel: number of the numbers that it is of.
+        itemsize: bytes of a number.
+
+    Returns:
+        [n] int64, the places of what changes, in order, and [n] signed integers, the exclusive or of the bits before
+        and after.
+
+    Raises:
+        ValueError: the delta is of another number of numbers.
+    """
+    size = -(-numel // 8)
+    mask = np.frombuffer(delta, np.uint8, min(size, len(delta)))
+    some = np.flatnonzero(mask != 0)  # most eights have no change in them
+    changed = np.flatnonzero(np.unpackbits(mask[some], bitorder="little").view(bool))
+    places = 8 * some[changed >> 3] + (changed & 7)
+    if len(delta) - size != len(places) * itemsize or (len(places) and places[-1] >= numel):
+        raise ValueError(f"a delta of {len(delta)} bytes is none of {numel} numbers with {len(places)} changes")
+    return places, np.frombuffer(delta, f"i{itemsize}", offset=size)
 
 
 def apply_delta(numbers: Tensor, delta: bytes) -> None:
@@ -35,13 +70,9 @@ def apply_delta(numbers: Tensor, delta: bytes) -> None:
     Raises:
         ValueError: the delta is of another number of numbers.
     """
-    bits = _bits(numbers)
-    size = -(-len(bits) // 8)
-    changed = np.unpackbits(np.frombuffer(delta[:size], np.uint8), count=len(bits), bitorder="little").astype(bool)
-    if len(delta) - size != changed.sum() * bits.itemsize:
-        raise ValueError(f"a delta of {len(delta)} bytes is none of {len(bits)} numbers with {changed.sum()} changes")
-    differences = np.frombuffer(delta[size:], bits.dtype)
-    bits[changed] ^= differences
+    bits = bits_of(numbers)
+    places, differences = changes_of(delta, len(bits), bits.itemsize)
+    bits[places] ^= differences
 
 
 def num_changed(delta: bytes | None, numel: int, itemsize: int) -> int:
@@ -49,5 +80,16 @@ def num_changed(delta: bytes | None, numel: int, itemsize: int) -> int:
     return 0 if delta is None else (len(delta) - -(-numel // 8)) // itemsize
 
 
-def _bits(numbers: Tensor) -> np.ndarray:
-    return numbers.detach().view(-1).view(_INTEGERS[numbers.element_size()]).numpy()
+def bits_of(numbers: Tensor) -> np.ndarray:
+    """The bits of numbers on the CPU as signed integers, which share the tensor's memory."""
+    return _bits(numbers).numpy()
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.detach().view(-1).view(_INTEGERS[numbers.element_size()])
+
+
+def _pack(changed: Tensor) -> Tensor:
+    """A bit for each of [n] bool: [n / 8] uint8, the first of eight as the lowest bit."""
+    padded = torch.nn.functional.pad(changed.view(torch.uint8), (0, -len(changed) % 8))
+    return ((padded.view(torch.int64) * _EIGHT_BITS >> 56) & 255).to(torch.uint8)

@@ -12,15 +12,19 @@ the run, or its signature, has all the rest from the run, too.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
 import torch
 import zstandard
 from torch import Tensor
@@ -28,8 +32,8 @@ from torch import Tensor
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.hf.buckets import Bucket, Plan
 from automodel_rl.manifest import inner_name
-from automodel_rl.weight_sync.checksum import checksum
-from automodel_rl.weight_sync.delta import apply_delta, delta_of, num_changed
+from automodel_rl.weight_sync.checksum import change_of_checksum, checksum
+from automodel_rl.weight_sync.delta import bits_of, changes_of, num_changed
 from automodel_rl.weight_sync.signatures import SignatureCheck, Signer
 from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles
 
@@ -37,6 +41,12 @@ FORMAT = 2
 WHOLE_EVERY = 50
 LEVEL = 1
 """Level of zstd's compression. Higher ones are slower than disks, and save little."""
+
+READERS = 4
+"""Threads that unpack blocks and sum tensors."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -165,26 +175,23 @@ class HashedFile:
             self._file.close()
 
 
-def write_block(file: HashedFile, plan: Plan, bucket: Bucket, old: Tensor | None, new: Tensor) -> int:
+def write_block(file: HashedFile, plan: Plan, bucket: Bucket, elements: Tensor, delta: bytes | None = None) -> int:
     """Writes a bucket to a sender's file, and returns how many of its numbers have changed.
 
     Args:
         file: the file.
         plan: the sender's plan.
         bucket: the bucket.
-        old: its elements in the version before, on the CPU; None in a whole version.
-        new: its elements now.
+        elements: its elements, on the CPU.
+        delta: what makes them from those of the version before; None in a whole version.
     """
-    delta = None if old is None else delta_of(old, new)
-    if old is not None and delta is None:
-        return 0
-    changed = bucket.numel if old is None else num_changed(delta, bucket.numel, bucket.dtype.itemsize)
-    raw = new.view(torch.uint8).numpy().tobytes() if delta is None or len(delta) >= bucket.num_bytes else None
-    packed = zstandard.ZstdCompressor(level=LEVEL).compress(raw if raw is not None else delta or b"")
+    written = delta if delta is not None and len(delta) < bucket.num_bytes else None
+    content = bits_of(elements).data if written is None else written
+    packed = zstandard.ZstdCompressor(level=LEVEL, threads=-1).compress(content)
     chunks = [[plan.tensors[chunk.tensor].name, chunk.start, chunk.count] for chunk in bucket.chunks]
-    kind = {"whole": raw is not None, "dtype": str(bucket.dtype).removeprefix("torch."), "chunks": chunks}
+    kind = {"whole": written is None, "dtype": str(bucket.dtype).removeprefix("torch."), "chunks": chunks}
     file.write(json.dumps(kind | {"bytes": len(packed)}).encode() + b"\n" + packed)
-    return changed
+    return bucket.numel if delta is None else num_changed(delta, bucket.numel, bucket.dtype.itemsize)
 
 
 class PublishedWeights:
@@ -197,6 +204,7 @@ class PublishedWeights:
 
     Attributes:
         version: the version of the tensors that `bring` got last; None before.
+        num_bytes: how much the last call of `bring` read, without the versions' own files.
 
     Raises:
         InputError: the address or the key cannot be used.
@@ -212,6 +220,9 @@ class PublishedWeights:
         self.files = place if isinstance(place, VersionFiles) else VersionFiles(place)
         self.signatures = None if public_key is None else SignatureCheck(public_key)
         self.version: Version | None = None
+        self.num_bytes = 0
+        self._sums: dict[str, int] = {}  # the checksums of the tensors, at the end of `bring`
+        self._stamps: dict[str, tuple[int, int]] = {}
 
     def bring(self, tensors: MutableMapping[str, Tensor], number: int | None = None, digest: str | None = None) -> int:
         """Brings tensors on the CPU to a version, and returns its number. Tensors that are not there are made.
@@ -234,7 +245,7 @@ class PublishedWeights:
         if self.signatures is not None and not self.signatures.accepts(target.hash, target.signature):
             raise InputError(f"{self.files.where(number)}: is not signed with the run's key: use nothing of it")
         now, self.version = self.version, None
-        if now is not None and now.tensors.keys() - tensors.keys():
+        if now is not None and self._stamps != _stamps_of(tensors, now):
             now = None  # they are not those of the last call
         step = target
         while now is None or step.hash != now.hash:
@@ -245,10 +256,11 @@ class PublishedWeights:
             if before.hash != step.before[1]:
                 raise InputError(f"{self.files.where(before.number)}: is not what version {step.number} changes")
             step = before
+        self.num_bytes = sum(size for version in chain for size, _ in version.files.values())
         for version in reversed(chain):
             self._apply(version, tensors)
-        self._check(target, tensors)
-        self.version = target
+        self._check(target)
+        self.version, self._stamps = target, _stamps_of(tensors, target)
         return number
 
     def _apply(self, version: Version, tensors: MutableMapping[str, Tensor]) -> None:
@@ -264,13 +276,22 @@ class PublishedWeights:
                     if _size_and_hash(file) != stored:
                         raise InputError(f"{where}: is damaged: wait for the next whole version")
                     file.seek(0)
-                    while line := file.readline():
-                        _load_block(json.loads(line), file, tensors)
+                    for changes in _in_threads(functools.partial(_load_block, tensors=tensors), _blocks_in(file)):
+                        self._note(changes)
             except OSError as error:
                 raise InputError(f"{where}: is gone ({innermost(error)}): wait for the next whole version") from None
+        unknown = [name for name in version.tensors if name not in self._sums]
+        self._sums |= zip(unknown, _in_threads(lambda name: int(checksum(tensors[name])), unknown), strict=True)
 
-    def _check(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        wrong = [name for name, (*_, total) in version.tensors.items() if int(checksum(tensors[name])) != total]
+    def _note(self, changes: Mapping[str, int | None]) -> None:
+        for name, change in changes.items():
+            if change is None:
+                self._sums.pop(name, None)
+            elif name in self._sums:
+                self._sums[name] = _sum(self._sums[name], change)
+
+    def _check(self, version: Version) -> None:
+        wrong = [name for name, (*_, total) in version.tensors.items() if self._sums[name] != total]
         if wrong:
             raise InputError(
                 f"{self.files.where(version.number)}: {len(wrong)} tensors are not those of this version, the first "
@@ -278,17 +299,56 @@ class PublishedWeights:
             )
 
 
-def _load_block(block: dict[str, Any], file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
-    dtype = getattr(torch, block["dtype"])
-    content = zstandard.ZstdDecompressor().decompress(file.read(block["bytes"]))
-    places = [tensors[name].view(-1)[start : start + count] for name, start, count in block["chunks"]]
+def _stamps_of(tensors: Mapping[str, Tensor], version: Version) -> dict[str, tuple[int, int]]:
+    """Addresses of a version's tensors in memory, and how often torch has changed each since it was made."""
+    held = {name: tensors[name] for name in version.tensors if name in tensors}
+    return {name: (one.data_ptr(), 0 if one.is_inference() else one._version) for name, one in held.items()}
+
+
+def _blocks_in(file: BinaryIO) -> Iterator[tuple[dict[str, Any], bytes]]:
+    while line := file.readline():
+        block = json.loads(line)
+        yield block, file.read(block["bytes"])
+
+
+def _load_block(packed: tuple[dict[str, Any], bytes], tensors: Mapping[str, Tensor]) -> dict[str, int | None]:
+    """Brings stretches of tensors to a version, and returns by how much each tensor's checksum has changed; None where
+    only the tensor tells."""
+    block, content = packed[0], zstandard.ZstdDecompressor().decompress(packed[1])
+    itemsize, numel = getattr(torch, block["dtype"]).itemsize, sum(count for *_, count in block["chunks"])
+    stretches = [bits_of(tensors[name])[start : start + count] for name, start, count in block["chunks"]]
+    ends = np.cumsum([len(stretch) for stretch in stretches])
     if block["whole"]:
-        elements = torch.frombuffer(bytearray(content), dtype=dtype)
-    else:
-        elements = torch.cat(places)
-        apply_delta(elements, content)
-    for place, part in zip(places, elements.split([len(place) for place in places]), strict=True):
-        place.copy_(part)
+        for stretch, part in zip(stretches, np.split(np.frombuffer(content, f"i{itemsize}"), ends[:-1]), strict=True):
+            stretch[:] = part
+        return {name: None for name, *_ in block["chunks"]}
+    places, differences = changes_of(content, numel, itemsize)
+    bounds, changes = np.searchsorted(places, ends), dict[str, int | None]()
+    first = 0
+    for (name, start, count), stretch, end, last in zip(block["chunks"], stretches, ends, bounds, strict=True):
+        within = places[first:last] - (end - count)
+        before = stretch[within]
+        stretch[within] = after = before ^ differences[first:last]
+        changes[name] = _sum(changes.get(name) or 0, change_of_checksum(before, after, start + within))
+        first = last
+    return changes
+
+
+def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Results of work in threads, in order. Few items are held at a time."""
+    with ThreadPoolExecutor(READERS) as pool:
+        waiting = deque[Future[Result]]()
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > READERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _sum(*terms: int) -> int:
+    """Their sum modulo 2 ** 64, as a checksum is."""
+    return int(np.array(terms, np.int64).sum())
 
 
 def is_whole(folder: Path, number: int) -> bool:

@@ -1,6 +1,8 @@
 """Gives a generator that has joined a run the weights that the run publishes. The trainer takes no part."""
 
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +16,21 @@ from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.version_files import VersionFiles
 
 NUM_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What it took to give a generator a version.
+
+    Attributes:
+        num_bytes: how much was read, compressed.
+        read_seconds: for reading, decompressing and comparing it.
+        give_seconds: for giving the generator all weights.
+    """
+
+    num_bytes: int
+    read_seconds: float
+    give_seconds: float
 
 
 class PublishedSync:
@@ -52,7 +69,7 @@ class PublishedSync:
         """
         self.transport = transport
 
-    def bring(self, version: int, digest: str, number: int) -> None:
+    def bring(self, version: int, digest: str, number: int) -> Brought:
         """Gives the generator a version. A completion that is being written goes on with it.
 
         Args:
@@ -64,7 +81,9 @@ class PublishedSync:
             InputError: the version is not there, or damaged.
             WeightSyncError: the generator does not take it.
         """
+        started = time.perf_counter()
         self._weights.bring(self._tensors, version, digest)
+        read = time.perf_counter()
         if self._slots is None:
             self.plan = plan_of(self._tensors, self.most_bytes)
             self._slots = self.transport.connect([self.plan], self.plan.largest_bucket, NUM_BUFFERS)
@@ -81,6 +100,7 @@ class PublishedSync:
         committed = self.transport.commit(number, sums=False)
         if committed.version != number:
             raise WeightSyncError(f"the generator reports version {committed.version} where {number} was sent")
+        return Brought(self._weights.num_bytes, read - started, time.perf_counter() - read)
 
     @torch.no_grad()
     def _fill(self, bucket: Bucket, slot: Slot) -> None:

@@ -17,6 +17,7 @@ from automodel_rl.hf.buckets import Plan
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.checksum import checksum
+from automodel_rl.weight_sync.delta import delta_of
 from automodel_rl.weight_sync.published import (
     WHOLE_EVERY,
     HashedFile,
@@ -203,7 +204,7 @@ class SenderFiles(Transport):
             for (sender, number), elements in self._last.items():
                 bucket = self._plans[sender].buckets[number]
                 if bucket.is_frozen:
-                    self.changed += write_block(self._files[sender], self._plans[sender], bucket, None, elements)
+                    self.changed += write_block(self._files[sender], self._plans[sender], bucket, elements)
 
     def release(self, slot: Slot) -> None:
         """Does nothing: what was in a slot is on the host before `send` returns."""
@@ -218,10 +219,14 @@ class SenderFiles(Transport):
         for chunk in bucket.chunks:
             stretch = elements[chunk.offset : chunk.offset + chunk.count]
             sums.setdefault(plan.tensors[chunk.tensor].name, []).append(int(checksum(stretch, chunk.start)))
-        new = torch.empty_like(elements, device="cpu").copy_(elements)
-        old = None if self._is_whole else self._last.get(key)
-        self.changed += write_block(self._files[sender], plan, bucket, old, new)
-        self._last[key] = new
+        last, delta = self._last.get(key), None
+        if last is None:
+            last = self._last[key] = torch.empty_like(elements, device="cpu")
+        elif not self._is_whole:
+            delta = delta_of(last, elements)
+            if delta is None:
+                return
+        self.changed += write_block(self._files[sender], plan, bucket, last.copy_(elements), delta)
 
     def commit(self, version: int, *, sums: bool) -> Committed:
         self.written = {f"sender_{sender}.bin": file.finish() for sender, file in self._files.items()}

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -332,16 +332,18 @@ KEPT = f"{CHECKPOINTS}::test_the_last_and_the_best_are_kept"
 
 def _changes_ored() -> Any:
     """Bits of numbers are or-ed with what has changed, as of a number that was zero."""
-    from automodel_rl.weight_sync import delta
+    from automodel_rl.weight_sync import published
 
-    def apply(numbers: Tensor, change: bytes) -> None:
-        bits = numbers.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()]).numpy()
-        before = bits.copy()
-        applied(numbers, change)
-        bits |= before
+    def load(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+        names = [name for name, *_ in packed[0]["chunks"]]
+        before = {name: published.bits_of(tensors[name]).copy() for name in names}
+        changes = loaded(packed, tensors)
+        for name in names:
+            published.bits_of(tensors[name])[:] |= before[name] * (not packed[0]["whole"])
+        return changes
 
-    applied = delta.apply_delta
-    return everywhere(apply, "weight_sync.delta.apply_delta", "weight_sync.published.apply_delta")
+    loaded = published._load_block
+    return everywhere(load, "weight_sync.published._load_block")
 
 
 def _work_not_dealt_again() -> Any:

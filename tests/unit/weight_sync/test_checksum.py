@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from automodel_rl.weight_sync import checksum as sums
+from automodel_rl.weight_sync.delta import bits_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8])
@@ -26,11 +27,24 @@ def test_it_notices_every_bit_and_every_exchange(dtype: torch.dtype) -> None:
 def test_stretches_add_up_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(101, dtype=torch.float64)
     whole = sums.checksum(tensor)
-    monkeypatch.setattr("automodel_rl.weight_sync.checksum.BLOCK", 7)
+    expected = sum(int(bits) * (2 * place + 1) for place, bits in enumerate(tensor.view(torch.int64))) % 2**64
+    assert int(whole) % 2**64 == expected
+    monkeypatch.setattr("automodel_rl.weight_sync.checksum.ROW", 7)
     assert sums.checksum(tensor) == whole
     assert sums.checksum(tensor[:40]) + sums.checksum(tensor[40:], start=40) == whole
     assert sums.checksum(tensor[:0]) == 0
     assert sums.checksum(torch.tensor(3.0)) == sums.checksum(torch.tensor([3.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8], ids=str)
+def test_it_follows_changes(dtype: torch.dtype) -> None:
+    before = torch.randint(0, 255, (300 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    after = before.clone()
+    places = torch.tensor([0, 7, 299])
+    after.view(torch.uint8).view(300, -1)[places] ^= 129
+    old, new = (bits_of(numbers)[places.numpy()] for numbers in (before, after))
+    change = sums.change_of_checksum(old, new, places.numpy() + 1000)
+    assert (int(sums.checksum(before, 1000)) + change - int(sums.checksum(after, 1000))) % 2**64 == 0
 
 
 def test_nan_and_minus_zero_are_bits_as_others() -> None:

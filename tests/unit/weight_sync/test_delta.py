@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from automodel_rl.weight_sync.delta import apply_delta, delta_of, num_changed
+from automodel_rl.weight_sync.delta import apply_delta, changes_of, delta_of, num_changed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -19,6 +19,19 @@ def test_a_delta_makes_the_version_after(dtype: torch.dtype, size: int) -> None:
     assert num_changed(delta, size, dtype.itemsize) == differ
     apply_delta(before, delta)
     assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+
+
+def test_numbers_are_compared_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("automodel_rl.weight_sync.delta.STRETCH", 16)
+    before = torch.arange(50, dtype=torch.float32)
+    after = before.clone()
+    after[[0, 15, 16, 31, 49]] += 1
+    delta = delta_of(before, after)
+    assert delta is not None
+    places, _ = changes_of(delta, 50, 4)
+    assert places.tolist() == [0, 15, 16, 31, 49]
+    apply_delta(before, delta)
+    assert torch.equal(before, after)
 
 
 def test_signs_of_zero_and_bits_of_nan_are_changes() -> None:

@@ -24,6 +24,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
 from automodel_rl.weight_sync import published, version_files
 from automodel_rl.weight_sync.checksum import checksum
+from automodel_rl.weight_sync.delta import bits_of, delta_of
 from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, folder_of, write_block, write_version
 from automodel_rl.weight_sync.signatures import Signer
 from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles, note_newest
@@ -48,7 +49,7 @@ def publish(folder: Path, numbers: range, signer: Signer | None = None) -> None:
         new, place = tensor_of(number), folder_of(folder, number)
         place.mkdir(parents=True)
         file = HashedFile(place / "sender_0.bin")
-        changed = write_block(file, PLAN, BUCKET, old, new)
+        changed = write_block(file, PLAN, BUCKET, new, None if old is None else delta_of(old, new))
         files, sums = {"sender_0.bin": file.finish()}, {"weight": int(checksum(new))}
         note_newest(folder, number)
         before, old = (number, write_version(place, number, before, [PLAN], sums, files, changed, signer)), new
@@ -235,7 +236,7 @@ def test_weights_of_another_under_a_signed_version_are_refused(tmp_path: Path, k
     other = folder_of(tmp_path / "others", 1)
     changed = tensor_of(7)
     file = HashedFile(other / "sender_0.bin")
-    write_block(file, PLAN, BUCKET, None, changed)
+    write_block(file, PLAN, BUCKET, changed)
     (other / VERSION_FILE).unlink()
     sums, files = {"weight": int(checksum(changed))}, {"sender_0.bin": file.finish()}
     write_version(other, 1, None, [PLAN], sums, files, 1000, None)
@@ -243,6 +244,30 @@ def test_weights_of_another_under_a_signed_version_are_refused(tmp_path: Path, k
     shutil.copytree(other, folder_of(tmp_path / "signed", 1))
     with pytest.raises(InputError, match="is not what version 2 changes"):
         PublishedWeights(tmp_path / "signed", keys[1]).bring({})
+
+
+def test_tensors_that_were_changed_in_between_are_read_anew(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", range(1, 3))
+    weights, tensors = PublishedWeights(tmp_path / "weights"), dict[str, Tensor]()
+    weights.bring(tensors, 1)
+    tensors["weight"][999] += 1  # which version 2 does not change
+    weights.bring(tensors, 2)
+    assert torch.equal(tensors["weight"], tensor_of(2))
+    weights.bring(other := {"weight": tensor_of(1)}, 1)
+    other["weight"] = tensor_of(9)
+    weights.bring(other, 2)
+    assert torch.equal(other["weight"], tensor_of(2))
+
+
+def test_a_delta_of_other_numbers_is_noticed(tmp_path: Path) -> None:
+    publish(tmp_path / "weights", range(1, 3))
+    weights, tensors = PublishedWeights(tmp_path / "weights"), dict[str, Tensor]()
+    weights.bring(tensors, 1)
+    bits_of(tensors["weight"])[1] = 0  # which torch does not know of
+    with pytest.raises(InputError, match="1 tensors are not those of this version"):
+        weights.bring(tensors, 2)
+    weights.bring(tensors, 2)
+    assert torch.equal(tensors["weight"], tensor_of(2))
 
 
 def test_what_is_no_signing_key_is_one_line(tmp_path: Path, keys: tuple[Path, Path]) -> None:
