@@ -247,6 +247,7 @@ def _generate(arguments: list[str]) -> int:
     minutes, rest = _take_positive("--wait", rest)
     python, rest = _take_vllm(rest)
     fraction, rest = _take_positive("--memory-fraction", rest)
+    evaluates, rest = _take_flag("--evaluate", rest)
     if joined is None or rest:
         given = f"generate {rest[0]}: is not known; " if rest else ""
         raise InputError(f"{given}generate takes the folder that a run publishes to: automodel-rl generate --join DIR")
@@ -258,7 +259,7 @@ def _generate(arguments: list[str]) -> int:
         from automodel_rl.generators.joined import OwnChoice, generate
         from automodel_rl.generators.run_places import place_of
 
-        choice = OwnChoice(python, fraction or OwnChoice.memory_fraction)
+        choice = OwnChoice(python, fraction or OwnChoice.memory_fraction, evaluates)
         generate(place_of(place, key_file, weights), choice, minutes or LONGEST_WAIT)
 
     return guard(work)

@@ -145,7 +145,7 @@ def check_undisturbed(run: Path, alone: Path, allowed: float = 0.0) -> None:
 
 
 def rewards_of(output: Path) -> list[float]:
-    return [record["rollout/reward_mean"] for record in metrics_of(output)]
+    return [record["rollout/reward_mean"] for record in metrics_of(output) if record["step"]]
 
 
 def main() -> None:

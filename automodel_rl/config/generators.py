@@ -218,6 +218,11 @@ class JoinedGeneratorConfig(_StartedElsewhere):
     at_least: Positive = 1
     """Number of generators that the run waits for before it begins."""
 
+    evaluators: Annotated[int, Field(ge=0)] = 0
+    """Number of generators beside those that the run waits for and that only evaluate: `automodel-rl generate --join
+    FOLDER --evaluate`. With some, held-out prompts are completed while training goes on, with the weights of the step
+    that validates. Its metrics come in a later step's record, with that step as val/step. 0: validation as usual."""
+
     wait_minutes: Annotated[float, Field(gt=0)] = 30.0
     """Longest wait without any generator. After it the run saves a checkpoint and ends."""
 

@@ -307,8 +307,18 @@ class RolloutRunConfig(RunConfig):
             rollout.max_staleness + 2,
         )
 
-    def _check_joined(self) -> None:
+    def _check_joined(self, evaluators: int) -> None:
         """Refuses what generators that join cannot do: they get published weights, and nothing else from ranks."""
+        if evaluators and not self.data.validation:
+            raise ValueError(
+                f"rollout.generator.evaluators={evaluators} without data.validation: they complete held-out prompts: "
+                "give some, or leave evaluators out"
+            )
+        if evaluators and self.rollout.has_agent:
+            raise ValueError(
+                f"rollout.generator.evaluators={evaluators} with rollout.agent: agents ask the generators of training: "
+                "leave evaluators out"
+            )
         if self.weight_sync.publish is None:
             raise ValueError(
                 "rollout.generator.kind=joined: generators that join read published weights: set weight_sync.publish "
@@ -359,7 +369,7 @@ class RolloutRunConfig(RunConfig):
                 "compared: set it to false"
             )
         if isinstance(generator, JoinedGeneratorConfig):
-            self._check_joined()
+            self._check_joined(generator.evaluators)
         elif self.launch.ray is not None and self.launch.ray.generators:
             raise ValueError(
                 f"launch.ray.generators={self.launch.ray.generators}: generators join runs of "

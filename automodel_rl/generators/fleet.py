@@ -17,7 +17,7 @@ from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Failed, Finished, Request, UseVersion
 from automodel_rl.generators import jobs
-from automodel_rl.generators.joined_members import JoinedMembers
+from automodel_rl.generators.joined_members import JoinedMembers, WayIn
 from automodel_rl.generators.joining import IsReading, Leaving
 from automodel_rl.generators.meeting import Meeting
 from automodel_rl.generators.member import Member, name_of
@@ -48,6 +48,7 @@ class Fleet:
 
     Attributes:
         members: the generators; there once they are started, or have joined.
+        evaluators: the generators that only evaluate, if the run has some.
         policy_version: the policy version that generators got last, or get when they wake, from 1 on.
         warning: a line about memory that generators cannot use although the trainer lends it; empty if there is none.
 
@@ -65,6 +66,7 @@ class Fleet:
     def __init__(self, crew: Crew):
         self.crew = crew
         self.members: list[Member] = []
+        self.evaluators: Fleet | None = None
         self.policy_version = 0
         self.warning = ""
         self.spec: GeneratorSpec
@@ -74,6 +76,7 @@ class Fleet:
         self._held: list[tuple[Submission, Sequence[int]]] | None = None
         self._homes: dict[int, Member] = {}  # by conversation
         self._joined: JoinedMembers | None = None
+        self._way_in: WayIn | None = None
 
     @property
     def works_alone(self) -> bool:
@@ -118,7 +121,7 @@ class Fleet:
             led: list[tuple[int, bool]] = self.crew.ask(jobs.StartGenerators(spec, meeting.address))
             self.members = [Member(rank, alone, meeting.connection(rank), self._take) for rank, alone in led]
         if isinstance(spec.choice, JoinedGeneratorConfig):
-            self._let_join(spec, spec.choice.at_least)
+            self._let_join(spec, spec.choice)
 
     def sync(self) -> None:
         """Gives all generators the weights that the policy has now, as the next policy version. Those that sleep get
@@ -278,11 +281,42 @@ class Fleet:
         """Why nobody writes, if no member has joined for too long; else ""."""
         return self._joined.nobody if self._joined is not None and self._joined.is_given_up else ""
 
+    @property
+    def newest(self) -> tuple[int, str]:
+        """Number and hash of the version of published weights that members which have joined got last."""
+        assert self._joined is not None
+        assert self._joined.version is not None
+        return self._joined.version.version, self._joined.version.digest
+
+    def evaluate(self, number: int, digest: str) -> None:
+        """Lets evaluators write with a version of published weights from now on.
+
+        Args:
+            number: the version's number.
+            digest: its hash.
+        """
+        assert self.evaluators is not None
+        self.evaluators.policy_version += 1
+        self.evaluators._use(UseVersion(number, digest, self.evaluators.policy_version))
+
+    def _use(self, version: UseVersion) -> None:
+        """Lets members that have joined, and those that will, write with a version from now on."""
+        assert self._joined is not None
+        with self._news:
+            self._joined.version = version
+            for member in self.members:
+                member.use(version)
+
     def close(self) -> None:
         """Ends all generators. Those that have joined leave."""
-        if self._joined is not None:
-            self._joined.close()
+        if self._way_in is not None:
+            self._way_in.close()
         self.crew.ask(jobs.CloseGenerators())
+        if self.evaluators is not None:
+            self.evaluators._dismiss()
+        self._dismiss()
+
+    def _dismiss(self) -> None:
         with self._news:
             members, self.members = self.members, []
             if self._joined is not None:
@@ -290,27 +324,44 @@ class Fleet:
         for member in members:
             member.dismiss()
 
-    def _let_join(self, spec: GeneratorSpec, at_least: int) -> None:
-        """Waits until so many members have joined. Others may join at any time."""
+    def _let_join(self, spec: GeneratorSpec, choice: JoinedGeneratorConfig) -> None:
+        """Waits until enough members have joined. Others may join at any time."""
         (welcome,) = self.crew.ask(jobs.WelcomeGenerators(spec))
-        joined = self._joined = JoinedMembers(spec, welcome, self._admit)
-        print(
-            f"waiting for {at_least} generators to join: {joined.command}",
-            flush=True,
-        )
+        assert spec.weight_sync.publish is not None
+        way_in = self._way_in = WayIn(spec, welcome, self._admit)
+        room = functools.partial(JoinedMembers, choice, spec.weight_sync.publish, way_in.command, itertools.count())
+        joined = self._joined = room()
+        asked = [(self, "at_least", choice.at_least, joined)]
+        if choice.evaluators:
+            self.evaluators = Fleet(self.crew)
+            self.evaluators.spec = spec
+            self.evaluators._joined = room(evaluate=True)
+            asked.append((self.evaluators, "evaluators", choice.evaluators, self.evaluators._joined))
+        for fleet, key, least, waited in asked:
+            what = "evaluators" if waited.evaluate else "generators"
+            print(f"waiting for {least} {what} to join: {waited.command}", flush=True)
+            fleet._wait_for(key, least)
+
+    def _wait_for(self, key: str, least: int) -> None:
+        """Waits until so many members have joined, as a key of the config says."""
+        joined = self._joined
+        assert joined is not None
 
         def are_there() -> bool:
             with self._news:
-                return self._news.wait_for(lambda: len(self.members) >= at_least, joined.longest_wait)
+                return self._news.wait_for(lambda: len(self.members) >= least, joined.longest_wait)
 
         if not self.waited(are_there):
             raise InputError(
-                f"rollout.generator.at_least={at_least}: {len(self.members)} have joined in wait_minutes="
+                f"rollout.generator.{key}={least}: {len(self.members)} have joined in wait_minutes="
                 f"{joined.choice.wait_minutes:g}: start more with {joined.command}, or raise wait_minutes"
             )
 
-    def _admit(self, name: str, connection: Connection) -> None:
+    def _admit(self, name: str, connection: Connection, evaluates: bool) -> None:
         """Takes a generator that has joined. It gets what waits for one."""
+        if evaluates and self.evaluators is not None:
+            self.evaluators._admit(name, connection, evaluates=False)
+            return
         joined = self._joined
         assert joined is not None
         with self._news:
@@ -335,10 +386,7 @@ class Fleet:
                 f"weight_sync.publish={joined.folder}: the weights could not be written, and generators that have "
                 "joined read them there: make room, and go on with --resume auto"
             )
-        with self._news:
-            joined.version = UseVersion(published[0], published[1], self.policy_version)
-            for member in self.members:
-                member.use(joined.version)
+        self._use(UseVersion(published[0], published[1], self.policy_version))
 
     def _end_long_waits(self) -> None:
         """Fails what has waited too long for a member."""

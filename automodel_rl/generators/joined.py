@@ -51,10 +51,12 @@ class OwnChoice:
     Attributes:
         python: the interpreter of an environment with vLLM; None to write with transformers.
         memory_fraction: share of the GPU's memory for vLLM.
+        evaluates: whether it writes for evaluations alone.
     """
 
     python: str | None = None
     memory_fraction: float = 0.9
+    evaluates: bool = False
 
 
 class _StopRequest(BaseException):
@@ -112,7 +114,7 @@ def generate(place: RunPlace, choice: OwnChoice, minutes: float) -> None:
 def _join(place: RunPlace, choice: OwnChoice, minutes: float) -> bool:
     """Joins a run, and writes until the connection ends. Whether the run has ended."""
     with _connect(place, minutes) as connection:
-        welcome = _ask(connection)
+        welcome = _ask(connection, choice.evaluates)
         if welcome is None:
             return False
         sync = PublishedSync(place.files(welcome.weights), LARGEST_BUFFER)
@@ -172,10 +174,10 @@ def _connect(place: RunPlace, minutes: float) -> Connection:
         time.sleep(LOOK_SECONDS)
 
 
-def _ask(connection: Connection) -> Welcome | None:
+def _ask(connection: Connection, evaluates: bool) -> Welcome | None:
     """What the run tells a generator that joins; None if it breaks off."""
     try:
-        connection.send(Joining(f"process {os.getpid()} of {socket.gethostname()}"))
+        connection.send(Joining(f"process {os.getpid()} of {socket.gethostname()}", evaluates))
         answer = connection.recv()
     except (OSError, EOFError):
         return None

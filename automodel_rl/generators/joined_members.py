@@ -1,12 +1,12 @@
-"""Members that have joined a fleet: who may come, what they write with, and what waits while none is there."""
+"""Members that join a fleet: the way in, what they write with, and what waits while none is there."""
 
 import contextlib
-import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
@@ -22,58 +22,92 @@ LOOKS = 10
 """Number of looks for members in the longest wait for one."""
 
 
-class JoinedMembers:
-    """What a fleet knows of the members that have joined it. The fleet guards all of it.
+class WayIn:
+    """A run's door for those that join it, and the server of its weights if there is one.
 
     Args:
         spec: the generator that is asked for, which joins.
         welcome: what generators need.
-        admit: called with the name and the connection of each that has started, in a thread of its own.
+        admit: called for each that has started, in a thread of its own, with the name, the connection, and whether it
+            evaluates.
 
     Attributes:
         door: lets them join.
+        command: the command that starts one that joins.
+
+    Raises:
+        InputError: a port is taken, the folder cannot be written to, or another run lets generators join there.
+    """
+
+    def __init__(self, spec: GeneratorSpec, welcome: Welcome, admit: Callable[[str, Connection, bool], None]):
+        assert isinstance(spec.choice, JoinedGeneratorConfig)
+        assert spec.weight_sync.publish is not None
+        choice, folder = spec.choice, spec.weight_sync.publish
+        key = run_key(choice.key)
+        self.command = f"automodel-rl generate --join {folder}"
+        with contextlib.ExitStack() as opened:
+            server = _serve_weights(choice, folder)
+            if server is not None:
+                opened.callback(server.close)
+                welcome = replace(welcome, weights=WeightsGiven(server.port, server.token))
+            self.door = JoiningDoor(choice, key, folder, welcome, admit)
+            opened.callback(self.door.close)
+            self._open = opened.pop_all()
+        if server is not None:
+            address, file = self.door.address, choice.key or "a file with the key in join.json"
+            self.command += f", or --join {address.host}:{address.port} --key {file}"
+
+    def close(self) -> None:
+        """Lets no more join."""
+        self._open.close()
+
+
+def _serve_weights(choice: JoinedGeneratorConfig, folder: Path) -> VersionServer | None:
+    """Gives published weights to those that do not share the folder, if the run does."""
+    port = choice.weights_port
+    if port is None:
+        return None
+    try:
+        return VersionServer(folder, choice.host, port)
+    except OSError as error:
+        raise InputError(
+            f"rollout.generator.weights_port={port} cannot be listened on ({error.strerror}): choose another, or 0 "
+            "for any"
+        ) from None
+
+
+class JoinedMembers:
+    """What a fleet knows of the members that have joined it. The fleet guards all of it.
+
+    Args:
+        choice: the kind of generators, which join.
+        folder: the folder of published weights.
+        command: the command that starts one that joins.
         numbers: the numbers of those that will join.
+        evaluate: whether they write for evaluations alone.
+
+    Attributes:
         version: the version of weights that they write with; None before the first.
         waiting: requests that wait for a member, and their places.
         is_given_up: whether nobody waits for a member any longer.
         is_closed: whether the run has ended, so that those that still come are told so.
     """
 
-    def __init__(self, spec: GeneratorSpec, welcome: Welcome, admit: Callable[[str, Connection], None]):
-        assert isinstance(spec.choice, JoinedGeneratorConfig)
-        assert spec.weight_sync.publish is not None
-        self.choice, self.folder = spec.choice, spec.weight_sync.publish
-        self.numbers = itertools.count()
+    def __init__(
+        self,
+        choice: JoinedGeneratorConfig,
+        folder: Path,
+        command: str,
+        numbers: Iterator[int],
+        *,
+        evaluate: bool = False,
+    ):
+        self.choice, self.folder, self.numbers, self.evaluate = choice, folder, numbers, evaluate
+        self.command = f"{command} --evaluate" if evaluate else command
         self.version: UseVersion | None = None
         self.waiting: list[tuple[Submission, Sequence[int]]] = []
         self.is_given_up = self.is_closed = False
         self._alone_since = time.monotonic()
-        key = run_key(self.choice.key)
-        with contextlib.ExitStack() as opened:
-            self._server = self._serve_weights()
-            if self._server is not None:
-                opened.callback(self._server.close)
-                welcome = replace(welcome, weights=WeightsGiven(self._server.port, self._server.token))
-            self.door = JoiningDoor(self.choice, key, self.folder, welcome, admit)
-            opened.callback(self.door.close)
-            self._open = opened.pop_all()
-
-    def _serve_weights(self) -> VersionServer | None:
-        """Gives published weights to those that do not share the folder, if the run does."""
-        port = self.choice.weights_port
-        if port is None:
-            return None
-        try:
-            return VersionServer(self.folder, self.choice.host, port)
-        except OSError as error:
-            raise InputError(
-                f"rollout.generator.weights_port={port} cannot be listened on ({error.strerror}): choose another, or 0 "
-                "for any"
-            ) from None
-
-    def close(self) -> None:
-        """Lets no more join."""
-        self._open.close()
 
     @property
     def longest_wait(self) -> float:
@@ -88,24 +122,16 @@ class JoinedMembers:
     @property
     def nobody(self) -> str:
         """Why requests are not written for which nobody came."""
+        who = "evaluator" if self.evaluate else "generator"
         return (
-            f"no generator is there, and none has joined in rollout.generator.wait_minutes={self.choice.wait_minutes:g}"
+            f"no {who} is there, and none has joined in rollout.generator.wait_minutes={self.choice.wait_minutes:g}"
             f": start some with {self.command}, and go on with --resume auto"
         )
-
-    @property
-    def command(self) -> str:
-        """The command that starts one that joins."""
-        if self._server is None:
-            return f"automodel-rl generate --join {self.folder}"
-        address = self.door.address
-        key = self.choice.key or "a file with the key in join.json"
-        return f"automodel-rl generate --join {self.folder}, or --join {address.host}:{address.port} --key {key}"
 
     def welcome(self, name: str, member: Member) -> None:
         """Notes that a member has come."""
         self.is_given_up = False
-        _say(f"{member.name} has joined: {name}")
+        _say(f"{member.name} has joined{', for evaluations' if self.evaluate else ''}: {name}")
 
     def part(self, member: Member, problem: str, *, is_last: bool) -> None:
         """Notes that a member has left."""

@@ -41,10 +41,12 @@ class Joining(Message):
 
     Attributes:
         name: its process, in words.
+        evaluates: whether it writes for evaluations alone.
         release: what it knows.
     """
 
     name: str
+    evaluates: bool = False
     release: str = field(default_factory=release)
 
 
@@ -99,7 +101,8 @@ class JoiningDoor:
         key: the run's key.
         folder: the folder of published weights, which gets the run's address.
         welcome: what generators need.
-        admit: called with the name and the connection of each generator that has started, in a thread of its own.
+        admit: called for each generator that has started, in a thread of its own, with the name, the connection, and
+            whether it evaluates.
 
     Attributes:
         address: where generators join.
@@ -114,9 +117,10 @@ class JoiningDoor:
         key: bytes,
         folder: Path,
         welcome: Welcome,
-        admit: Callable[[str, Connection], None],
+        admit: Callable[[str, Connection, bool], None],
     ):
         self.welcome, self.admit, self.folder, self.file = welcome, admit, folder, folder / JOIN_FILE
+        self._has_evaluators = choice.evaluators > 0
         self._guard, self._is_open = threading.Lock(), True
         self._starting: set[Connection] = set()
         if _is_answered(folder):
@@ -164,13 +168,18 @@ class JoiningDoor:
                 theirs = first.release if isinstance(first, Joining) else "another one"
                 connection.send(Failure(f"the run is of automodel_rl {release()}, and this is {theirs}: use the same"))
                 raise EOFError
+            if first.evaluates and not self._has_evaluators:
+                connection.send(
+                    Failure("the run evaluates by itself: set rollout.generator.evaluators, or join without")
+                )
+                raise EOFError
             connection.send(self.welcome)
             if not self._starts(connection):
                 raise EOFError
         except Exception:  # it is gone, or what it sends cannot be read
             connection.close()
             return
-        self.admit(first.name, connection)
+        self.admit(first.name, connection, first.evaluates)
 
     def _starts(self, connection: Connection) -> bool:
         """Waits until a generator has started. Meanwhile the run may end."""

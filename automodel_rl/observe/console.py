@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from automodel_rl.observe.metrics import MEASURED
+
 COLUMNS = {
     "train/loss": "loss {:.4f}",
     "train/accuracy": "accuracy {:.1%}",
@@ -117,6 +119,8 @@ class _Outlived:
 
 def _numbers(record: dict[str, Any]) -> str:
     shown = [template.format(record[key]) for key, template in COLUMNS.items() if record.get(key) is not None]
+    if record.get(MEASURED, record["step"]) != record["step"]:
+        shown.append(f"(validation of step {record[MEASURED]})")
     nothing = record.get("train/nothing_to_train", 0)
     if record.get("train/skipped", 0) > nothing:
         shown.append("skipped: not finite")

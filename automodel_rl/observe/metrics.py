@@ -11,6 +11,19 @@ from typing import Any
 
 from automodel_rl.files import write_complete
 
+MEASURED = "val/step"
+"""Name of the metric that says of which step a record's validation is, if it may be an earlier one."""
+
+
+def step_of_metric(record: dict[str, Any], name: str) -> int:
+    """The step whose weights a metric of a record is about.
+
+    Args:
+        record: a step's metrics.
+        name: the metric's name.
+    """
+    return int(record.get(MEASURED, record["step"]) if name.startswith("val/") else record["step"])
+
 
 class MetricsFile:
     """Appends a line for each step. When a run resumes, the lines of steps that it runs again are removed.

@@ -15,6 +15,7 @@ import yaml
 from automodel_rl.config.run import ObserveConfig, TrackerName
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
+from automodel_rl.observe.metrics import step_of_metric
 from automodel_rl.observe.run_directory import RunDirectory
 
 
@@ -44,7 +45,7 @@ class TensorBoard:
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in _measured(record).items():
-            self.writer.add_scalar(name, value, record["step"])
+            self.writer.add_scalar(name, value, step_of_metric(record, name))
 
     def close(self) -> None:
         self.writer.close()

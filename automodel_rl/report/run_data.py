@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from automodel_rl.errors import InputError
-from automodel_rl.observe.metrics import read_lines
+from automodel_rl.observe.metrics import MEASURED, read_lines, step_of_metric
 from automodel_rl.observe.run_files import RunFiles, read_number
 from automodel_rl.report.rollouts import groups_of, spread
 
@@ -95,10 +95,10 @@ def _status(files: RunFiles, failure: str, step: int) -> str:
 
 def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """Steps and values of every metric that has a value, by its name."""
-    names = dict.fromkeys(name for record in records for name in record if name != "step")
+    names = dict.fromkeys(name for record in records for name in record if name not in ("step", MEASURED))
     series: dict[str, list[list[float]]] = {}
     for name in names:
-        points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float)]
+        points = [(step_of_metric(r, name), r[name]) for r in records if isinstance(r.get(name), int | float)]
         if points:
             kept = thinned(points, MOST_POINTS)
             series[name] = [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]]

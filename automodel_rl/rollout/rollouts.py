@@ -37,6 +37,8 @@ class _Pending:
         asked: for each completion its prompt and its number among the prompt's.
         requests: the requests for them.
         group_size: number of completions of each prompt.
+        fleet: the generators.
+        finished: places that generators have finished.
         underway: places that generators were asked for.
         wait: waits for these; None once somebody has waited.
         done: completions by place.
@@ -47,6 +49,8 @@ class _Pending:
     asked: list[tuple[Promptlike, int]]
     requests: list[Request]
     group_size: int
+    fleet: Fleet
+    finished: set[int] = field(default_factory=set)
     underway: list[int] = field(default_factory=list)
     wait: Callable[[], list[Completion]] | None = None
     done: dict[int, Completion] = field(default_factory=dict)
@@ -129,7 +133,13 @@ class Rollouts:
         self.errors = ErrorWatch(rewards)
 
     def submit(
-        self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling, *, keeps_routes: bool = False
+        self,
+        prompts: Sequence[Promptlike],
+        group_size: int,
+        sampling: Sampling,
+        *,
+        keeps_routes: bool = False,
+        fleet: Fleet | None = None,
     ) -> int:
         """Lets generators begin to write. They go on while the model trains, if they have memory of their own.
 
@@ -139,6 +149,7 @@ class Rollouts:
             sampling: how tokens are drawn, and where completions end.
             keeps_routes: whether ranks keep the completions' routes, for training, until `Policy.forget_routes` gets
                 what `numbers_taken` says.
+            fleet: the generators; None for those of training.
 
         Returns:
             A number for `take`.
@@ -161,9 +172,18 @@ class Rollouts:
             )
             for place, (prompt, sample) in enumerate(asked)
         ]
-        pending = self._pending[self._numbers] = _Pending(asked, requests, group_size)
+        pending = self._pending[self._numbers] = _Pending(asked, requests, group_size, fleet or self.fleet)
         self._ask(pending)
         return self._numbers
+
+    def is_written(self, number: int) -> bool:
+        """Whether `take` would not wait for a generator.
+
+        Args:
+            number: what `submit` returned.
+        """
+        pending = self._pending[number]
+        return len(pending.finished) == len(pending.requests)
 
     def take(self, number: int) -> list[list[Rollout]]:
         """The rewarded completions of each prompt.
@@ -219,8 +239,9 @@ class Rollouts:
 
         def finished(number: int, completion: Completion) -> None:
             """Begins to score a completion while others are still written."""
-            self._worked(self.fleet.name_of(completion.writer), began)
+            self._worked(pending.fleet.name_of(completion.writer), began)
             place = places[number]
+            pending.finished.add(place)
             if completion.finish != "error":
                 example = scored_example(pending.asked[place][0], completion)
                 pending.scorings[place] = self._scoring(self._text(completion), example)
@@ -231,13 +252,13 @@ class Rollouts:
                 finished(number, completion)
                 pending.done[places[number]] = completion
 
-            pending.wait = self.fleet.submit([pending.requests[place] for place in places], keep)
+            pending.wait = pending.fleet.submit([pending.requests[place] for place in places], keep)
             return
         for place in places:
             if place not in pending.episodes:
                 pending.episodes[place] = self.conversations.episode(pending.asked[place][0], pending.requests[place])
         episodes = [pending.episodes[place] for place in places]
-        pending.wait = self.conversations.submit(self.fleet, episodes, finished)
+        pending.wait = self.conversations.submit(pending.fleet, episodes, finished)
 
     def _finish(self, pending: _Pending) -> None:
         """Waits until all is written. Generators that are lost are started again, while others write their part. Those
@@ -246,23 +267,23 @@ class Rollouts:
         Raises:
             RolloutError: all were lost more often than the config allows.
         """
-        retries, losses = self.config.rollout.retries, Counter[int]()
+        retries, losses, fleet = self.config.rollout.retries, Counter[int](), pending.fleet
         for attempt in range(retries + 1):
             # First look for generators that lost their weights: others may wait for these, and would never finish.
-            if not self.fleet.lost:
+            if not fleet.lost:
                 self._write(pending)
-            lost = self.fleet.lost
+            lost = fleet.lost
             if not lost and not pending.missing:
                 return
             losses.update(lost.keys())
-            problems = self.fleet.given_up | lost
+            problems = fleet.given_up | lost
             if lost and attempt < retries:
-                self.fleet.restart()
-        self.fleet.give_up()
+                fleet.restart()
+        fleet.give_up()
         self._write(pending)
         if pending.missing and not problems:
             raise RolloutError(
-                self.fleet.nobody or "no generator is there to write what is missing: go on with --resume auto"
+                fleet.nobody or "no generator is there to write what is missing: go on with --resume auto"
             )
         if pending.missing:
             rank = max(problems, key=lambda rank: losses[rank])
@@ -270,18 +291,18 @@ class Rollouts:
 
     def _write(self, pending: _Pending) -> None:
         """Waits for what is missing, as long as a generator writes it."""
-        while pending.missing and self.fleet.can_write:
+        while pending.missing and pending.fleet.can_write:
             if pending.wait is None:
                 self._ask(pending)
             assert pending.wait is not None
             wait, pending.wait = pending.wait, None
             with contextlib.suppress(RolloutError):  # all were lost, perhaps before a restart
-                pending.done |= zip(pending.underway, self.fleet.waited(wait), strict=True)
+                pending.done |= zip(pending.underway, pending.fleet.waited(wait), strict=True)
         self._look_for_stale(pending)
 
     def _look_for_stale(self, pending: _Pending) -> None:
         """Drops completions that are older than the run allows, and holds their generators for lost."""
-        newest, most = self.fleet.policy_version, self.config.rollout.max_staleness
+        newest, most = pending.fleet.policy_version, self.config.rollout.max_staleness
         for place, completion in [*pending.done.items()]:
             age = 0 if completion.versions is None else newest - completion.versions[0]
             if age <= most:
@@ -294,7 +315,7 @@ class Rollouts:
             assert completion.writer is not None
             del pending.done[place]
             text = f"the generator wrote with weights {age} policy versions old, of rollout.max_staleness={most}"
-            self.fleet.lose(completion.writer, text)
+            pending.fleet.lose(completion.writer, text)
 
     def _scoring(self, text: str, example: Mapping[str, Any]) -> Scoring:
         """Begins to score a completion."""

@@ -117,15 +117,16 @@ COMMANDS: dict[str, Command] = {
     ),
     "generate": Command(
         "--join FOLDER | HOST:PORT --key FILE [--weights HOST:PORT] [--wait MINUTES] [--vllm PYTHON] "
-        "[--memory-fraction F]",
+        "[--memory-fraction F] [--evaluate]",
         "writes completions for a run on any machine, which it joins and may leave at any time",
         "FOLDER is weight_sync.publish of a run with rollout.generator.kind=joined, and it reads the weights there. "
         "Without the folder it joins HOST:PORT, with the run's rollout.generator.key in FILE; --weights is where it "
         "reads weights, if a tunnel has another port for them than the run. It computes on the first "
         "GPU that it sees, or on the CPU, with transformers, or with --vllm, the interpreter of an environment with "
-        "vLLM, which takes the share F of the GPU's memory (0.9). It ends with the run, by Ctrl-C or by SIGTERM. It "
+        "vLLM, which takes the share F of the GPU's memory (0.9). With --evaluate it writes for validation alone, of a "
+        "run with rollout.generator.evaluators. It ends with the run, by Ctrl-C or by SIGTERM. It "
         "waits for a run that is not there yet or has broken off, at most MINUTES (30).",
-        ("--join", "--key", "--weights", "--wait", "--vllm", "--memory-fraction"),
+        ("--join", "--key", "--weights", "--wait", "--vllm", "--memory-fraction", "--evaluate"),
     ),
     "verify-checkpoint": Command(
         "FOLDER", "says whether a checkpoint or exported folder is whole: every file as written"

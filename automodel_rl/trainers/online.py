@@ -80,6 +80,8 @@ class OnlineRun:
         queue = RolloutQueue(self.prompts, self.rollouts)
         self._collected = StepRollouts(config, run, self.fleet, queue, self._probe, self.validation)
         parts: dict[str, Resumable] = {"prompts": queue, "signal": self._collected.signal}
+        if self.fleet.evaluators is not None:
+            parts["validation"] = self.validation
         run.resume(Goal(self.total_steps, "val/reward_mean", True), parts)
         if self.rollouts.warning:
             run.say(self.rollouts.warning)

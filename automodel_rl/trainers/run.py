@@ -21,7 +21,7 @@ from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.launch.timeline import TRAINER, StepTimeline
 from automodel_rl.observe.console import Progress
-from automodel_rl.observe.metrics import MetricsFile, write_lines
+from automodel_rl.observe.metrics import MEASURED, MetricsFile, write_lines
 from automodel_rl.observe.trackers import Tracker, make_trackers
 from automodel_rl.optimizers import warmup_steps
 from automodel_rl.policy.policy import Policy
@@ -222,7 +222,8 @@ class Run:
             place: what `place` returned.
         """
         for name, part in self._parts.items():
-            part.load_state_dict(place[name])
+            if name in place:  # else of a run whose config had no such part
+                part.load_state_dict(place[name])
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator[Step]:
         """Yields every step that is left. When the program is done with a step, shows and stores its metrics, and saves
@@ -275,8 +276,11 @@ class Run:
         self.directory.check_own()
         seconds = time.perf_counter() - step.started + self.checkpoints.seconds
         late = self.ends_at is not None and time.time() + seconds > self.ends_at
-        metric = step.metrics.get(self.goal.best_metric)
-        due = self.checkpoints.is_due() or self.checkpoints.is_best(metric)
+        metric, measured = step.metrics.get(self.goal.best_metric), step.metrics.get(MEASURED, self.step)
+        if measured != self.step and metric is not None:
+            self.checkpoints.note(measured, metric)
+            metric = None
+        due = self.checkpoints.is_due() or self.checkpoints.is_best(metric) or self.checkpoints.awaits(self.step)
         elsewhere = "a signal to another rank" if self.policy.crew.signals else None
         asked = stop.name or elsewhere or ("--max-minutes" if late else None)
         stops = asked is not None and not self.is_over
@@ -339,7 +343,16 @@ class Run:
     @property
     def validates(self) -> bool:
         """Whether this step validates; the last one always does."""
-        return self.is_over or self.is_due(self.config.length.validate_every)
+        return self.validates_in(self.step)
+
+    def validates_in(self, step: int) -> bool:
+        """Whether a step validates.
+
+        Args:
+            step: its number.
+        """
+        every = self.config.length.validate_every
+        return step >= self.total_steps or (every is not None and step % every == 0)
 
     @property
     def steps_left(self) -> int:
@@ -441,15 +454,16 @@ class Run:
         elif self.checkpoints.best is None:
             self.say(f"warning: no checkpoint has {self.goal.best_metric}, so final/ is the last step and not the best")
 
-    def save_samples(self, samples: list[Sample]) -> None:
-        """Keeps completions of this step.
+    def save_samples(self, samples: list[Sample], step: int | None = None) -> None:
+        """Keeps completions of a step.
 
         Args:
             samples: the completions.
+            step: the step; None for this one.
         """
-        if not samples:
-            return
-        self.write_beside("samples", self.directory.samples, [dataclasses.asdict(sample) for sample in samples])
+        if samples:
+            records = [dataclasses.asdict(sample) for sample in samples]
+            self.write_beside("samples", self.directory.samples, records, step)
 
     def save_examples(self, examples: Callable[[], list[ShownExample]]) -> None:
         """Writes a few sequences of the training data, with what is trained of them, for the report.
@@ -461,18 +475,20 @@ class Run:
             records = [dataclasses.asdict(example) for example in examples()]
             self.write_beside("examples", self.directory.examples, records)
 
-    def write_beside(self, what: str, folder: Path, records: list[dict[str, Any]]) -> None:
-        """Writes a file of this step to a folder. A full disk is no reason to end.
+    def write_beside(self, what: str, folder: Path, records: list[dict[str, Any]], step: int | None = None) -> None:
+        """Writes a file of a step to a folder. A full disk is no reason to end.
 
         Args:
             what: name of the records for a warning.
             folder: the folder, one of the run directory's.
             records: the file's lines.
+            step: the step; None for this one.
         """
+        step = self.step if step is None else step
         try:
-            write_lines(folder / f"step_{self.step}.jsonl", records)
+            write_lines(folder / f"step_{step}.jsonl", records)
         except OSError as error:
-            self.say(f"warning: the {what} of step {self.step} cannot be written ({error.strerror})")
+            self.say(f"warning: the {what} of step {step} cannot be written ({error.strerror})")
 
     def _write_report(self, status: str) -> None:
         try:

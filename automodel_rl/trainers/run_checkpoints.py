@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class RunCheckpoints:
     Attributes:
         best: step and metric of the best checkpoint; None if there is none.
         seconds: time that the last checkpoint took, until it was complete.
+        awaited: a step whose metric is not known yet, so that its checkpoint may be the best; None if there is none.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class RunCheckpoints:
         self.began_with = handle.fingerprint()
         self.sign = 1 if higher_is_better else -1
         self.best: dict[str, float] | None = None
+        self.awaited: int | None = None
         self.inputs = inputs_of(config, handle.tokenizer_folder)
         texts = {CONFIG: directory.config_text, INPUTS: as_json(self.inputs)}
         if config.data.chat_template is not None:
@@ -251,8 +253,38 @@ class RunCheckpoints:
         """Whether a step with this metric must be kept as the best so far; the checkpoint that is being written
         counts."""
         best = self.best if self._written is None else self._written.best
+        return self._saves_best and metric is not None and self._is_better(metric, best)
+
+    @property
+    def _saves_best(self) -> bool:
         saves = self.config.every_steps is not None or self.config.every_minutes is not None
-        return self.config.keep_best and saves and metric is not None and self._is_better(metric, best)
+        return self.config.keep_best and saves
+
+    def awaits(self, step: int) -> bool:
+        """Whether a step must be kept until its metric is known.
+
+        Args:
+            step: the step.
+        """
+        return self._saves_best and self.awaited == step
+
+    def note(self, step: int, metric: float) -> None:
+        """Learns the metric of an earlier step. Its checkpoint is the best from now on if none is better.
+
+        Args:
+            step: the step.
+            metric: its value.
+        """
+        self._join()  # it may be removing checkpoints, but for the one that is awaited
+        self.awaited = None
+        written, folder = self._written, self._folder(step)
+        is_there = folder.exists() or (written is not None and written.folder == folder)
+        if is_there and self._is_better(metric, self.best if written is None else written.best):
+            best = {"step": step, "metric": metric}
+            if written is None:
+                self.best = best
+            else:
+                self._written = replace(written, best=best)
 
     def _is_better(self, metric: float, best: dict[str, float] | None) -> bool:
         return math.isfinite(metric) and (best is None or self.sign * metric > self.sign * best["metric"])
@@ -316,6 +348,8 @@ class RunCheckpoints:
         keep = set(done[-self.config.keep_last :])
         if self.config.keep_best and written.best is not None:
             keep.add(self._folder(written.best["step"]))
+        if self.awaited is not None:
+            keep.add(self._folder(self.awaited))
         try:
             self.directory.remove_checkpoints([path for path in done if path not in keep])
             kept = {path.name for path in self.directory.list_checkpoints()}

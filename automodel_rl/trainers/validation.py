@@ -1,13 +1,16 @@
 """Validation of a policy on held-out prompts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from automodel_rl.batch import single_media_tokens
 from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.prompts import Prompt
 from automodel_rl.errors import RolloutError
+from automodel_rl.observe.metrics import MEASURED
 from automodel_rl.rollout.evaluations.evaluations import Evaluations
 from automodel_rl.rollout.groups import first_error, pass_rates
 from automodel_rl.rollout.protocol import Rollout
@@ -19,8 +22,24 @@ from automodel_rl.trainers.samples import Sample
 from automodel_rl.trainers.step import Step
 
 
+@dataclass(frozen=True)
+class _Underway:
+    """Held-out prompts that evaluators complete while training goes on.
+
+    Attributes:
+        step: the step whose weights write.
+        weights: number and hash of their version.
+        number: what `Rollouts.submit` returned; None if evaluators are not asked yet.
+    """
+
+    step: int
+    weights: tuple[int, str]
+    number: int | None
+
+
 class Validation:
-    """Rewards of completions of held-out prompts.
+    """Rewards of completions of held-out prompts. With evaluators, these write them while training goes on, and the
+    metrics belong to an earlier step, which they have as `val/step`.
 
     Args:
         config: the run's config.
@@ -34,6 +53,7 @@ class Validation:
     def __init__(self, config: OnlineConfig, run: Run, rollouts: Rollouts):
         self.config, self.run, self.rollouts, self.fleet = config, run, rollouts, rollouts.fleet
         held_out = run.prompts(rollouts.schemas, held_out=True)
+        self._underway: _Underway | None = None
         self.prompts = held_out.every_prompt()
         self.num_overlong = held_out.num_overlong
         names = [Path(source.path).stem for source in config.data.validation]
@@ -67,11 +87,12 @@ class Validation:
         Raises:
             RolloutError: every completion failed or got no reward. A checkpoint of the step is saved.
         """
-        if not (self._has_something and self.run.validates):
+        beside = bool(self.prompts) and self.fleet.evaluators is not None
+        if not (self._has_something and (self.run.validates or (beside and self._underway is not None))):
             return
         try:
             with step.time("validate"):
-                step.metrics |= self.measure()
+                step.metrics |= self._measure_beside() if beside else self.measure()
         except RolloutError:  # the step itself is trained, so store it
             self.run.end_with(step)
             raise
@@ -84,6 +105,70 @@ class Validation:
         """
         return (self._measure_prompts() if self.prompts else {}) | self.evaluations.measure()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What evaluators are at, as JSON."""
+        underway = self._underway
+        return {} if underway is None else {"step": underway.step, "weights": [*underway.weights]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lets evaluators begin again, at the end of the next step, with what they were at.
+
+        Args:
+            state: what `state_dict` returned.
+        """
+        self._underway = _Underway(state["step"], (*state["weights"],), None) if state else None
+        self.run.checkpoints.awaited = state.get("step")
+
+    def _measure_beside(self) -> dict[str, float]:
+        """Metrics that evaluators have found, of this step or an earlier one. Begins the validation of this step if it
+        is due. A record has the metrics of one step: so the last one before it is waited for in time."""
+        run, found = self.run, dict[str, float]()
+        is_last_chance = run.is_over or run.validates_in(run.step + 1)
+        if self._underway is not None:
+            if self._underway.number is None:
+                self._ask(self._underway)
+            if run.validates or is_last_chance or self.rollouts.is_written(self._number):
+                found |= self._take()
+        if run.validates:
+            if found:  # a resumed run that validates more often than before
+                run.say(f"validation of step {found[MEASURED]}: reward {found['val/reward_mean']:.3f}")
+            self._ask(_Underway(run.step, self.fleet.newest, None))
+            if is_last_chance:
+                found |= self._take()
+            else:
+                run.checkpoints.awaited = run.step
+            found |= self.evaluations.measure()
+        return found
+
+    @property
+    def _number(self) -> int:
+        assert self._underway is not None
+        assert self._underway.number is not None
+        return self._underway.number
+
+    def _ask(self, underway: _Underway) -> None:
+        """Lets evaluators begin."""
+        evaluators, rollout, newest = self.fleet.evaluators, self.rollouts.config.rollout, self.fleet.newest
+        assert evaluators is not None
+        # A resumed run has published its first weights anew, with another hash.
+        weights = newest if newest[0] == underway.weights[0] else underway.weights
+        self.fleet.evaluate(*weights)
+        number = self.rollouts.submit(
+            self.prompts, rollout.validation_samples, rollout.validation_sampling, fleet=evaluators
+        )
+        self._underway = _Underway(underway.step, weights, number)
+
+    def _take(self) -> dict[str, float]:
+        """Waits for evaluators, and returns what they have found."""
+        groups, step = self.rollouts.take(self._number), self._step_underway
+        self._underway = None
+        return {MEASURED: step, **self._metrics_of(groups, step)}
+
+    @property
+    def _step_underway(self) -> int:
+        assert self._underway is not None
+        return self._underway.step
+
     def _measure_prompts(self) -> dict[str, float]:
         """Metrics of completions of each held-out prompt: mean reward, error rates of rewards, and rates of passing if
         the config says which reward decides it.
@@ -91,6 +176,9 @@ class Validation:
         Raises:
             RolloutError: every completion failed or got no reward.
         """
+        if self.fleet.evaluators is not None:
+            self._ask(_Underway(self.run.step, self.fleet.newest, None))
+            return self._take()
         rollout = self.rollouts.config.rollout
         try:
             with self.fleet.awake():
@@ -98,16 +186,24 @@ class Validation:
         finally:
             if self.fleet.crew.is_intact:
                 self.fleet.restore()
+        return self._metrics_of(groups, self.run.step)
+
+    def _metrics_of(self, groups: Sequence[Sequence[Rollout]], step: int) -> dict[str, float]:
+        """The metrics of a step's completions.
+
+        Raises:
+            RolloutError: every completion failed or got no reward.
+        """
         written = [[rollout for rollout in group if rollout.completion.finish != "error"] for group in groups]
         called = [rollout.score for group in written for rollout in group]
-        for warning in self.rollouts.errors.warnings(called, f"the validation of step {self.run.step}"):
+        for warning in self.rollouts.errors.warnings(called, f"the validation of step {step}"):
             self.run.say(warning)
         scored = [[rollout for rollout in group if not rollout.score.is_left_out] for group in written]
         pairs = [(prompt, group) for prompt, group in zip(self.prompts, scored, strict=True) if group]
         if not pairs:
             error = first_error(rollout for group in groups for rollout in group)
             raise RolloutError(f"every completion of a held-out prompt failed or got no reward: {error}")
-        self.run.save_samples([self._sample(*pair) for pair in pairs[: self.config.observe.samples]])
+        self.run.save_samples([self._sample(*pair) for pair in pairs[: self.config.observe.samples]], step)
         scores = [rollout.score for _, group in pairs for rollout in group]
         of_prompts = [[rollout.score for rollout in group] for _, group in pairs]
         rates = {} if self.config.passing is None else pass_rates(of_prompts, *self.config.passing)

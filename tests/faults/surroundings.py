@@ -346,6 +346,18 @@ def _changes_ored() -> Any:
     return everywhere(load, "weight_sync.published._load_block")
 
 
+def _evaluators_told_all() -> Any:
+    from automodel_rl.generators.fleet import Fleet
+
+    def use(fleet: Any, version: Any) -> None:
+        used(fleet, version)
+        if fleet.evaluators is not None:
+            used(fleet.evaluators, version)
+
+    used = Fleet._use
+    return patch("generators.fleet.Fleet._use", use)
+
+
 def _work_not_dealt_again() -> Any:
     from automodel_rl.generators.fleet import Fleet
 
@@ -393,6 +405,10 @@ FAULTS: dict[str, Fault] = {
     "generators that have joined told no new version": Fault(
         lambda: patch("generators.fleet.Fleet._tell_version", lambda *_: None),
         f"{JOINED}::test_requests_are_dealt_and_say_who_wrote_them",
+    ),
+    "evaluators told versions that are newer than what they evaluate": Fault(
+        _evaluators_told_all,
+        f"{JOINED}::test_evaluators_keep_the_version_that_they_are_told_and_get_no_requests_of_training",
     ),
     "a generator that joins late told no version": Fault(
         lambda: patch("generators.member.Member.use", lambda *_: None),

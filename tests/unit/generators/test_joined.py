@@ -17,8 +17,11 @@ from automodel_rl.generators.joining import HasEnded, HasStarted, IsReading, Lea
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.run_places import DistantRun, SharedFolder
 from automodel_rl.launch.door import Door
+from automodel_rl.weight_sync.published_sync import Brought
 
 SOON = 30.0
+
+BROUGHT = Brought(num_bytes=2**20, read_seconds=0.1, give_seconds=0.2)
 
 
 @pytest.fixture(name="ends")
@@ -53,7 +56,7 @@ def take(ours: Connection) -> Any:
 def test_weights_that_cannot_be_read_here_blame_no_request(ends: tuple[Connection, Connection]) -> None:
     ours, theirs = ends
     sync = mock.Mock()
-    sync.bring.side_effect = [None, InputError("http://train:8901: cannot be read")]
+    sync.bring.side_effect = [BROUGHT, InputError("http://train:8901: cannot be read")]
     _, thread, raised = started(theirs, sync)
     assert isinstance(take(ours), HasStarted)
     ours.send(UseVersion(1, "hash", 1))
@@ -74,7 +77,7 @@ def test_it_shows_that_it_is_alive_while_it_reads(
     monkeypatch.setattr(joined, "SIGN_SECONDS", 0.01)
     ours, theirs = ends
     sync, is_read = mock.Mock(), threading.Event()
-    sync.bring.side_effect = lambda *_: is_read.wait(SOON)
+    sync.bring.side_effect = lambda *_: is_read.wait(SOON) and BROUGHT
     _, thread, raised = started(theirs, sync)
     assert isinstance(take(ours), HasStarted)
     ours.send(UseVersion(1, "hash", 1))

@@ -53,13 +53,14 @@ class Guest:
 
     Args:
         folder: the folder that the run publishes to.
+        evaluates: whether it writes for evaluations alone.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, evaluates: bool = False):
         address = address_in(folder)
         assert address is not None
         self.connection: Connection = address.knock()
-        self.connection.send(Joining("guest"))
+        self.connection.send(Joining("guest", evaluates))
         assert isinstance(self.connection.recv(), Welcome)
         self.connection.send(HasStarted())
 
@@ -87,19 +88,22 @@ def requests(count: int, conversations: bool = False) -> list[Request]:
 def start(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
     fleets = []
 
-    def start(*, guests: int = 0, minutes: float = 1.0, crew: Crew | None = None) -> tuple[Fleet, list[Guest]]:
-        """A fleet whose policy version 1 is published, with so many guests."""
+    def start(
+        *, guests: int = 0, evaluators: int = 0, minutes: float = 1.0, crew: Crew | None = None
+    ) -> tuple[Fleet, list[Guest]]:
+        """A fleet whose policy version 1 is published, with so many guests. Evaluators come last."""
         fleet = Fleet(crew or Crew())
         fleets.append(fleet)
-        choice = JoinedGeneratorConfig(at_least=max(guests, 1), wait_minutes=minutes)
+        choice = JoinedGeneratorConfig(at_least=max(guests, 1), evaluators=evaluators, wait_minutes=minutes)
         spec = GeneratorSpec(choice, 100, WeightSyncConfig(publish=tmp_path / "weights"))
         starting = threading.Thread(target=fleet.start, args=(spec,), daemon=True)
         starting.start()
         found = [Guest(_when_there(tmp_path / "weights")) for _ in range(guests)]
+        evaluating = [Guest(_when_there(tmp_path / "weights"), evaluates=True) for _ in range(evaluators)]
         starting.join(SOON)
         fleet.sync()
         assert [guest.take() for guest in found] == [UseVersion(0, "hash", 1)] * guests
-        return fleet, found
+        return fleet, found + evaluating
 
     yield start
     for fleet in fleets:
@@ -216,6 +220,71 @@ def test_weights_that_could_not_be_published_end_the_run(start: Any) -> None:
         fleet.sync()
 
 
+def test_evaluators_keep_the_version_that_they_are_told_and_get_no_requests_of_training(
+    start: Any, tmp_path: Path
+) -> None:
+    crew = Crew()
+    fleet, (writer, evaluator) = start(guests=1, evaluators=1, crew=crew)
+    assert fleet.evaluators is not None
+    fleet.evaluate(*fleet.newest)
+    evaluated = fleet.evaluators.submit(requests(3))
+    crew.published = (2, "newer")
+    fleet.sync()
+    trained = fleet.submit(requests(2))
+    assert writer.take() == UseVersion(2, "newer", 2)
+    assert writer.write() == seeds(trained()) == [100, 101]
+    assert evaluator.take() == UseVersion(0, "hash", 1)
+    assert evaluator.write(1) == [100]
+    evaluator.connection.close()
+    assert not writer.connection.poll(0.1)  # what evaluators were to write waits for another one
+    late = Guest(tmp_path / "weights", evaluates=True)
+    assert late.take() == UseVersion(0, "hash", 1)
+    assert late.write() == [101, 102]
+    completions = evaluated()
+    assert seeds(completions) == [100, 101, 102]
+    assert len({fleet.name_of(one.writer) for one in completions}) == 2
+    assert (fleet.evaluators.policy_version, fleet.policy_version) == (1, 2)
+    writer.connection.close()
+    waiting = fleet.submit(requests(1))
+    assert not late.connection.poll(0.1)
+    assert seeds_of_late_writer(tmp_path / "weights") == seeds(waiting()) == [100]
+    fleet.close()
+    assert isinstance(late.take(), HasEnded)
+
+
+def seeds_of_late_writer(folder: Path) -> list[int]:
+    writer = Guest(folder)
+    assert writer.take() == UseVersion(2, "newer", 2)
+    return writer.write()
+
+
+def test_evaluators_are_waited_for_and_only_let_in_where_they_have_something_to_do(start: Any, tmp_path: Path) -> None:
+    fleet = Fleet(Crew())
+    choice = JoinedGeneratorConfig(evaluators=2, wait_minutes=0.05)
+    spec = GeneratorSpec(choice, 100, WeightSyncConfig(publish=tmp_path / "others"))
+    problems = list[InputError]()
+
+    def starts() -> None:
+        with pytest.raises(InputError) as raised:
+            fleet.start(spec)
+        problems.append(raised.value)
+
+    starting = threading.Thread(target=starts, daemon=True)
+    starting.start()
+    Guest(_when_there(tmp_path / "others"))
+    starting.join(SOON)
+    assert "evaluators=2: 0 have joined in wait_minutes=0.05: start more with automodel-rl generate" in str(problems[0])
+    assert "--evaluate, or raise wait_minutes" in str(problems[0])
+    fleet.close()
+    start(guests=1)
+    address = address_in(tmp_path / "weights")
+    assert address is not None
+    with address.knock() as connection:
+        connection.send(Joining("guest", evaluates=True))
+        answer = connection.recv()
+        assert answer == Failure("the run evaluates by itself: set rollout.generator.evaluators, or join without")
+
+
 def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path) -> None:
     start(guests=1)
     folder = tmp_path / "weights"
@@ -223,7 +292,7 @@ def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path)
     address = address_in(folder)
     assert address is not None
     with address.knock() as connection:
-        connection.send(Joining("guest", "0.1 of another"))
+        connection.send(Joining("guest", release="0.1 of another"))
         answer = connection.recv()
         assert isinstance(answer, Failure)
         assert answer.text.endswith("and this is 0.1 of another: use the same")
@@ -278,7 +347,7 @@ def test_an_address_that_others_could_have_written_is_not_trusted(start: Any, tm
 
 def test_the_door_stays_open_after_an_error_and_to_silent_strangers(start: Any, tmp_path: Path) -> None:
     fleet, _ = start(guests=1)
-    address, door = address_in(tmp_path / "weights"), fleet._joined.door._door
+    address, door = address_in(tmp_path / "weights"), fleet._way_in.door._door
     assert address is not None
     accept, failed = door._server.accept, []
 
