@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,3 +140,28 @@ def publish_folder(unfinished: Path, folder: Path) -> None:
         folder.rename(old)
     unfinished.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_for_owner(path: Path, text: str, *, replaces: bool = True) -> None:
+    """Writes a file that nobody but its owner may read, whole or not at all.
+
+    Args:
+        path: the file. Its folder is made if it is not there.
+        text: its content.
+        replaces: whether it may take the place of one that is there.
+
+    Raises:
+        FileExistsError: it is there, and may not be replaced.
+        OSError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(unfinished, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(text)
+        if replaces:
+            unfinished.replace(path)
+        else:
+            os.link(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Failed, Finished, Request, UseVersion
 from automodel_rl.generators import jobs
+from automodel_rl.generators.dealing import deal
 from automodel_rl.generators.joined_members import JoinedMembers, WayIn
 from automodel_rl.generators.joining import IsReading, Leaving
 from automodel_rl.generators.meeting import Meeting
@@ -74,7 +75,7 @@ class Fleet:
         self._numbers = itertools.count(1)
         self._assignments: dict[int, Assignment] = {}
         self._held: list[tuple[Submission, Sequence[int]]] | None = None
-        self._homes: dict[int, Member] = {}  # by conversation
+        self._homes: dict[int, Member] = {}  # who has a conversation's beginning cached
         self._joined: JoinedMembers | None = None
         self._way_in: WayIn | None = None
 
@@ -416,7 +417,7 @@ class Fleet:
         return submission
 
     def _deal(self, submission: Submission, places: Sequence[int]) -> None:
-        """Gives members requests in turn, or by their conversations."""
+        """Gives members requests. The turns of a conversation stay with its member as long as that is there."""
         if self._held is not None:
             self._held.append((submission, places))
             return
@@ -429,21 +430,24 @@ class Fleet:
             submission.fail(nobody_writes(candidates[0]))
             return
         shares: dict[Member, list[int]] = {}
-        for turn, place in enumerate(places):
+        fresh = []
+        for place in places:
             conversation = submission.requests[place].conversation
-            member = well[turn % len(well)] if conversation is None else self._home(conversation, well)
+            home = None if conversation is None else self._homes.get(conversation)
+            if home in well:
+                shares.setdefault(home, []).append(place)
+            else:
+                fresh.append(place)
+        dealt = deal([submission.requests[place] for place in fresh], len(well))
+        for place, turn in zip(fresh, dealt, strict=True):
+            conversation, member = submission.requests[place].conversation, well[turn]
             shares.setdefault(member, []).append(place)
+            if conversation is not None:
+                self._homes[conversation] = member
         for member, own in shares.items():
             number = next(self._numbers)
             self._assignments[number] = Assignment(submission, own, member, len(own))
             member.ask(number, [submission.requests[place] for place in own])
-
-    def _home(self, conversation: int, well: Sequence[Member]) -> Member:
-        """The member that has a conversation's beginning cached, as long as it is there."""
-        home = self._homes.get(conversation)
-        if home is None or home not in well:
-            home = self._homes[conversation] = well[conversation % len(well)]
-        return home
 
     def _completions(self, submission: Submission) -> list[Completion]:
         """Waits for the completions of a submission. Those of members that do not work alone are written now."""

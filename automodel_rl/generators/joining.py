@@ -23,9 +23,10 @@ from typing import Any
 from automodel_rl.compat.versions import own_version
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
+from automodel_rl.files import write_for_owner
 from automodel_rl.generator_messages import PROTOCOL, Failure, Message
 from automodel_rl.generators.model_copy import ModelCopy
-from automodel_rl.generators.run_places import JOIN_FILE, WeightsGiven, address_in, for_owner_only
+from automodel_rl.generators.run_places import JOIN_FILE, WeightsGiven, address_in
 from automodel_rl.generators.transformers_generator import Writing
 from automodel_rl.launch.door import Door
 
@@ -137,13 +138,8 @@ class JoiningDoor:
             ) from None
         self.address = self._door.address
         values = {"host": choice.host, "port": self.address.port, "key": self.address.key.hex()}
-        unfinished = self.file.with_name(f".{JOIN_FILE}.unfinished")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            unfinished.unlink(missing_ok=True)
-            with open(unfinished, "x", opener=for_owner_only) as file:
-                json.dump(values, file)
-            unfinished.replace(self.file)
+            write_for_owner(self.file, json.dumps(values))
         except OSError as error:
             self._door.close()
             raise InputError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from automodel_rl.errors import InputError
+from automodel_rl.files import write_for_owner
 from automodel_rl.launch.door import DoorAddress
 from automodel_rl.weight_sync.version_files import VersionFiles
 from automodel_rl.weight_sync.version_server import headers_of
@@ -174,18 +175,12 @@ def run_key(file: Path | None) -> bytes:
         return key
     named = f"rollout.generator.key={file}"
     if not file.exists():
-        unfinished = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with open(unfinished, "x", opener=for_owner_only) as made:
-                made.write(f"{key.hex()}\n")
-            os.link(unfinished, file)  # whole, or not at all
+            write_for_owner(file, f"{key.hex()}\n", replaces=False)
         except FileExistsError:
             pass  # another run has made it since
         except OSError as error:
             raise InputError(f"{named}: cannot be written ({error.strerror}): choose another file") from None
-        finally:
-            unfinished.unlink(missing_ok=True)
     return read_key(file, named)
 
 
@@ -202,11 +197,6 @@ def address_in(folder: Path) -> DoorAddress | None:
         raise InputError(
             f"{folder / JOIN_FILE}: is no address of a run ({error}): give the folder that a run publishes to"
         ) from None
-
-
-def for_owner_only(path: str, flags: int) -> int:
-    """Opens a file that nobody but its owner may read."""
-    return os.open(path, flags, 0o600)
 
 
 def _check_owner(descriptor: int) -> None:

@@ -15,7 +15,7 @@ import uvicorn
 
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import EXIT_OK, InputError, innermost
-from automodel_rl.files import check_place, written
+from automodel_rl.files import check_place, write_for_owner, written
 from automodel_rl.serve.app import make_app
 from automodel_rl.serve.ranks import Ranks
 from automodel_rl.serve.saved_weights import SavedWeights
@@ -170,13 +170,8 @@ def _own_key(folder: Path) -> str:
     """The key in the service's folder, which is made at its first start. Only the user can read it."""
     file = folder / "key"
     with written(f"output={folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
         key = file.read_text().strip() if file.is_file() else ""
         if not key.startswith("tml-"):
             key = f"tml-{secrets.token_hex(16)}"
-            unfinished = folder / ".key.unfinished"
-            unfinished.unlink(missing_ok=True)
-            unfinished.touch(mode=0o600)
-            unfinished.write_text(f"{key}\n")
-            unfinished.rename(file)
+            write_for_owner(file, f"{key}\n")
     return key

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from automodel_rl.errors import InputError
-from automodel_rl.files import check_place, complete_folder, new_folder, write_complete, written
+from automodel_rl.files import check_place, complete_folder, new_folder, write_complete, write_for_owner, written
 from automodel_rl.launch.process_group import join_process_group, leave_process_group
 
 
@@ -81,3 +81,14 @@ def test_a_place_below_a_file_is_no_folder(tmp_path: Path, place: str) -> None:
     ):
         check_place(tmp_path / place, "--out x")
     check_place(tmp_path / "not" / "there", "--out x")
+
+
+def test_a_file_for_its_owner_alone_is_whole_and_replaces_only_what_it_may(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "key"
+    write_for_owner(file, "first")
+    write_for_owner(file, "second")
+    assert file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        write_for_owner(file, "third", replaces=False)
+    assert [path.name for path in file.parent.iterdir()] == ["key"]
+    assert file.read_text() == "second"

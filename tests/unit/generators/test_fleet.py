@@ -1,5 +1,6 @@
 """A fleet: requests are dealt to its members, and go to others where one is lost."""
 
+import dataclasses
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,18 @@ def test_requests_are_dealt_to_the_members_and_come_back_in_order(crew: LocalCre
     assert {completion.versions for completion in completions} == {(1, 1)}  # policy versions, not weight syncs
     assert [len(generator.asked) for generator in generators(crew)] == [3, 2, 2]
     assert fleet.submit([])() == []
+
+
+def test_requests_of_a_prompt_that_takes_longer_to_read_than_to_answer_stay_together(crew: LocalCrew) -> None:
+    fleet = fleet_of(crew)
+    asked = [Request([prompt, 1, 2], seed, Sampling(2)) for prompt in range(3) for seed in range(4)]
+    assert [completion.writer for completion in fleet.submit(asked)()] == [0] * 4 + [3] * 4 + [5] * 4
+    fleet.lose(0, "it is gone")
+    assert [completion.writer for completion in fleet.submit(asked)()] == [3] * 6 + [5] * 6
+    conversations = [Request([1, 2, 3], seed, Sampling(2), conversation=seed) for seed in range(4)]
+    assert [completion.writer for completion in fleet.submit(conversations)()] == [3, 3, 5, 5]
+    later = [dataclasses.replace(conversations[number], sampling=Sampling(9)) for number in (2, 0)]
+    assert [completion.writer for completion in fleet.submit(later)()] == [5, 3]
 
 
 def test_turns_of_a_conversation_go_to_one_member(crew: LocalCrew) -> None:
