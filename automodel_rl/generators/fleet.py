@@ -50,6 +50,7 @@ class Fleet:
     Attributes:
         members: the generators; there once they are started, or have joined.
         evaluators: the generators that only evaluate, if the run has some.
+        needed: number of the oldest published version that evaluators still read, which is kept; None if there is none.
         policy_version: the policy version that generators got last, or get when they wake, from 1 on.
         warning: a line about memory that generators cannot use although the trainer lends it; empty if there is none.
 
@@ -68,6 +69,7 @@ class Fleet:
         self.crew = crew
         self.members: list[Member] = []
         self.evaluators: Fleet | None = None
+        self.needed: int | None = None
         self.policy_version = 0
         self.warning = ""
         self.spec: GeneratorSpec
@@ -132,7 +134,7 @@ class Fleet:
 
     def sync_again(self) -> None:
         """Gives all generators the weights that the policy has now, as the same policy version as before."""
-        self._note(self.crew.ask(jobs.SyncWeights(self.policy_version)))
+        self._note(self.crew.ask(jobs.SyncWeights(self.policy_version, self.needed)))
         self._homes.clear()  # what they have cached is of other weights
         if self._joined is not None:
             self._tell_version(self._joined)
@@ -329,15 +331,15 @@ class Fleet:
         """Waits until enough members have joined. Others may join at any time."""
         (welcome,) = self.crew.ask(jobs.WelcomeGenerators(spec))
         assert spec.weight_sync.publish is not None
-        way_in = self._way_in = WayIn(spec, welcome, self._admit)
-        room = functools.partial(JoinedMembers, choice, spec.weight_sync.publish, way_in.command, itertools.count())
-        joined = self._joined = room()
-        asked = [(self, "at_least", choice.at_least, joined)]
-        if choice.evaluators:
-            self.evaluators = Fleet(self.crew)
-            self.evaluators.spec = spec
-            self.evaluators._joined = room(evaluate=True)
-            asked.append((self.evaluators, "evaluators", choice.evaluators, self.evaluators._joined))
+        with self._news:  # those who come meanwhile wait for the end of it
+            way_in = self._way_in = WayIn(spec, welcome, self._admit)
+            room = functools.partial(JoinedMembers, choice, spec.weight_sync.publish, way_in.command, itertools.count())
+            joined = self._joined = room()
+            asked = [(self, "at_least", choice.at_least, joined)]
+            if choice.evaluators:
+                evaluators = self.evaluators = Fleet(self.crew)
+                evaluators.spec, evaluators._joined = spec, room(evaluate=True)
+                asked.append((evaluators, "evaluators", choice.evaluators, evaluators._joined))
         for fleet, key, least, waited in asked:
             what = "evaluators" if waited.evaluate else "generators"
             print(f"waiting for {least} {what} to join: {waited.command}", flush=True)
@@ -360,10 +362,11 @@ class Fleet:
 
     def _admit(self, name: str, connection: Connection, evaluates: bool) -> None:
         """Takes a generator that has joined. It gets what waits for one."""
-        if evaluates and self.evaluators is not None:
-            self.evaluators._admit(name, connection, evaluates=False)
+        with self._news:
+            joined, evaluators = self._joined, self.evaluators
+        if evaluates and evaluators is not None:
+            evaluators._admit(name, connection, evaluates=False)
             return
-        joined = self._joined
         assert joined is not None
         with self._news:
             member = Member(next(joined.numbers), True, connection, self._take, has_joined=True)
@@ -425,7 +428,7 @@ class Fleet:
         well = [member for member in candidates if not member.problem]
         if places and not well:
             if self._joined is not None and submission.only is None:
-                self._joined.waiting.append((submission, places))
+                self._joined.hold(submission, places)
                 return
             submission.fail(nobody_writes(candidates[0]))
             return

@@ -83,7 +83,7 @@ class FleetRank:
         return (dist.get_rank(), self.supervisor.problem) if self.supervisor.problem else None
 
     def _sync_weights(self, job: jobs.SyncWeights, _: Share | None) -> tuple[int, str] | None:
-        self.supervisor.load_weights(job.policy_version)
+        self.supervisor.load_weights(job.policy_version, job.needed)
         return self._problem
 
     def _wake(self, job: jobs.Wake, _: Share | None) -> tuple[int, str] | None:

@@ -47,11 +47,13 @@ class SyncWeights(Job):
 
     Attributes:
         policy_version: the policy version of these weights.
+        needed: number of the oldest published version that somebody still reads; None if there is none.
     """
 
     answered_by = "all"
 
     policy_version: int
+    needed: int | None = None
 
 
 @dataclass(frozen=True)

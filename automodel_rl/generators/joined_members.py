@@ -107,7 +107,8 @@ class JoinedMembers:
         self.version: UseVersion | None = None
         self.waiting: list[tuple[Submission, Sequence[int]]] = []
         self.is_given_up = self.is_closed = False
-        self._alone_since = time.monotonic()
+        self._alone_since = self._waiting_since = time.monotonic()
+        self._last_problem = ""
 
     @property
     def longest_wait(self) -> float:
@@ -123,9 +124,10 @@ class JoinedMembers:
     def nobody(self) -> str:
         """Why requests are not written for which nobody came."""
         who = "evaluator" if self.evaluate else "generator"
+        left = f" since the last left ({self._last_problem})" if self._last_problem else ""
         return (
             f"no {who} is there, and none has joined in rollout.generator.wait_minutes={self.choice.wait_minutes:g}"
-            f": start some with {self.command}, and go on with --resume auto"
+            f"{left}: start some with {self.command}, and go on with --resume auto"
         )
 
     def welcome(self, name: str, member: Member) -> None:
@@ -136,12 +138,19 @@ class JoinedMembers:
     def part(self, member: Member, problem: str, *, is_last: bool) -> None:
         """Notes that a member has left."""
         _say(f"{member.name} has left: {problem}")
+        self._last_problem = problem
         if is_last:
             self._alone_since = time.monotonic()
 
+    def hold(self, submission: Submission, places: Sequence[int]) -> None:
+        """Lets requests wait for a member."""
+        if not self.waiting:
+            self._waiting_since = time.monotonic()
+        self.waiting.append((submission, places))
+
     def give_up(self) -> list[Submission]:
         """What has waited too long for a member, now that none is there."""
-        if time.monotonic() - self._alone_since < self.longest_wait:
+        if time.monotonic() - max(self._alone_since, self._waiting_since) < self.longest_wait:
             return []
         self.is_given_up = True
         waiting, self.waiting = self.waiting, []

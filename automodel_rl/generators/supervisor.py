@@ -95,14 +95,17 @@ class GeneratorSupervisor:
         self.policy_version = 0
         self._policy_version_of: dict[int, int] = {0: 0}  # by the number of the weight sync
 
-    def load_weights(self, policy_version: int) -> None:
+    def load_weights(self, policy_version: int, needed: int | None = None) -> None:
         """Gives all generators the weights that the model has now. Those that sleep get them when they wake.
 
         Args:
             policy_version: the policy version of these weights, the same on all ranks; 0 of weights that no step
                 made.
+            needed: number of the oldest published version that somebody still reads; None if there is none.
         """
         self.policy_version = policy_version
+        if self._publisher is not None:
+            self._publisher.needed = needed
         if self._publisher is not None and policy_version and self.engine.step != self._tried_to_publish:
             self._publish(self._publisher)
         self._look_for_servers()

@@ -79,9 +79,11 @@ class OnlineRun:
         self._probe = WeightProbe(config, self.policy, self.fleet, run.handle, run.tokenizer, run.say)
         queue = RolloutQueue(self.prompts, self.rollouts)
         self._collected = StepRollouts(config, run, self.fleet, queue, self._probe, self.validation)
-        parts: dict[str, Resumable] = {"prompts": queue, "signal": self._collected.signal}
-        if self.fleet.evaluators is not None:
-            parts["validation"] = self.validation
+        parts: dict[str, Resumable] = {
+            "prompts": queue,
+            "signal": self._collected.signal,
+            "validation": self.validation,
+        }
         run.resume(Goal(self.total_steps, "val/reward_mean", True), parts)
         if self.rollouts.warning:
             run.say(self.rollouts.warning)
@@ -89,6 +91,7 @@ class OnlineRun:
             if config.weight_sync.check_every:
                 self._probe.check_changed_weights()
             self.fleet.sync()
+            self.validation.go_on()
 
     def steps(self) -> Iterator[Step]:
         """The steps that are left, as `Run.steps`."""

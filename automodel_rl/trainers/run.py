@@ -43,6 +43,9 @@ class Resumable(Protocol):
 REFERENCE = "reference"
 """Name of the weights with which a run began, where a program keeps them."""
 
+LATER_PARTS = ("validation",)
+"""Parts that checkpoints of earlier releases have not."""
+
 EARLY = 2
 """Number of steps in which layers may be compiled: the first with gradients, the next without."""
 
@@ -222,7 +225,7 @@ class Run:
             place: what `place` returned.
         """
         for name, part in self._parts.items():
-            if name in place:  # else of a run whose config had no such part
+            if name in place or name not in LATER_PARTS:
                 part.load_state_dict(place[name])
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator[Step]:
@@ -276,10 +279,8 @@ class Run:
         self.directory.check_own()
         seconds = time.perf_counter() - step.started + self.checkpoints.seconds
         late = self.ends_at is not None and time.time() + seconds > self.ends_at
-        metric, measured = step.metrics.get(self.goal.best_metric), step.metrics.get(MEASURED, self.step)
-        if measured != self.step and metric is not None:
-            self.checkpoints.note(measured, metric)
-            metric = None
+        is_own = step.metrics.get(MEASURED, self.step) == self.step
+        metric = step.metrics.get(self.goal.best_metric) if is_own else None
         due = self.checkpoints.is_due() or self.checkpoints.is_best(metric) or self.checkpoints.awaits(self.step)
         elsewhere = "a signal to another rank" if self.policy.crew.signals else None
         asked = stop.name or elsewhere or ("--max-minutes" if late else None)

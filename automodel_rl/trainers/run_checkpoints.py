@@ -96,6 +96,7 @@ class RunCheckpoints:
         self.sign = 1 if higher_is_better else -1
         self.best: dict[str, float] | None = None
         self.awaited: int | None = None
+        self._choosing = threading.Lock()  # which checkpoints are kept
         self.inputs = inputs_of(config, handle.tokenizer_folder)
         texts = {CONFIG: directory.config_text, INPUTS: as_json(self.inputs)}
         if config.data.chat_template is not None:
@@ -275,15 +276,15 @@ class RunCheckpoints:
             step: the step.
             metric: its value.
         """
-        self._join()  # it may be removing checkpoints, but for the one that is awaited
-        self.awaited = None
-        written, folder = self._written, self._folder(step)
-        is_there = folder.exists() or (written is not None and written.folder == folder)
-        if is_there and self._is_better(metric, self.best if written is None else written.best):
-            best = {"step": step, "metric": metric}
-            if written is None:
+        with self._choosing:  # checkpoints may be being removed, but not the one that is awaited
+            if self.awaited == step:
+                self.awaited = None
+            best, written = {"step": step, "metric": metric}, self._written
+            is_complete = self._folder(step).exists()
+            if is_complete and self._is_better(metric, self.best):
                 self.best = best
-            else:
+            is_there = is_complete or (written is not None and written.folder == self._folder(step))
+            if written is not None and is_there and self._is_better(metric, written.best):
                 self._written = replace(written, best=best)
 
     def _is_better(self, metric: float, best: dict[str, float] | None) -> bool:
@@ -344,21 +345,25 @@ class RunCheckpoints:
     def _keep_chosen(self, written: _Checkpoint) -> str | None:
         """Removes the checkpoints that are not kept, now that a newer one is complete. Returns a warning, or None."""
         warning = self._end_export()
-        done = [path for path in self.directory.list_checkpoints() if step_of(path) <= step_of(written.folder)]
-        keep = set(done[-self.config.keep_last :])
-        if self.config.keep_best and written.best is not None:
-            keep.add(self._folder(written.best["step"]))
-        if self.awaited is not None:
-            keep.add(self._folder(self.awaited))
-        try:
-            self.directory.remove_checkpoints([path for path in done if path not in keep])
-            kept = {path.name for path in self.directory.list_checkpoints()}
-            self.further.remove_others(kept)
-        except OSError as error:
-            warning = f"older checkpoints could not be removed ({error.strerror})"
+        with self._choosing:
+            done = [path for path in self.directory.list_checkpoints() if step_of(path) <= step_of(written.folder)]
+            keep = {*done[-self.config.keep_last :], *self._candidates(written)}
+            try:
+                self.directory.remove_checkpoints([path for path in done if path not in keep])
+                kept = {path.name for path in self.directory.list_checkpoints()}
+                self.further.remove_others(kept)
+            except OSError as error:
+                warning = f"older checkpoints could not be removed ({error.strerror})"
         if self.config.format == "both":
             self._export = self._begin_export(written.folder)
         return warning
+
+    def _candidates(self, written: _Checkpoint) -> set[Path]:
+        """The checkpoints that are, or may become, the best."""
+        if not self.config.keep_best:
+            return set()
+        steps = [best["step"] for best in (written.best, self.best) if best is not None]
+        return {self._folder(step) for step in (*steps, self.awaited) if step is not None}
 
     def _begin_export(self, folder: Path) -> _Export:
         """Begins to make the Hugging Face copy, in a process that is no rank, uses no device and ends with us."""

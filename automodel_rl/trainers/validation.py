@@ -20,6 +20,7 @@ from automodel_rl.rollout.seeds import mixed_seed
 from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.samples import Sample
 from automodel_rl.trainers.step import Step
+from automodel_rl.weight_sync.published import has_version
 
 
 @dataclass(frozen=True)
@@ -111,63 +112,76 @@ class Validation:
         return {} if underway is None else {"step": underway.step, "weights": [*underway.weights]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets evaluators begin again, at the end of the next step, with what they were at.
+        """Goes back to what evaluators were at.
 
         Args:
             state: what `state_dict` returned.
         """
         self._underway = _Underway(state["step"], (*state["weights"],), None) if state else None
         self.run.checkpoints.awaited = state.get("step")
+        self.fleet.needed = state["weights"][0] if state else None
+
+    def go_on(self) -> None:
+        """Lets evaluators begin again with what they were at when the run was stopped."""
+        underway, publish = self._underway, self.config.weight_sync.publish
+        if underway is None:
+            return
+        problem = "" if self.fleet.evaluators else "the run has no evaluators any longer"
+        if not problem:
+            assert publish is not None
+            if underway.weights[0] == self.fleet.newest[0]:  # published anew, with another hash
+                underway = _Underway(underway.step, self.fleet.newest, None)
+            elif not has_version(publish, *underway.weights):
+                problem = f"{publish} has its weights no longer"
+        if problem:
+            self.run.say(f"warning: the validation of step {underway.step} is left out: {problem}")
+            self.load_state_dict({})
+        else:
+            self._ask(underway)
 
     def _measure_beside(self) -> dict[str, float]:
         """Metrics that evaluators have found, of this step or an earlier one. Begins the validation of this step if it
         is due. A record has the metrics of one step: so the last one before it is waited for in time."""
         run, found = self.run, dict[str, float]()
         is_last_chance = run.is_over or run.validates_in(run.step + 1)
-        if self._underway is not None:
-            if self._underway.number is None:
-                self._ask(self._underway)
-            if run.validates or is_last_chance or self.rollouts.is_written(self._number):
-                found |= self._take()
+        if self._underway is not None and (run.validates or is_last_chance or self._is_written):
+            found = self._take()
         if run.validates:
             if found:  # a resumed run that validates more often than before
-                run.say(f"validation of step {found[MEASURED]}: reward {found['val/reward_mean']:.3f}")
+                run.say(f"validation of step {found[MEASURED]:.0f}: val reward {found['val/reward_mean']:.3f}")
             self._ask(_Underway(run.step, self.fleet.newest, None))
-            if is_last_chance:
-                found |= self._take()
-            else:
-                run.checkpoints.awaited = run.step
-            found |= self.evaluations.measure()
+            found = (self._take() if is_last_chance else {}) | self.evaluations.measure()
         return found
 
     @property
-    def _number(self) -> int:
+    def _is_written(self) -> bool:
         assert self._underway is not None
         assert self._underway.number is not None
-        return self._underway.number
+        return self.rollouts.is_written(self._underway.number)
 
     def _ask(self, underway: _Underway) -> None:
         """Lets evaluators begin."""
-        evaluators, rollout, newest = self.fleet.evaluators, self.rollouts.config.rollout, self.fleet.newest
-        assert evaluators is not None
-        # A resumed run has published its first weights anew, with another hash.
-        weights = newest if newest[0] == underway.weights[0] else underway.weights
-        self.fleet.evaluate(*weights)
+        rollout = self.rollouts.config.rollout
+        self.fleet.evaluate(*underway.weights)
+        self.fleet.needed = underway.weights[0]
         number = self.rollouts.submit(
-            self.prompts, rollout.validation_samples, rollout.validation_sampling, fleet=evaluators
+            self.prompts, rollout.validation_samples, rollout.validation_sampling, fleet=self.fleet.evaluators
         )
-        self._underway = _Underway(underway.step, weights, number)
+        self._underway, self.run.checkpoints.awaited = _Underway(underway.step, underway.weights, number), underway.step
 
     def _take(self) -> dict[str, float]:
         """Waits for evaluators, and returns what they have found."""
-        groups, step = self.rollouts.take(self._number), self._step_underway
-        self._underway = None
-        return {MEASURED: step, **self._metrics_of(groups, step)}
-
-    @property
-    def _step_underway(self) -> int:
-        assert self._underway is not None
-        return self._underway.step
+        underway = self._underway
+        assert underway is not None
+        assert underway.number is not None
+        groups = self.rollouts.take(underway.number)
+        self._underway = self.fleet.needed = None
+        metrics = self._metrics_of(groups, underway.step)
+        if underway.step == self.run.step:
+            self.run.checkpoints.awaited = None  # the step's own record decides
+        else:
+            self.run.checkpoints.note(underway.step, metrics[self.run.goal.best_metric])
+        return {MEASURED: underway.step, **metrics}
 
     def _measure_prompts(self) -> dict[str, float]:
         """Metrics of completions of each held-out prompt: mean reward, error rates of rewards, and rates of passing if

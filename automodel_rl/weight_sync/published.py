@@ -42,8 +42,8 @@ WHOLE_EVERY = 50
 LEVEL = 1
 """Level of zstd's compression. Higher ones are slower than disks, and save little."""
 
-READERS = 4
-"""Threads that unpack blocks and sum tensors."""
+THREADS = 4
+"""Threads that pack a block, that unpack blocks, and that sum tensors."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -187,7 +187,7 @@ def write_block(file: HashedFile, plan: Plan, bucket: Bucket, elements: Tensor, 
     """
     written = delta if delta is not None and len(delta) < bucket.num_bytes else None
     content = bits_of(elements).data if written is None else written
-    packed = zstandard.ZstdCompressor(level=LEVEL, threads=-1).compress(content)
+    packed = zstandard.ZstdCompressor(level=LEVEL, threads=THREADS).compress(content)
     chunks = [[plan.tensors[chunk.tensor].name, chunk.start, chunk.count] for chunk in bucket.chunks]
     kind = {"whole": written is None, "dtype": str(bucket.dtype).removeprefix("torch."), "chunks": chunks}
     file.write(json.dumps(kind | {"bytes": len(packed)}).encode() + b"\n" + packed)
@@ -226,6 +226,9 @@ class PublishedWeights:
 
     def bring(self, tensors: MutableMapping[str, Tensor], number: int | None = None, digest: str | None = None) -> int:
         """Brings tensors on the CPU to a version, and returns its number. Tensors that are not there are made.
+
+        Tensors that were changed since the last call are read anew, if torch knows of it. It does not know what was
+        changed by NumPy or through `.data`: do not do that, for what a version does not change is not compared.
 
         Args:
             tensors: by their names in a Hugging Face checkpoint; as the last call has left them. After an error they
@@ -336,11 +339,11 @@ def _load_block(packed: tuple[dict[str, Any], bytes], tensors: Mapping[str, Tens
 
 def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Results of work in threads, in order. Few items are held at a time."""
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         waiting = deque[Future[Result]]()
         for item in items:
             waiting.append(pool.submit(work, item))
-            if len(waiting) > READERS:
+            if len(waiting) > THREADS:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -349,6 +352,20 @@ def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterat
 def _sum(*terms: int) -> int:
     """Their sum modulo 2 ** 64, as a checksum is."""
     return int(np.array(terms, np.int64).sum())
+
+
+def has_version(folder: Path, number: int, digest: str) -> bool:
+    """Whether a version with this hash is there, and all versions that it changes."""
+    step: tuple[int, str] | None = (number, digest)
+    try:
+        while step is not None:
+            version = read_version(VersionFiles(folder), step[0])
+            if version.hash != step[1]:
+                return False
+            step = version.before
+    except InputError:
+        return False
+    return True
 
 
 def is_whole(folder: Path, number: int) -> bool:

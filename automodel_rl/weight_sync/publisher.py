@@ -52,11 +52,13 @@ class Publisher:
     Attributes:
         changed: how many numbers the last version has changed; all of a whole one.
         num_bytes: size of its files.
+        needed: number of the oldest version that somebody still reads, which is kept; None if there is none.
     """
 
     def __init__(self, handle: ModelHandle, folder: Path, config: WeightSyncConfig):
         self.folder, self.control = folder, handle.layout.world_control
         self.changed = self.num_bytes = 0
+        self.needed: int | None = None
         self._files = SenderFiles(handle)
         self._sync = WeightSync(handle, self._files, config.model_copy(update={"checksum": False}))
         self._signer = self._open_signer(config.signing_key)
@@ -133,6 +135,8 @@ class Publisher:
         publish_folder(place, folder_of(self.folder, number))
         note_newest(self.folder, number)
         oldest = (self._whole or [number])[-2:][0]
+        if self.needed is not None:
+            oldest = min(oldest, max((whole for whole in self._whole or () if whole <= self.needed), default=oldest))
         remove_versions(self.folder, [old for old in numbers_in(self.folder) if old < oldest])
         return (number, digest), num_bytes
 

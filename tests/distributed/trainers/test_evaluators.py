@@ -1,6 +1,7 @@
 """Generators that only evaluate: they find what validation as usual finds, and training does not wait for it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from automodel_rl.observe.metrics import MEASURED, step_of_metric
 from automodel_rl.report.run_data import read_run
 from tests.distributed.trainers.runs import Settings, metrics_of, num_lines, settings_of, train
 from tests.fleet_chaos import check_undisturbed, generator_of, run_of
-from tests.processes import Job
 from tests.rank_pool import RankPool
 
 STEPS, EVERY = 7, 3
@@ -85,30 +85,51 @@ def test_they_find_what_validation_as_usual_finds_while_training_goes_on(
     assert curve[0] == [0, 3, 6, 7]
 
 
+@pytest.mark.parametrize(
+    "every_steps", [1, 100]
+)  # the newest checkpoint is of a later step, or of the one that validates
 def test_an_evaluator_and_a_run_that_are_killed_lose_no_validation(
-    workspace: Path, tmp_path: Path, usual: Path
+    workspace: Path, tmp_path: Path, usual: Path, every_steps: int
 ) -> None:
     settings = evaluated_settings(workspace, tmp_path / "run")
-    settings["checkpoint"] = {"every_steps": 1, "keep_last": 1}
-    steps = tmp_path / "run" / "metrics.jsonl"
-
-    def evaluator() -> Job:
-        return generator_of(settings, "--evaluate")
-
+    settings["checkpoint"] = {"every_steps": every_steps, "keep_last": 1}
     with generator_of(settings) as generator:
-        with run_of(settings, tmp_path) as run:
-            with evaluator() as first:
-                assert run.wait_until(lambda: num_lines(steps) >= 2), run.stdout + run.stderr
-                first.process.kill()
-                first.finish()
-            # Step 3 validates, and nobody evaluates it before the run is killed.
-            assert run.wait_until(lambda: num_lines(steps) >= 4), run.stdout + run.stderr
-        with run_of(settings, tmp_path, "--resume", "auto") as run, evaluator() as second:
+        kill_while_a_validation_is_underway(settings, tmp_path)
+        with run_of(settings, tmp_path, "--resume", "auto") as run, generator_of(settings, "--evaluate") as second:
             assert run.finish() == 0, run.stdout + run.stderr
             assert second.finish() == generator.finish() == 0, second.stderr + generator.stderr
     assert {record[MEASURED] for record in metrics_of(tmp_path / "run") if MEASURED in record} == {0, 3, 6, 7}
     check_undisturbed(tmp_path / "run", usual)
     assert found_in(tmp_path / "run") == found_in(usual)
+    assert best_of(tmp_path / "run") == best_of(usual)
+
+
+def kill_while_a_validation_is_underway(settings: Settings, folder: Path) -> None:
+    """Step 3 validates, and nobody evaluates it before the run is killed."""
+    run_folder = folder / "run"
+    with run_of(settings, folder) as run:
+        with generator_of(settings, "--evaluate") as first:
+            assert run.wait_until(lambda: num_lines(run_folder / "metrics.jsonl") >= 2), run.stdout + run.stderr
+            first.process.kill()
+            first.finish()
+        newest = f"step_{4 if settings['checkpoint']['every_steps'] == 1 else 3}"
+        assert run.wait_until(lambda: (run_folder / "checkpoints" / newest).is_dir()), run.stdout + run.stderr
+        assert run.wait_until(lambda: num_lines(run_folder / "metrics.jsonl") >= 5), run.stdout + run.stderr
+
+
+def test_a_validation_whose_weights_are_gone_is_left_out_with_a_warning(workspace: Path, tmp_path: Path) -> None:
+    settings = evaluated_settings(workspace, tmp_path / "run")
+    settings["checkpoint"] = {"every_steps": 1, "keep_last": 1}
+    with generator_of(settings):
+        kill_while_a_validation_is_underway(settings, tmp_path)
+    for version in (tmp_path / "weights").glob("0*"):
+        shutil.rmtree(version)
+    with generator_of(settings), generator_of(settings, "--evaluate"):
+        with run_of(settings, tmp_path, "--resume", "auto") as run:
+            assert run.finish() == 0, run.stdout + run.stderr
+            warning = f"warning: the validation of step 3 is left out: {tmp_path / 'weights'} has its weights no longer"
+            assert warning in run.stdout
+    assert {*found_in(tmp_path / "run")} == {0, 6, 7}
 
 
 def test_evaluators_without_something_to_evaluate_are_refused(workspace: Path, tmp_path: Path) -> None:
