@@ -5,7 +5,7 @@
 # make longer  the tests that others of each commit stand for, and those that take a minute or more (about 30 minutes)
 # make check   lint, types, import contracts, pages
 # make pages   README's generated parts and API.md
-# make chaos   kill runs and generators at 50 random moments each, and go on (about 25 minutes on 2 cores)
+# make chaos   kill runs and generators at 50 random moments each, and go on (about an hour on 2 cores)
 # make exits   start and end 200 jobs of two ranks (about 5 minutes on 2 cores)
 # make fuzz    2,000 broken configs and data files (about 15 minutes on 2 cores)
 # make faults  plant bugs one after the other, and see that verify or a test notices each (about 10 minutes on 2 cores)
@@ -72,6 +72,7 @@ versions: setup
 chaos: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --kills 50
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fleet_chaos --events 50
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fleet_chaos --events 50 --vllm .venv-vllm/bin/python
 
 exits: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.exits --jobs 200

@@ -14,7 +14,7 @@ from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.tools.export import export
 from automodel_rl.weight_sync import publisher
 from automodel_rl.weight_sync.local import Local
-from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, folder_of, read_version
+from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, folder_of, has_version, read_version
 from automodel_rl.weight_sync.publisher import Publisher
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.sync import WeightSync
@@ -97,6 +97,31 @@ def test_frozen_weights_are_in_whole_versions_alone(ranks: RankPool, tmp_path: P
     assert wrong == []
     assert [step for step, share in enumerate(shares) if share == 1] == [0, WHOLE_EVERY]
     assert max(share for share in shares if share < 1) < 0.1
+
+
+def publish_with_a_reader(model: Path, folder: Path) -> tuple[list[bool], list[int]]:
+    """Versions of which somebody reads one still: whether it is there at every later one, and what is there at last."""
+    handle, _ = trained_model(model, {})
+    is_there = []
+    with mock.patch.object(publisher, "WHOLE_EVERY", 4):
+        publishing = Publisher(handle, folder, sync_config(dtype="bfloat16"))
+        for number in range(1, 20):
+            digest = publishing.publish(number)
+            if number == 3:
+                publishing.needed, needed = number, digest
+            if number >= 3:
+                is_there.append(has_version(folder, 3, needed))
+        publishing.needed = None
+        publishing.publish(20)
+        assert not has_version(folder, 20, needed)
+    return is_there, numbers_in(folder)
+
+
+def test_a_version_that_is_still_read_is_kept_with_those_that_it_changes(ranks: RankPool, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", dtype=torch.float32)
+    ((is_there, last),) = ranks(1).run(publish_with_a_reader, tmp_path / "model", tmp_path / "weights")
+    assert is_there == [True] * 17
+    assert last == [*range(13, 21)]
 
 
 def fail_and_go_on(model: Path, folder: Path, parallel: dict[str, Any], what: str) -> list[str]:

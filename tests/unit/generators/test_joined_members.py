@@ -17,8 +17,9 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Request, Sampling, UseVersion
-from automodel_rl.generators import jobs
+from automodel_rl.generators import jobs, joined_members
 from automodel_rl.generators.fleet import Fleet
+from automodel_rl.generators.joined_members import JoinedMembers
 from automodel_rl.generators.joining import HasEnded, HasStarted, Joining, Leaving, Welcome
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.run_places import JOIN_FILE, address_in
@@ -198,10 +199,28 @@ def test_a_run_that_nobody_joins_ends_with_what_to_do(start: Any) -> None:
     fleet, (only,) = start(guests=1, minutes=0.01)
     only.connection.close()
     wait = fleet.submit(requests(1))
-    with pytest.raises(RolloutError, match="none has joined in rollout.generator.wait_minutes=0.01: start some with"):
+    with pytest.raises(
+        RolloutError,
+        match=r"none has joined in rollout.generator.wait_minutes=0.01 since the last left \(its process",
+    ):
         fleet.waited(wait)
     assert not fleet.can_write
     assert "none has joined" in fleet.nobody
+
+
+def test_a_member_is_waited_for_from_the_moment_that_something_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluators may all be gone while nothing is asked of them."""
+    now = [0.0]
+    monkeypatch.setattr(joined_members.time, "monotonic", lambda: now[0])
+    joined = JoinedMembers(JoinedGeneratorConfig(wait_minutes=1), Path("weights"), "generate", iter(range(9)))
+    now[0] = 1000.0
+    submission: Any = object()
+    joined.hold(submission, [0])
+    now[0] = 1059.0
+    assert joined.give_up() == []
+    now[0] = 1061.0
+    assert joined.give_up() == [submission]
+    assert joined.is_given_up
 
 
 def test_too_few_generators_at_the_start_are_refused(tmp_path: Path) -> None:
@@ -271,8 +290,9 @@ def test_evaluators_are_waited_for_and_only_let_in_where_they_have_something_to_
 
     starting = threading.Thread(target=starts, daemon=True)
     starting.start()
-    Guest(_when_there(tmp_path / "others"))
+    guest = Guest(_when_there(tmp_path / "others"))
     starting.join(SOON)
+    guest.connection.close()
     assert "evaluators=2: 0 have joined in wait_minutes=0.05: start more with automodel-rl generate" in str(problems[0])
     assert "--evaluate, or raise wait_minutes" in str(problems[0])
     fleet.close()

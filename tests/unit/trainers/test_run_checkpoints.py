@@ -1,5 +1,7 @@
 """Which checkpoints of a run are kept."""
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ def checkpoints_of(folder: Path, higher_is_better: bool, **settings: Any) -> Run
     no_policy: Any = None
     checkpoints.further = FurtherCheckpoints(no_policy, {}, checkpoints.directory.checkpoints, {})
     checkpoints._export = checkpoints._written = checkpoints._warning = checkpoints._after = None
+    checkpoints.awaited, checkpoints._choosing = None, threading.Lock()
     return checkpoints
 
 
@@ -54,22 +57,59 @@ def test_the_best_is_by_the_trainers_own_direction(tmp_path: Path, higher_is_bet
 
 
 class Ranks:
-    """Ranks whose checkpoints are written at once."""
+    """Ranks whose checkpoints are written as soon as somebody waits for them.
 
-    def __init__(self) -> None:
+    Args:
+        folder: the folder of checkpoints.
+        fails: names of those that cannot be written.
+    """
+
+    def __init__(self, folder: Path, fails: Sequence[str] = ()) -> None:
         self.saved: list[dict] = []
+        self._folder, self._fails = folder, fails
 
     def ask(self, job: jobs.Job) -> list[Any]:
         if isinstance(job, jobs.SaveCheckpoint):
             self.saved.append(job.progress)
             return [None]
         assert isinstance(job, jobs.SettleCheckpoint)
+        name = f"step_{self.saved[-1]['step']}"
+        if name in self._fails:
+            return [jobs.Settled(True, "No space left on device", 0.0)]
+        (self._folder / name).mkdir(parents=True, exist_ok=True)
         return [jobs.Settled(True, None, 0.0)]
+
+
+@pytest.mark.parametrize("fails", [(), ("step_4",)], ids=["all are written", "one is not"])
+def test_a_step_is_kept_until_its_metric_is_known_and_may_be_the_best(tmp_path: Path, fails: Sequence[str]) -> None:
+    checkpoints: Any = checkpoints_of(tmp_path, True, keep_last=1)
+    checkpoints.began_with, checkpoints.crew = "", Ranks(checkpoints.directory.checkpoints, fails)
+    checkpoints.save(2, {}, 0.5)
+    checkpoints.awaited = 3
+    assert [step for step in (2, 3, 4) if checkpoints.awaits(step)] == [3]
+    for step in (3, 4):
+        checkpoints.save(step, {}, None)
+    checkpoints.note(3, 0.9)  # while that of step 4 is being written
+    checkpoints.save(5, {}, 0.7)
+    checkpoints.finish()
+    assert checkpoints.best == {"step": 3, "metric": 0.9}
+    assert {path.name for path in checkpoints.directory.checkpoints.iterdir()} == {"step_3", "step_5"}
+    assert checkpoints.crew.saved[-1]["best"] == {"step": 3, "metric": 0.9}
+
+
+def test_the_metric_of_an_earlier_step_ends_no_other_wait_and_is_not_the_best_without_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    checkpoints: Any = checkpoints_of(tmp_path, True)
+    checkpoints.directory.checkpoints.mkdir(parents=True)
+    checkpoints.awaited = 6
+    checkpoints.note(4, 0.9)
+    assert (checkpoints.awaited, checkpoints.best) == (6, None)
 
 
 def test_a_metric_that_is_no_number_or_was_not_measured_is_not_the_best(tmp_path: Path) -> None:
     checkpoints: Any = checkpoints_of(tmp_path, False)
-    checkpoints.began_with, checkpoints.crew = "", Ranks()
+    checkpoints.began_with, checkpoints.crew = "", Ranks(checkpoints.directory.checkpoints)
     checkpoints.directory.checkpoints.mkdir(parents=True)
     for step, metric in enumerate((None, 0.5, float("nan"), 0.75, 0.25, None), start=1):
         checkpoints.save(step, {}, metric)
