@@ -1,4 +1,4 @@
-"""Which member of a fleet writes which request."""
+"""The dealing of requests to the members of a fleet."""
 
 from collections.abc import Sequence
 
