@@ -4,13 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from automodel_rl.weight_sync.delta import integers_of
+
 BLOCK = 2**22
 """Elements that are summed at once on a device; they are widened to 64 bits."""
 
 ROW = 2**13
 """Elements of a row on the CPU, where sums of rows and columns take a fifteenth of the time of products of 64 bits."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(elements: Tensor, start: int = 0) -> Tensor:
@@ -26,7 +26,7 @@ def checksum(elements: Tensor, start: int = 0) -> Tensor:
     Returns:
         An int64 scalar on the device of the elements.
     """
-    bits = elements.detach().view(-1).view(_INTEGERS[elements.element_size()])
+    bits = integers_of(elements)
     if bits.device.type == "cpu":
         return torch.tensor(_sum_on_cpu(bits.numpy(), start))
     total = torch.zeros((), dtype=torch.int64, device=elements.device)

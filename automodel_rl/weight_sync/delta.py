@@ -26,7 +26,7 @@ def delta_of(before: Tensor, after: Tensor) -> bytes | None:
         after: [n] of the same dtype on any device, contiguous. There the two are compared.
     """
     masks, differences = list[Tensor](), list[Tensor]()
-    for old, new in zip(_bits(before).split(STRETCH), _bits(after).split(STRETCH), strict=True):
+    for old, new in zip(integers_of(before).split(STRETCH), integers_of(after).split(STRETCH), strict=True):
         difference = old.to(new.device) ^ new
         changed = difference != 0
         masks.append(_pack(changed).cpu())
@@ -60,21 +60,6 @@ def changes_of(delta: bytes, numel: int, itemsize: int) -> tuple[np.ndarray, np.
     return places, np.frombuffer(delta, f"i{itemsize}", offset=size)
 
 
-def apply_delta(numbers: Tensor, delta: bytes) -> None:
-    """Makes the version after from the one before, in place.
-
-    Args:
-        numbers: [n] on the CPU, contiguous; the version before.
-        delta: of `delta_of`.
-
-    Raises:
-        ValueError: the delta is of another number of numbers.
-    """
-    bits = bits_of(numbers)
-    places, differences = changes_of(delta, len(bits), bits.itemsize)
-    bits[places] ^= differences
-
-
 def num_changed(delta: bytes | None, numel: int, itemsize: int) -> int:
     """The number of changed numbers among so many, by their delta."""
     return 0 if delta is None else (len(delta) - -(-numel // 8)) // itemsize
@@ -82,10 +67,11 @@ def num_changed(delta: bytes | None, numel: int, itemsize: int) -> int:
 
 def bits_of(numbers: Tensor) -> np.ndarray:
     """The bits of numbers on the CPU as signed integers, which share the tensor's memory."""
-    return _bits(numbers).numpy()
+    return integers_of(numbers).numpy()
 
 
-def _bits(numbers: Tensor) -> Tensor:
+def integers_of(numbers: Tensor) -> Tensor:
+    """The bits of numbers as signed integers, [n], which share the tensor's memory."""
     return numbers.detach().view(-1).view(_INTEGERS[numbers.element_size()])
 
 
