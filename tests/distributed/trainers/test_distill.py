@@ -165,7 +165,7 @@ def test_a_small_student_comes_close_to_its_teacher(ranks: RankPool, workspace: 
     sft["optimizer"] = {"lr": 1e-2, "warmup_steps": 5}
     ranks(1).run(train, sft)
     (of_teacher,) = [row["val/loss"] for row in metrics_of(tmp_path / "teacher") if "val/loss" in row]
-    settings = values(workspace, tmp_path / "student", tmp_path / "teacher" / "final", length={"steps": 90})
+    settings = values(workspace, tmp_path / "student", tmp_path / "teacher" / "final", length={"steps": 150})
     settings["model"]["dtype"] = "float32"
     settings["optimizer"] = {"lr": 1e-2, "warmup_steps": 5}
     settings["batch"] = {"sequences": 16, "microbatch_tokens": 512}
@@ -176,7 +176,7 @@ def test_a_small_student_comes_close_to_its_teacher(ranks: RankPool, workspace: 
     evaluated["optimizer"] = {"lr": 1e-12}
     ranks(1).run(train, evaluated)
     (row,) = metrics_of(tmp_path / "evaluated")
-    assert row["val/loss"] < 1.05 * of_teacher  # 1.02 to 1.03, by how a processor rounds in float32
+    assert row["val/loss"] < 1.02 * of_teacher
 
 
 def other_tokens(settings: Settings, folder: Path) -> None:
