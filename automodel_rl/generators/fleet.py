@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError
-from automodel_rl.generator_messages import Failed, Finished, Request, UseVersion
+from automodel_rl.generator_messages import Failed, Finished, ProtocolError, Request, UseVersion
 from automodel_rl.generators import jobs
 from automodel_rl.generators.dealing import deal
 from automodel_rl.generators.joined_members import JoinedMembers, WayIn
-from automodel_rl.generators.joining import IsReading, Leaving
+from automodel_rl.generators.joining_messages import IsReading, Leaving, MessageConnection
 from automodel_rl.generators.meeting import Meeting
 from automodel_rl.generators.member import Member, name_of
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
@@ -291,6 +290,10 @@ class Fleet:
         assert self._joined.version is not None
         return self._joined.version.version, self._joined.version.digest
 
+    def _newest(self) -> UseVersion | None:
+        with self._news:
+            return None if self._joined is None else self._joined.version
+
     def evaluate(self, number: int, digest: str) -> None:
         """Lets evaluators write with a version of published weights from now on.
 
@@ -332,8 +335,15 @@ class Fleet:
         (welcome,) = self.crew.ask(jobs.WelcomeGenerators(spec))
         assert spec.weight_sync.publish is not None
         with self._news:  # those who come meanwhile wait for the end of it
-            way_in = self._way_in = WayIn(spec, welcome, self._admit)
-            room = functools.partial(JoinedMembers, choice, spec.weight_sync.publish, way_in.command, itertools.count())
+            way_in = self._way_in = WayIn(spec, welcome, self._admit, self._newest)
+            room = functools.partial(
+                JoinedMembers,
+                choice,
+                spec.weight_sync.publish,
+                way_in.command,
+                itertools.count(),
+                welcome.vocab_size,
+            )
             joined = self._joined = room()
             asked = [(self, "at_least", choice.at_least, joined)]
             if choice.evaluators:
@@ -360,7 +370,7 @@ class Fleet:
                 f"{joined.choice.wait_minutes:g}: start more with {joined.command}, or raise wait_minutes"
             )
 
-    def _admit(self, name: str, connection: Connection, evaluates: bool) -> None:
+    def _admit(self, name: str, connection: MessageConnection, evaluates: bool) -> None:
         """Takes a generator that has joined. It gets what waits for one."""
         with self._news:
             joined, evaluators = self._joined, self.evaluators
@@ -466,7 +476,7 @@ class Fleet:
         return submission.completions()
 
     def _take(self, member: Member, message: Finished | Failed | Leaving | IsReading) -> None:
-        """Takes what a member sends. Its thread calls it."""
+        """Takes what a member sends. Its thread calls it. Raises ProtocolError if nobody asked for that."""
         if isinstance(message, IsReading):
             return
         if isinstance(message, Leaving):
@@ -480,8 +490,11 @@ class Fleet:
             return
         with self._news:
             assignment = self._assignments.get(message.number)
-            place = -1 if assignment is None else assignment.places[message.place]
-            if assignment is None or place in assignment.submission.claimed:
+            if assignment is None:  # others write it now
+                return
+            self._check(member, assignment, message)
+            place = assignment.places[message.place]
+            if place in assignment.submission.claimed:
                 return
             assignment.submission.claimed.add(place)
             assignment.left -= 1
@@ -492,6 +505,16 @@ class Fleet:
         if not self.works_alone:
             with self._news:
                 self._news.notify_all()
+
+    def _check(self, member: Member, assignment: Assignment, message: Finished) -> None:
+        """Raises ProtocolError if a member sends something for another member or another place, or what is no
+        completion. What ranks send they have checked."""
+        if assignment.member is not member or not 0 <= message.place < len(assignment.places):
+            raise ProtocolError(f"it sent a completion for place {message.place} of {message.number}, which is not its")
+        if self._joined is not None and member.has_joined:
+            request = assignment.submission.requests[assignment.places[message.place]]
+            if problem := message.written.problem(request, self._joined.vocab_size):
+                raise ProtocolError(problem)
 
     def _lose(self, member: Member, problem: str, *, is_innocent: bool = False) -> None:
         """Lets others write what a member was to write. If the member's work is innocent, none of it is to blame."""

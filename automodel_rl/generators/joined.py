@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
@@ -20,12 +19,20 @@ from automodel_rl.config.rollout import LARGEST_BUFFER
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Message, UseVersion, VllmSettings
 from automodel_rl.generators.generator_process import GeneratorProcess
-from automodel_rl.generators.joining import HasEnded, HasStarted, IsReading, Joining, Leaving, Welcome
+from automodel_rl.generators.joining_messages import (
+    FromRun,
+    HasEnded,
+    HasStarted,
+    IsReading,
+    Joining,
+    Leaving,
+    MessageConnection,
+    Welcome,
+)
 from automodel_rl.generators.make_generator import ON_CPU, start_transformers
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.run_places import DistantRun, RunPlace
 from automodel_rl.generators.vllm_process import start_vllm
-from automodel_rl.launch.door import hang_up
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.support.description import describe_model
 from automodel_rl.weight_sync.ipc import Ipc
@@ -120,7 +127,8 @@ def _join(place: RunPlace, choice: OwnChoice, minutes: float) -> bool:
         sync = PublishedSync(place.files(welcome.weights), LARGEST_BUFFER)
         with _signs_of_life(connection.send):
             try:
-                sync.read_ahead()  # so that nobody waits for a generator that cannot, or that takes long
+                if welcome.newest is not None:  # so that nobody waits for a generator that cannot, or that takes long
+                    sync.read_ahead(welcome.newest.version, welcome.newest.digest)
             except InputError as error:
                 raise _WriterLostError(f"this generator cannot read weights: {error}", has_written=False) from None
             generator, transport = _start(welcome, choice)
@@ -150,14 +158,14 @@ def _signs_of_life(send: Callable[[Message], None]) -> Iterator[None]:
         teller.join()
 
 
-def _connect(place: RunPlace, minutes: float) -> Connection:
+def _connect(place: RunPlace, minutes: float) -> MessageConnection:
     """A connection to the run, once there is one."""
     deadline, problem, told = time.monotonic() + 60 * minutes, "no run publishes to it", ""
     while True:
         address = place.address()
         try:
             if address is not None:
-                return address.knock()
+                return MessageConnection(address.knock(), FromRun())
         except AuthenticationError:
             if isinstance(place, DistantRun):
                 raise InputError(
@@ -174,7 +182,7 @@ def _connect(place: RunPlace, minutes: float) -> Connection:
         time.sleep(LOOK_SECONDS)
 
 
-def _ask(connection: Connection, evaluates: bool) -> Welcome | None:
+def _ask(connection: MessageConnection, evaluates: bool) -> Welcome | None:
     """What the run tells a generator that joins; None if it breaks off."""
     try:
         connection.send(Joining(f"process {os.getpid()} of {socket.gethostname()}", evaluates))
@@ -214,7 +222,9 @@ class JoinedGenerator:
         vocab_size: number of the model's token ids.
     """
 
-    def __init__(self, connection: Connection, generator: GeneratorProcess, sync: PublishedSync, vocab_size: int):
+    def __init__(
+        self, connection: MessageConnection, generator: GeneratorProcess, sync: PublishedSync, vocab_size: int
+    ):
         self.connection, self.generator, self.sync, self.vocab_size = connection, generator, sync, vocab_size
         self._sending = threading.RLock()  # a signal may come while this thread sends
         self._problem, self._has_written = "", False
@@ -252,23 +262,23 @@ class JoinedGenerator:
                     brought = self.sync.bring(message.version, message.digest, message.policy_version)
                 _tell_brought(message.version, brought)
             else:
-                self.generator.submit(message.requests, functools.partial(self._finish, message.number), self._lost)
+                self.generator.submit(message.requests, functools.partial(self._finish, message), self._lost)
         except InputError as error:  # weights that cannot be read here, which no request is to blame for
             self._send(Leaving(str(error)))
             self._lost(error)
         except Exception as error:  # of the process, or of what the program sends
             self._lost(error)
 
-    def _finish(self, number: int, place: int, completion: Completion) -> None:
+    def _finish(self, asked: Generate, place: int, completion: Completion) -> None:
         self._has_written = True
-        self._send(Finished(number, place, completion.of_vocabulary(self.vocab_size)))
+        self._send(Finished(asked.number, place, completion.checked(asked.requests[place], self.vocab_size)))
 
     def _lost(self, error: BaseException) -> None:
         """Tells the program that this generator writes no more, and ends the connection."""
         problem = innermost(error)
         self._problem = self._problem or problem
         self._send(Failed(0, problem))
-        hang_up(self.connection)
+        self.connection.hang_up()
 
     def _send(self, message: Message) -> None:
         try:

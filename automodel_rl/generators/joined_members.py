@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import UseVersion
-from automodel_rl.generators.joining import JoiningDoor, Welcome
+from automodel_rl.generators.joining import JoiningDoor
+from automodel_rl.generators.joining_messages import MessageConnection, Welcome
 from automodel_rl.generators.member import Member
 from automodel_rl.generators.run_places import WeightsGiven, run_key
 from automodel_rl.generators.submission import Submission
@@ -30,6 +30,7 @@ class WayIn:
         welcome: what generators need.
         admit: called for each that has started, in a thread of its own, with the name, the connection, and whether it
             evaluates.
+        newest: returns the version of weights that generators write with; None before the first.
 
     Attributes:
         door: lets them join.
@@ -39,18 +40,24 @@ class WayIn:
         InputError: a port is taken, the folder cannot be written to, or another run lets generators join there.
     """
 
-    def __init__(self, spec: GeneratorSpec, welcome: Welcome, admit: Callable[[str, Connection, bool], None]):
+    def __init__(
+        self,
+        spec: GeneratorSpec,
+        welcome: Welcome,
+        admit: Callable[[str, MessageConnection, bool], None],
+        newest: Callable[[], UseVersion | None],
+    ):
         assert isinstance(spec.choice, JoinedGeneratorConfig)
         assert spec.weight_sync.publish is not None
         choice, folder = spec.choice, spec.weight_sync.publish
         key = run_key(choice.key)
         self.command = f"automodel-rl generate --join {folder}"
         with contextlib.ExitStack() as opened:
-            server = _serve_weights(choice, folder)
+            server = _serve_weights(choice, folder, key)
             if server is not None:
                 opened.callback(server.close)
-                welcome = replace(welcome, weights=WeightsGiven(server.port, server.token))
-            self.door = JoiningDoor(choice, key, folder, welcome, admit)
+                welcome = replace(welcome, weights=WeightsGiven(server.port, server.salt))
+            self.door = JoiningDoor(choice, key, folder, welcome, admit, newest)
             opened.callback(self.door.close)
             self._open = opened.pop_all()
         if server is not None:
@@ -62,13 +69,13 @@ class WayIn:
         self._open.close()
 
 
-def _serve_weights(choice: JoinedGeneratorConfig, folder: Path) -> VersionServer | None:
+def _serve_weights(choice: JoinedGeneratorConfig, folder: Path, key: bytes) -> VersionServer | None:
     """Gives published weights to those that do not share the folder, if the run does."""
     port = choice.weights_port
     if port is None:
         return None
     try:
-        return VersionServer(folder, choice.host, port)
+        return VersionServer(folder, choice.host, port, key)
     except OSError as error:
         raise InputError(
             f"rollout.generator.weights_port={port} cannot be listened on ({error.strerror}): choose another, or 0 "
@@ -84,6 +91,7 @@ class JoinedMembers:
         folder: the folder of published weights.
         command: the command that starts one that joins.
         numbers: the numbers of those that will join.
+        vocab_size: number of the model's token ids.
         evaluate: whether they write for evaluations alone.
 
     Attributes:
@@ -99,10 +107,12 @@ class JoinedMembers:
         folder: Path,
         command: str,
         numbers: Iterator[int],
+        vocab_size: int,
         *,
         evaluate: bool = False,
     ):
         self.choice, self.folder, self.numbers, self.evaluate = choice, folder, numbers, evaluate
+        self.vocab_size = vocab_size
         self.command = f"{command} --evaluate" if evaluate else command
         self.version: UseVersion | None = None
         self.waiting: list[tuple[Submission, Sequence[int]]] = []

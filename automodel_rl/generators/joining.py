@@ -1,97 +1,31 @@
-"""The program's side of generators that join a run from anywhere, and leave it, while it goes on.
-
-A run writes its address to the folder of its published weights:
-
-    a generator sends      the program answers
-    Joining                Welcome, or a Failure and the end of the connection
-    HasStarted             UseVersion and Generate, in the order in which they count; at the end of the run HasEnded
-    Finished, Failed       nothing
-    IsReading              nothing: it reads a version of the weights, which may take long
-    Leaving                the end of the connection
-"""
+"""The program's side of generators that join a run from anywhere, and leave it, while it goes on. A run writes its
+address to the folder of its published weights."""
 
 import contextlib
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-from automodel_rl.compat.versions import own_version
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_for_owner
-from automodel_rl.generator_messages import PROTOCOL, Failure, Message
-from automodel_rl.generators.model_copy import ModelCopy
-from automodel_rl.generators.run_places import JOIN_FILE, WeightsGiven, address_in
-from automodel_rl.generators.transformers_generator import Writing
+from automodel_rl.generator_messages import Failure, UseVersion
+from automodel_rl.generators.joining_messages import (
+    FromGenerator,
+    HasEnded,
+    HasStarted,
+    IsReading,
+    Joining,
+    MessageConnection,
+    Welcome,
+    release,
+)
+from automodel_rl.generators.run_places import JOIN_FILE, address_in
+from automodel_rl.launch.authenticated import AuthenticatedConnection
 from automodel_rl.launch.door import Door
-
-
-def release() -> str:
-    """What both sides must have in common: the package's release, and the messages that it knows."""
-    return f"{own_version()} {PROTOCOL[:12]}"
-
-
-@dataclass(frozen=True)
-class Joining(Message):
-    """A generator wants to join.
-
-    Attributes:
-        name: its process, in words.
-        evaluates: whether it writes for evaluations alone.
-        release: what it knows.
-    """
-
-    name: str
-    evaluates: bool = False
-    release: str = field(default_factory=release)
-
-
-@dataclass(frozen=True)
-class Welcome(Message):
-    """What a generator needs to start.
-
-    Attributes:
-        copy: the model, for the transformers generator. The generator chooses the device.
-        writing: how that writes completions.
-        vllm: the arguments of vllm.LLM that follow from the run.
-        timeout: the run's weight_sync.timeout, in seconds.
-        vocab_size: number of the model's token ids.
-        weights: how the run gives its published weights over HTTP; None if it does not.
-    """
-
-    copy: ModelCopy
-    writing: Writing
-    vllm: dict[str, Any]
-    timeout: float
-    vocab_size: int
-    weights: WeightsGiven | None = None
-
-
-@dataclass(frozen=True)
-class HasStarted(Message):
-    """The generator has started, and takes versions of weights and requests."""
-
-
-@dataclass(frozen=True)
-class Leaving(Message):
-    """The generator writes no more; `text` is the reason. Nothing that it was to write is to blame."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class IsReading(Message):
-    """The generator is reading weights, and alive."""
-
-
-@dataclass(frozen=True)
-class HasEnded(Message):
-    """The run has ended. There is nothing to wait for."""
 
 
 class JoiningDoor:
@@ -104,6 +38,7 @@ class JoiningDoor:
         welcome: what generators need.
         admit: called for each generator that has started, in a thread of its own, with the name, the connection, and
             whether it evaluates.
+        newest: returns the version of weights that generators write with; None before the first.
 
     Attributes:
         address: where generators join.
@@ -118,12 +53,14 @@ class JoiningDoor:
         key: bytes,
         folder: Path,
         welcome: Welcome,
-        admit: Callable[[str, Connection, bool], None],
+        admit: Callable[[str, MessageConnection, bool], None],
+        newest: Callable[[], UseVersion | None],
     ):
+        self.newest = newest
         self.welcome, self.admit, self.folder, self.file = welcome, admit, folder, folder / JOIN_FILE
         self._has_evaluators = choice.evaluators > 0
         self._guard, self._is_open = threading.Lock(), True
-        self._starting: set[Connection] = set()
+        self._starting: set[MessageConnection] = set()
         if _is_answered(folder):
             raise InputError(
                 f"weight_sync.publish={folder}: another run lets generators join there: give each run a folder of its "
@@ -157,7 +94,8 @@ class JoiningDoor:
             if address_in(self.folder) == self.address:  # else of a run that has come since
                 self.file.unlink()
 
-    def _greet(self, connection: Connection) -> None:
+    def _greet(self, proven: AuthenticatedConnection) -> None:
+        connection = MessageConnection(proven, FromGenerator())
         try:
             first = connection.recv()
             if not isinstance(first, Joining) or first.release != release():
@@ -169,7 +107,7 @@ class JoiningDoor:
                     Failure("the run evaluates by itself: set rollout.generator.evaluators, or join without")
                 )
                 raise EOFError
-            connection.send(self.welcome)
+            connection.send(replace(self.welcome, newest=self.newest()))
             if not self._starts(connection):
                 raise EOFError
         except Exception:  # it is gone, or what it sends cannot be read
@@ -177,7 +115,7 @@ class JoiningDoor:
             return
         self.admit(first.name, connection, first.evaluates)
 
-    def _starts(self, connection: Connection) -> bool:
+    def _starts(self, connection: MessageConnection) -> bool:
         """Waits until a generator has started. Meanwhile the run may end."""
         with self._guard:
             if not self._is_open:
@@ -193,7 +131,7 @@ class JoiningDoor:
         return isinstance(message, HasStarted)
 
 
-def _tell_end(connection: Connection) -> None:
+def _tell_end(connection: MessageConnection) -> None:
     with contextlib.suppress(OSError):
         connection.send(HasEnded())
 

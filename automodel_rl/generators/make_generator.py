@@ -27,7 +27,7 @@ from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.generator_process import GeneratorProcess, NotStartedError
-from automodel_rl.generators.joining import Welcome
+from automodel_rl.generators.joining_messages import Welcome
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing

@@ -3,9 +3,9 @@
 import secrets
 import threading
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 
 from automodel_rl.errors import InputError, RolloutError, innermost
+from automodel_rl.launch.authenticated import AuthenticatedConnection
 from automodel_rl.launch.door import LONGEST_WAIT, Door, DoorAddress
 
 
@@ -20,7 +20,7 @@ class Meeting:
     """
 
     def __init__(self, host: str):
-        self._come: dict[int, Connection] = {}
+        self._come: dict[int, AuthenticatedConnection] = {}
         self._news = threading.Condition()
         self._door = Door(host, 0, secrets.token_bytes(32), self._greet)
         self.address = self._door.address
@@ -31,7 +31,7 @@ class Meeting:
     def __exit__(self, *_: object) -> None:
         self._door.close()
 
-    def connection(self, rank: int) -> Connection:
+    def connection(self, rank: int) -> AuthenticatedConnection:
         """The connection of a rank that has come, or that comes soon.
 
         Raises:
@@ -42,7 +42,7 @@ class Meeting:
                 raise RolloutError(f"rank {rank} could not reach the program at {self.address.host}")
             return self._come[rank]
 
-    def _greet(self, connection: Connection) -> None:
+    def _greet(self, connection: AuthenticatedConnection) -> None:
         try:
             rank = connection.recv()
         except (OSError, EOFError):
@@ -53,7 +53,7 @@ class Meeting:
             self._news.notify_all()
 
 
-def meet(address: DoorAddress, rank: int) -> Connection:
+def meet(address: DoorAddress, rank: int) -> AuthenticatedConnection:
     """A rank's connection to the program.
 
     Args:

@@ -4,12 +4,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from typing import Any
 
 from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request, UseVersion
-from automodel_rl.generators.joining import HasEnded, IsReading, Leaving
-from automodel_rl.launch.door import hang_up
+from automodel_rl.generators.joining_messages import HasEnded, IsReading, Leaving, MessageConnection
+from automodel_rl.launch.authenticated import AuthenticatedConnection
 
 IS_GONE = "its process is gone"
 """Why a member is lost whose connection has ended."""
@@ -28,11 +28,13 @@ class Member:
         number: its number in the fleet: the rank, if one leads it.
         works_alone: whether the generator writes while its rank does something else. If not, it writes in a job.
         connection: the connection to it.
-        take: gets what it sends, and a `Failed` with the number 0 if nothing more will come.
+        take: gets what it sends, and a `Failed` with the number 0 if nothing more will come. If it raises an error, the
+            member is lost: it has sent what it should not.
         has_joined: whether it has come by itself, and can leave at any time.
 
     Attributes:
         problem: why it is lost, "" if it is not.
+        broke_off: whether its connection ended without a reason, or for what it sent.
         queued: requests that it has not got yet: they wait for a job.
         heard: time at which it last sent something, by the monotonic clock.
         first_number: the first number of what its generator was asked. Earlier requests went to generators before it.
@@ -44,12 +46,12 @@ class Member:
         self,
         number: int,
         works_alone: bool,
-        connection: Connection,
+        connection: AuthenticatedConnection | MessageConnection,
         take: Callable[["Member", Finished | Failed | Leaving | IsReading], None],
         has_joined: bool = False,
     ):
         self.number, self.works_alone, self.has_joined = number, works_alone, has_joined
-        self.problem = ""
+        self.problem, self.broke_off = "", False
         self.queued: list[Generate] = []
         self.heard = time.monotonic()
         self.first_number = self.num_given_up = self.tried_again_at = 0
@@ -103,7 +105,7 @@ class Member:
 
     def close(self) -> None:
         """Gives it no more requests."""
-        hang_up(self._connection)
+        self._connection.hang_up()
 
     def dismiss(self) -> None:
         """Gives it no more requests, for the run has ended, and says so if it has come by itself."""
@@ -124,17 +126,21 @@ class Member:
                 self._take(self, Failed(number, innermost(error)))
 
     def _read(self) -> None:
+        problem = IS_GONE
         try:
             while True:
-                message = self._connection.recv()
+                message: Any = self._connection.recv()
                 self.heard = time.monotonic()
                 self._take(self, message)
         except (EOFError, OSError):  # its rank has ended, or the program
             pass
+        except Exception as error:  # it has sent what it should not
+            problem = innermost(error)
         finally:
+            self.broke_off = True
             self._connection.close()
             self._outgoing.put(None)
-            self._take(self, Failed(0, IS_GONE))
+            self._take(self, Failed(0, problem))
 
 
 def name_of(number: int | None, *, has_joined: bool) -> str:

@@ -137,12 +137,23 @@ class Completion:
     num_cached: int | None = None
     writer: int | None = None
 
-    def of_vocabulary(self, size: int) -> "Completion":
-        """The completion, or an error if it has a token outside the model's vocabulary, as from another model."""
-        strange = next((token for token in self.token_ids if token >= size), None)
-        if strange is None:
-            return self
-        return Completion([], [], "error", f"the generator's token {strange} is none of the model's {size}")
+    def problem(self, request: Request, vocab_size: int) -> str:
+        """Why the completion cannot be an answer to a request, as from a generator with another model; "" if it can."""
+        strange = next((token for token in self.token_ids if not 0 <= token < vocab_size), None)
+        if strange is not None:
+            return f"the generator's token {strange} is none of the model's {vocab_size}"
+        if len(self.logprobs) != len(self.token_ids):
+            return f"the generator gave {len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens"
+        if len(self.token_ids) > request.sampling.max_tokens:
+            return (
+                f"the generator wrote {len(self.token_ids)} tokens, and at most {request.sampling.max_tokens} were due"
+            )
+        return ""
+
+    def checked(self, request: Request, vocab_size: int) -> "Completion":
+        """The completion, or an error if it cannot be an answer to a request."""
+        problem = self.problem(request, vocab_size)
+        return Completion([], [], "error", problem) if problem else self
 
     @property
     def sampled(self) -> list[bool]:

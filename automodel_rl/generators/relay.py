@@ -14,7 +14,7 @@ from automodel_rl.generator_messages import Failed, Finished, Generate, Request
 from automodel_rl.generators.meeting import meet
 from automodel_rl.generators.protocol import Completion, Generator, KeptRoutes
 from automodel_rl.generators.supervisor import GeneratorSupervisor
-from automodel_rl.launch.door import DoorAddress, hang_up
+from automodel_rl.launch.door import DoorAddress
 from automodel_rl.policy.routes import RouteStore
 
 
@@ -56,7 +56,7 @@ class Relay:
 
     def close(self) -> None:
         """Takes no more requests."""
-        hang_up(self._connection)
+        self._connection.hang_up()
 
     def _take_requests(self) -> None:
         """Takes requests until the program has ended, or this rank. If this thread fails, the program learns of it."""
@@ -94,10 +94,10 @@ class Relay:
 
     def _checked(self, completion: Completion, request: Request) -> Completion:
         """The completion as a program gets it: with policy versions, and without the routes, which stay here. It is an
-        error if it has a token outside the vocabulary, as from a server with another model, or routes that cannot be
+        error if it does not answer the request, as from a server with another model, or has routes that cannot be
         followed."""
         handle = self.supervisor.handle
-        completion = completion.of_vocabulary(handle.config.vocab_size)
+        completion = completion.checked(request, handle.config.vocab_size)
         kept = None
         if request.rollouts is not None and handle.router_shape is not None and completion.finish != "error":
             try:

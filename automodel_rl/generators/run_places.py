@@ -11,7 +11,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.files import write_for_owner
 from automodel_rl.launch.door import DoorAddress
 from automodel_rl.weight_sync.version_files import VersionFiles
-from automodel_rl.weight_sync.version_server import headers_of
+from automodel_rl.weight_sync.version_server import RequestSigner
 
 JOIN_FILE = "join.json"
 """Name of the file with a run's address, in the folder of its published weights. Only its owner can read it: whoever
@@ -26,11 +26,11 @@ class WeightsGiven:
 
     Attributes:
         port: the port on its machine.
-        token: what readers must know.
+        salt: what readers need to sign requests, besides the run's key.
     """
 
     port: int
-    token: str
+    salt: str
 
 
 class RunPlace(Protocol):
@@ -97,7 +97,7 @@ class DistantRun:
                 "join by the folder that it publishes to"
             )
         address = self.weights or f"{_in_url(self.host)}:{given.port}"
-        return VersionFiles(f"http://{address}", headers_of(given.token))
+        return VersionFiles(f"http://{address}", RequestSigner(self.key, given.salt).headers)
 
 
 def place_of(given: str, key: Path | None, weights: str | None) -> RunPlace:

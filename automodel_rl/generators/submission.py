@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 
 from automodel_rl.errors import RolloutError
 from automodel_rl.generator_messages import Request
-from automodel_rl.generators.member import IS_GONE, Member
+from automodel_rl.generators.member import Member
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost
 
 MOST_LOSSES = 3
 """A request whose generators were lost so often is to blame, and is not asked again."""
 
 MOST_DISAPPEARANCES = 100
-"""The same of generators that have joined and are gone without a word: their machines may be taken away at any time."""
+"""The same of generators that have joined and are gone without a reason, or that sent what no request asks for: their
+machines may be taken away at any time."""
 
 
 @dataclass(eq=False)
@@ -28,7 +29,7 @@ class Submission:
         claimed: places whose completion has come.
         done: completions by place. They are there once `on_finished` has been called.
         losses: how often the generator of a request was lost, by place.
-        disappearances: how often it was one that had joined and was gone without a word, by place.
+        disappearances: how often it was one that had joined and broke off, by place.
         settled: set once there is nothing to wait for.
         error: why those that are missing will not come.
     """
@@ -48,7 +49,7 @@ class Submission:
         """Notes that a member is lost that was to write some places. Gives those that are to blame for it."""
         if self.only is not None:
             return []
-        is_gone = member.has_joined and problem == IS_GONE
+        is_gone = member.has_joined and member.broke_off
         counts, most = (self.disappearances, MOST_DISAPPEARANCES) if is_gone else (self.losses, MOST_LOSSES)
         counts.update(places)
         return [place for place in places if counts[place] >= most]

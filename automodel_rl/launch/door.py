@@ -2,24 +2,29 @@
 
 import contextlib
 import ipaddress
-import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from automodel_rl.launch.authenticated import AuthenticatedConnection, prove_as_client, prove_as_server
 
 LOCAL = ("localhost", "127.0.0.1")
 """Names of this machine for itself: all who come are on it."""
 
 LONGEST_WAIT = 60.0
-"""Longest wait in seconds for the other end to show that it knows the key."""
+"""Longest wait in seconds for a process to accept a connection, and to prove that it knows the key."""
 
-MOST_STRANGERS = 256
-"""Most connections whose other end has not shown yet that it knows the key. Others are not taken."""
+HANDSHAKE_SECONDS = 10.0
+"""Longest time that a client may take for the whole handshake."""
+
+MAX_UNPROVEN = 256
+"""Most connections whose client has not proved yet that it knows the key."""
+
+MAX_UNPROVEN_BY_ADDRESS = 32
+"""The same of clients at one address. An IPv6 network of 64 bits counts as one."""
 
 BACKLOG = 256
 """Most connections that wait to be taken: many may come at once after a weight sync."""
@@ -41,22 +46,59 @@ class DoorAddress:
     port: int
     key: bytes
 
-    def knock(self) -> Connection:
+    def knock(self) -> AuthenticatedConnection:
         """A connection to the program, whose first message is due from here.
 
         Raises:
-            AuthenticationError, OSError, EOFError: the program cannot be reached, or has another key.
+            AuthenticationError: what listens there does not know the key.
+            OSError, EOFError: the program cannot be reached.
         """
-        with socket.create_connection((self.host, self.port), LONGEST_WAIT) as end:
-            connection = _kept_alive(end)
+        deadline = time.monotonic() + LONGEST_WAIT
+        end = socket.create_connection((self.host, self.port), LONGEST_WAIT)
         try:
-            with _answered_in_time(connection):
-                answer_challenge(connection, self.key)
-                deliver_challenge(connection, self.key)
+            _keep_alive(end)
+            return prove_as_client(end, self.key, deadline)
         except BaseException:
-            connection.close()
+            end.close()
             raise
-        return connection
+
+
+class Unproven:
+    """Bounds the connections whose client has not proved yet that it knows a key.
+
+    A new connection is always taken: where the bound is reached, the oldest one of the address with the most is closed.
+    Handshakes take milliseconds, so clients that are slow on purpose keep nobody else out.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[str, list[socket.socket]] = {}
+
+    @contextlib.contextmanager
+    def counted(self, end: socket.socket, address: str) -> Iterator[None]:
+        """Counts a connection in this block, in which it may be shut down to make room for others."""
+        with self._lock:
+            self._make_room(_network_of(address))
+            self._pending.setdefault(_network_of(address), []).append(end)
+        try:
+            yield
+        finally:
+            with self._lock:
+                of_network = self._pending[_network_of(address)]
+                of_network.remove(end)
+                if not of_network:
+                    del self._pending[_network_of(address)]
+
+    def _make_room(self, network: str) -> None:
+        """Shuts the oldest connection of a network down, or of another one, if there are too many."""
+        if len(self._pending.get(network, [])) < MAX_UNPROVEN_BY_ADDRESS:
+            if sum(len(ends) for ends in self._pending.values()) < MAX_UNPROVEN:
+                return
+            network = max(self._pending, key=lambda one: len(self._pending[one]))
+        ends = self._pending[network]
+        ends.append(ends.pop(0))  # so that another call takes the next one
+        with contextlib.suppress(OSError):  # it is closed already
+            ends[-1].shutdown(socket.SHUT_RDWR)
 
 
 class Door:
@@ -75,12 +117,11 @@ class Door:
         OSError: the port is taken.
     """
 
-    def __init__(self, host: str, port: int, key: bytes, greet: Callable[[Connection], None]):
+    def __init__(self, host: str, port: int, key: bytes, greet: Callable[[AuthenticatedConnection], None]):
         self._server = listen(host, port)
         self._server.settimeout(0.2)
         self.address = DoorAddress(host, self._server.getsockname()[1], key)
-        self._greet, self._is_open = greet, True
-        self._strangers = threading.Semaphore(MOST_STRANGERS)
+        self._greet, self._is_open, self._unproven = greet, True, Unproven()
         threading.Thread(target=self._take, daemon=True, name="door").start()
 
     def close(self) -> None:
@@ -91,29 +132,24 @@ class Door:
         with self._server:
             while self._is_open:
                 try:
-                    taken, _ = self._server.accept()
+                    end, (address, *_) = self._server.accept()
                 except TimeoutError:
                     continue
                 except OSError:  # it is gone already, or this process has too many files open for now
                     time.sleep(PAUSE)
                     continue
-                connection = _kept_alive(taken)
-                if self._strangers.acquire(blocking=False):
-                    # In a thread of its own, for a stranger may come and say nothing.
-                    threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
-                else:
-                    connection.close()
+                # In a thread of its own, for a client may come and say nothing.
+                threading.Thread(target=self._admit, args=(end, address), daemon=True).start()
 
-    def _admit(self, connection: Connection) -> None:
+    def _admit(self, end: socket.socket, address: str) -> None:
         try:
-            with _answered_in_time(connection):
-                knows_key = _admits(connection, self.address.key)
-        except OSError:  # it was closed
+            with self._unproven.counted(end, address):
+                _keep_alive(end)
+                connection = prove_as_server(end, self.address.key, time.monotonic() + HANDSHAKE_SECONDS)
+        except (AuthenticationError, EOFError, OSError):
+            end.close()
             return
-        finally:
-            self._strangers.release()
-        if knows_key:
-            self._greet(connection)
+        self._greet(connection)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -146,43 +182,19 @@ def _loopback_address(host: str) -> str | None:
     return found[0] if found and all(ipaddress.ip_address(one).is_loopback for one in found) else None
 
 
-def _kept_alive(end: socket.socket) -> Connection:
-    """A connection over a socket, which notices in time if the other machine is gone. The socket is of no use then."""
+def _network_of(address: str) -> str:
+    """What counts as one address: that of IPv4, or the network of IPv6 whose addresses one machine may choose from."""
+    known = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(known, ipaddress.IPv6Address):
+        return str(known.ipv4_mapped or ipaddress.ip_network((known, 64), strict=False))
+    return str(known)
+
+
+def _keep_alive(end: socket.socket) -> None:
+    """Lets a socket notice in time if the other machine is gone."""
     end.setblocking(True)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a frame is sent in three parts
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
         end.setsockopt(socket.IPPROTO_TCP, option, seconds)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000)  # milliseconds; for what was sent
-    return Connection(end.detach())
-
-
-@contextlib.contextmanager
-def _answered_in_time(connection: Connection) -> Iterator[None]:
-    """Waits for the other end in this block raise OSError after `LONGEST_WAIT`."""
-    _limit(connection, LONGEST_WAIT)
-    yield
-    if not connection.closed:
-        _limit(connection, 0.0)
-
-
-def _limit(connection: Connection, seconds: float) -> None:
-    """The longest wait for the other end; 0 for any."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
-
-
-def hang_up(connection: Connection) -> None:
-    """Ends a connection. Threads that wait at either end then have no more messages, and close it."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
-
-
-def _admits(connection: Connection, key: bytes) -> bool:
-    """Whether the other end of a connection that was taken knows the key. If it does not, the connection is closed."""
-    try:
-        deliver_challenge(connection, key)
-        answer_challenge(connection, key)
-    except (AuthenticationError, EOFError, OSError, ValueError):
-        connection.close()
-        return False
-    return True

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
-from automodel_rl.launch.door import Door, hang_up
+from automodel_rl.launch.authenticated import AuthenticatedConnection
+from automodel_rl.launch.door import Door
 from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.joining import answers_of, joined, take_together
 from automodel_rl.serve.messages import Done, Ready, ServiceJob, StopAsked, Together
@@ -72,8 +72,8 @@ class Ranks:
         self._orders: deque[_Order] = deque()
         self._running: list[_Order] = []
         self._came = threading.Condition()
-        self._connection: Connection | None = None
-        self._admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._connection: AuthenticatedConnection | None = None
+        self._admitted: queue.SimpleQueue[AuthenticatedConnection] = queue.SimpleQueue()
         self._door = Door(host, 0, secrets.token_bytes(32), self._admitted.put)
         write_address(self._door.address)
         threading.Thread(target=self._serve, daemon=True, name="ranks").start()
@@ -112,7 +112,7 @@ class Ranks:
         with self._came:
             connection = self._connection
         if connection is not None:
-            hang_up(connection)
+            connection.hang_up()
 
     def _serve(self) -> None:
         while True:
@@ -142,7 +142,7 @@ class Ranks:
         for order in running:
             order.settle(RanksLostError("the ranks of the server ended"))
 
-    def _run(self, connection: Connection, running: list[_Order]) -> None:
+    def _run(self, connection: AuthenticatedConnection, running: list[_Order]) -> None:
         """Gives jobs to ranks until they end.
 
         Args:
@@ -166,7 +166,7 @@ class Ranks:
                     running.clear()
                     self._send_next(connection, running)
 
-    def _send_next(self, connection: Connection, running: list[_Order]) -> None:
+    def _send_next(self, connection: AuthenticatedConnection, running: list[_Order]) -> None:
         """Sends the next job, and waits until there is one. Ranks that end meanwhile are noticed."""
         while True:
             with self._came:

@@ -3,7 +3,6 @@
 import os
 import signal
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from automodel_rl.config import OptimizerConfig, ServeConfig
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.hf.opened_model import OpenedModel
+from automodel_rl.launch.authenticated import AuthenticatedConnection
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.model.handle import ModelHandle
@@ -58,7 +58,7 @@ class ServiceWorker:
         self.teachers = ServiceTeachers(config, crew, rank.teachers)
         self._shown: tuple[str | None, str | None] | None = None
 
-    def work(self, server: Connection, signals: list[int]) -> None:
+    def work(self, server: AuthenticatedConnection, signals: list[int]) -> None:
         """Runs jobs until one asks to stop.
 
         Args:
@@ -117,7 +117,7 @@ class ServiceWorker:
         return self.sampler.answer(prompts, show)
 
 
-def _reach_server() -> Connection:
+def _reach_server() -> AuthenticatedConnection:
     address = read_address()
     try:
         return address.knock()

@@ -15,6 +15,8 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
+import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -44,6 +46,15 @@ LEVEL = 1
 
 THREADS = 4
 """Threads that pack a block, that unpack blocks, and that sum tensors."""
+
+MAX_LINE_BYTES = 2**26
+"""Longest description of a block, in bytes."""
+
+NOT_AS_WRITTEN = (
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError),
+    zstandard.ZstdError,
+)
+"""Errors of files that no run has written: others may write to a folder."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -123,26 +134,50 @@ def read_version(files: VersionFiles, number: int) -> Version:
     """
     try:
         values = json.loads(files.description(number))
+        if not isinstance(values, dict):
+            raise ValueError("it is no object")
         digest, signature = values.pop("hash"), values.pop("signature", None)
         if digest != _hash_values(values):
             raise ValueError("its hash is another")
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']}, and this version of automodel_rl reads {FORMAT}")
         tensors = {
-            name: (tuple(shape), getattr(torch, dtype), int(total))
+            name: (_shape_of(shape), _dtype_of(dtype), int(total))
             for name, (shape, dtype, total) in values["tensors"].items()
         }
+        _check_fits(tensors)
         stored = {inner_name(name): (int(size), str(of_file)) for name, (size, of_file) in values["files"].items()}
         before = None if values["before"] is None else (int(values["before"][0]), str(values["before"][1]))
         if values["version"] != number:
             raise ValueError(f"it is version {values['version']}")
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *NOT_AS_WRITTEN) as error:
         raise InputError(
             f"{files.where(number, VERSION_FILE)}: is no published version ({error}): wait for the next whole one"
         ) from None
     return Version(number, before, tensors, stored, values["changed"], digest, signature)
+
+
+def _shape_of(shape: Any) -> tuple[int, ...]:
+    if not all(isinstance(size, int) and 0 <= size < 2**48 for size in shape):
+        raise ValueError(f"{str(shape)[:60]} is no shape")
+    return tuple(shape)
+
+
+def _dtype_of(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{str(name)[:60]} is no dtype")
+    return dtype
+
+
+def _check_fits(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, int]]) -> None:
+    """Raises ValueError if tensors take more memory than this machine has."""
+    needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in tensors.values())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ValueError(f"its tensors take {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} GiB")
 
 
 class HashedFile:
@@ -275,12 +310,16 @@ class PublishedWeights:
         for name, stored in version.files.items():
             where = self.files.where(version.number, name)
             try:
-                with self.files.opened(version.number, name, is_shared=self.signatures is None) as file:
+                with self.files.opened(version.number, name, stored[0], is_shared=self.signatures is None) as file:
                     if _size_and_hash(file) != stored:
                         raise InputError(f"{where}: is damaged: wait for the next whole version")
                     file.seek(0)
                     for changes in _in_threads(functools.partial(_load_block, tensors=tensors), _blocks_in(file)):
                         self._note(changes)
+            except NOT_AS_WRITTEN as error:
+                raise InputError(
+                    f"{where}: is no file of a published version ({innermost(error)}): use nothing of it"
+                ) from None
             except OSError as error:
                 raise InputError(f"{where}: is gone ({innermost(error)}): wait for the next whole version") from None
         unknown = [name for name in version.tensors if name not in self._sums]
@@ -309,17 +348,22 @@ def _stamps_of(tensors: Mapping[str, Tensor], version: Version) -> dict[str, tup
 
 
 def _blocks_in(file: BinaryIO) -> Iterator[tuple[dict[str, Any], bytes]]:
-    while line := file.readline():
+    size = os.fstat(file.fileno()).st_size
+    while line := file.readline(MAX_LINE_BYTES):
         block = json.loads(line)
+        if not isinstance(block["bytes"], int) or not 0 <= block["bytes"] <= size - file.tell():
+            raise ValueError(f"a block of {block['bytes']} bytes is not in it")
         yield block, file.read(block["bytes"])
 
 
 def _load_block(packed: tuple[dict[str, Any], bytes], tensors: Mapping[str, Tensor]) -> dict[str, int | None]:
     """Brings stretches of tensors to a version, and returns by how much each tensor's checksum has changed; None where
     only the tensor tells."""
-    block, content = packed[0], zstandard.ZstdDecompressor().decompress(packed[1])
-    itemsize, numel = getattr(torch, block["dtype"]).itemsize, sum(count for *_, count in block["chunks"])
-    stretches = [bits_of(tensors[name])[start : start + count] for name, start, count in block["chunks"]]
+    block = packed[0]
+    dtype = _dtype_of(block["dtype"])
+    stretches = [_stretch(tensors[name], dtype, start, count) for name, start, count in block["chunks"]]
+    itemsize, numel = dtype.itemsize, sum(len(stretch) for stretch in stretches)
+    content = _unpacked(packed[1], itemsize * numel, is_whole=bool(block["whole"]), numel=numel)
     ends = np.cumsum([len(stretch) for stretch in stretches])
     if block["whole"]:
         for stretch, part in zip(stretches, np.split(np.frombuffer(content, f"i{itemsize}"), ends[:-1]), strict=True):
@@ -335,6 +379,32 @@ def _load_block(packed: tuple[dict[str, Any], bytes], tensors: Mapping[str, Tens
         changes[name] = _sum(changes.get(name) or 0, change_of_checksum(before, after, start + within))
         first = last
     return changes
+
+
+def _stretch(tensor: Tensor, dtype: torch.dtype, start: int, count: int) -> np.ndarray:
+    """Numbers of a tensor. Raises ValueError if it does not have them."""
+    if tensor.dtype != dtype or not 0 <= start <= start + count <= tensor.numel():
+        raise ValueError(f"numbers {start} to {start + count} of {dtype} are not in a tensor of {tensor.numel()}")
+    return bits_of(tensor)[start : start + count]
+
+
+def _unpacked(packed: bytes, num_bytes: int, *, is_whole: bool, numel: int) -> bytes:
+    """The content of a block. Raises ValueError before it is unpacked if it is longer than it may be.
+
+    Args:
+        packed: the block.
+        num_bytes: the size of all its numbers.
+        is_whole: whether it holds all, and not a delta.
+        numel: how many there are.
+    """
+    most = num_bytes if is_whole else num_bytes + -(-numel // 8)
+    said = zstandard.frame_content_size(packed)
+    if said > most:
+        raise ValueError(f"a block unpacks to {said:,} bytes, and at most {most:,} are due")
+    content = zstandard.ZstdDecompressor().decompress(packed, max_output_size=max(most, 1))
+    if is_whole and len(content) != num_bytes:
+        raise ValueError(f"a block unpacks to {len(content):,} bytes, and {num_bytes:,} are due")
+    return content
 
 
 def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

@@ -52,14 +52,17 @@ class PublishedSync:
         self._weights, self._tensors = PublishedWeights(files), dict[str, Tensor]()
         self._slots: Slots | None = None
 
-    def read_ahead(self) -> None:
-        """Reads the newest version, so that only what changes since is left to read. Does nothing if there is none yet.
+    def read_ahead(self, version: int, digest: str) -> None:
+        """Reads a version, so that only what changes since is left to read.
+
+        Args:
+            version: the version.
+            digest: its hash, as the run says.
 
         Raises:
-            InputError: it cannot be read.
+            InputError: it cannot be read, or is not the run's.
         """
-        if self.files.newest() is not None:
-            self._weights.bring(self._tensors)
+        self._weights.bring(self._tensors, version, digest)
 
     def connect(self, transport: Transport) -> None:
         """Chooses the process that gets the versions.

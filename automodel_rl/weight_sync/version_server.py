@@ -1,4 +1,4 @@
-"""Gives the versions in a folder over HTTP to those that the run has told a token, and that do not share the folder."""
+"""Gives the versions in a folder over HTTP to those that know a secret of the run, and that do not share the folder."""
 
 import contextlib
 import hmac
@@ -8,11 +8,13 @@ import re
 import secrets
 import socket
 import threading
+import urllib.parse
+from collections import OrderedDict
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from automodel_rl.launch.door import MOST_STRANGERS, listen
+from automodel_rl.launch.door import HANDSHAKE_SECONDS, Unproven, listen
 from automodel_rl.weight_sync.version_files import NEWEST_FILE, VERSION_FILE
 
 INNER = re.compile(rf"/({re.escape(NEWEST_FILE)}|\d{{8}}/(?:{re.escape(VERSION_FILE)}|sender_\d+\.bin))", re.ASCII)
@@ -22,9 +24,37 @@ SILENCE = 60.0
 """Longest wait in seconds for a client's next bytes, or until it takes more."""
 
 
-def headers_of(token: str) -> dict[str, str]:
-    """The headers of requests of one whom the run has told its token."""
-    return {"Authorization": f"Bearer {token}"}
+MAX_NONCES = 2**17
+"""Requests that are remembered, so that none is answered twice."""
+
+SCHEME = "automodel_rl"
+
+
+class RequestSigner:
+    """Signs requests for one path each, so that the secret itself is never sent, not even to a false server.
+
+    Args:
+        key: the run's key.
+        salt: what the run has told of this server; each server has another secret.
+    """
+
+    def __init__(self, key: bytes, salt: str):
+        self._secret = hmac.digest(key, b"automodel_rl weights\0" + salt.encode(), "sha256")
+
+    def headers(self, url: str) -> dict[str, str]:
+        """The headers of one request of a URL."""
+        nonce = secrets.token_hex(16)
+        return {"Authorization": f"{SCHEME} {nonce} {self._proof(urllib.parse.urlsplit(url).path, nonce)}"}
+
+    def nonce_of(self, path: str, authorization: str) -> str | None:
+        """The nonce of a request that was signed for this path; None if it was not."""
+        scheme, _, rest = authorization.partition(" ")
+        nonce, _, proof = rest.partition(" ")
+        is_right = hmac.compare_digest(proof.encode(), self._proof(path, nonce).encode())
+        return nonce if scheme == SCHEME and is_right else None
+
+    def _proof(self, path: str, nonce: str) -> str:
+        return hmac.digest(self._secret, f"{nonce} {path}".encode(), "sha256").hex()
 
 
 class VersionServer:
@@ -34,18 +64,19 @@ class VersionServer:
         folder: the folder of versions.
         host: the name of this machine for those who read, as of `listen`.
         port: the port; 0 for any.
+        key: the run's key.
 
     Attributes:
         port: the port that it listens on.
-        token: what readers must know. It is another one for each server.
+        salt: what readers need to sign requests, besides the key.
 
     Raises:
         OSError: the port is taken.
     """
 
-    def __init__(self, folder: Path, host: str, port: int):
-        self.token = secrets.token_hex(32)
-        self._server = _Server(listen(host, port), folder, headers_of(self.token)["Authorization"])
+    def __init__(self, folder: Path, host: str, port: int, key: bytes):
+        self.salt = secrets.token_hex(16)
+        self._server = _Server(listen(host, port), folder, RequestSigner(key, self.salt))
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="versions").start()
 
@@ -56,23 +87,29 @@ class VersionServer:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """A server over a socket that listens already. Strangers get no more threads than `MOST_STRANGERS`."""
+    """A server over a socket that listens already."""
 
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, listening: socket.socket, folder: Path, expected: str):
+    def __init__(self, listening: socket.socket, folder: Path, signer: RequestSigner):
         super().__init__(("", 0), _Request, bind_and_activate=False)
         self.socket.close()
         self.socket, self.server_address = listening, listening.getsockname()
-        self.folder, self.expected = folder, expected
-        self.strangers = threading.Semaphore(MOST_STRANGERS)
+        self.folder, self.signer, self.unproven = folder, signer, Unproven()
+        self._nonces: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self.strangers.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    def is_signed(self, path: str, authorization: str) -> bool:
+        """Whether a request was signed for this path, and has not been answered yet."""
+        nonce = self.signer.nonce_of(path, authorization)
+        with self._lock:
+            if nonce is None or nonce in self._nonces:
+                return False
+            self._nonces[nonce] = None
+            if len(self._nonces) > MAX_NONCES:
+                self._nonces.popitem(last=False)
+        return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: whoever does not get what it has asked for asks again."""
@@ -81,21 +118,23 @@ class _Server(http.server.ThreadingHTTPServer):
 class _Request(http.server.BaseHTTPRequestHandler):
     timeout = SILENCE
     server: _Server
-    _is_stranger = True
 
     def handle(self) -> None:
-        try:
-            with contextlib.suppress(OSError):  # the reader is gone
+        with contextlib.suppress(OSError):  # the reader is gone
+            self._until_signed = contextlib.ExitStack()
+            with self._until_signed:
+                self._until_signed.enter_context(self.server.unproven.counted(self.connection, self.client_address[0]))
+                late = threading.Timer(HANDSHAKE_SECONDS, self.connection.shutdown, (socket.SHUT_RDWR,))
+                late.daemon = True
+                self._until_signed.callback(late.cancel)
+                late.start()
                 super().handle()
-        finally:
-            self._admit()
 
     def do_GET(self) -> None:
-        given = self.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), self.server.expected.encode()):
-            self._refuse(HTTPStatus.UNAUTHORIZED, b"the run tells its generators a token\n")
+        if not self.server.is_signed(self.path, self.headers.get("Authorization", "")):
+            self._refuse(HTTPStatus.UNAUTHORIZED, b"only generators of the run may read its weights\n")
             return
-        self._admit()
+        self._until_signed.close()
         found = INNER.fullmatch(self.path)
         try:
             file = None if found is None else (self.server.folder / found[1]).open("rb")
@@ -109,12 +148,6 @@ class _Request(http.server.BaseHTTPRequestHandler):
             self.connection.sendfile(file)
 
     def log_message(self, *_: object) -> None: ...
-
-    def _admit(self) -> None:
-        """Notes that this is no stranger, or that it is gone."""
-        if self._is_stranger:
-            self._is_stranger = False
-            self.server.strangers.release()
 
     def _begin(self, status: HTTPStatus, num_bytes: int) -> None:
         self.send_response(status)

@@ -1,8 +1,8 @@
 """A generator that has joined: what it tells the program while it reads weights, and when it cannot."""
 
+import socket
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,9 +13,18 @@ from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request, Sampling, UseVersion
 from automodel_rl.generators import joined
 from automodel_rl.generators.joined import JoinedGenerator, OwnChoice, _WriterLostError, generate
-from automodel_rl.generators.joining import HasEnded, HasStarted, IsReading, Leaving
+from automodel_rl.generators.joining_messages import (
+    FromGenerator,
+    FromRun,
+    HasEnded,
+    HasStarted,
+    IsReading,
+    Leaving,
+    MessageConnection,
+)
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.run_places import DistantRun, SharedFolder
+from automodel_rl.launch.authenticated import AuthenticatedConnection
 from automodel_rl.launch.door import Door
 from automodel_rl.weight_sync.published_sync import Brought
 
@@ -25,14 +34,17 @@ BROUGHT = Brought(num_bytes=2**20, read_seconds=0.1, give_seconds=0.2)
 
 
 @pytest.fixture(name="ends")
-def make_ends() -> Iterator[tuple[Connection, Connection]]:
+def make_ends() -> Iterator[tuple[MessageConnection, MessageConnection]]:
     """The program's end of a connection, and the generator's."""
-    ours, theirs = Pipe()
-    with ours, theirs:
-        yield ours, theirs
+    ours, theirs = socket.socketpair()
+    with (
+        MessageConnection(AuthenticatedConnection(ours, b"run", b"generator"), FromGenerator()) as program,
+        MessageConnection(AuthenticatedConnection(theirs, b"generator", b"run"), FromRun()) as generator,
+    ):
+        yield program, generator
 
 
-def started(theirs: Connection, sync: Any) -> tuple[JoinedGenerator, threading.Thread, list[BaseException]]:
+def started(theirs: MessageConnection, sync: Any) -> tuple[JoinedGenerator, threading.Thread, list[BaseException]]:
     writer, raised = mock.Mock(), list[BaseException]()
     writer.submit.side_effect = lambda requests, finish, lost: finish(0, Completion([1], [0.0], "stop"))
     generator = JoinedGenerator(theirs, writer, sync, 9)
@@ -48,12 +60,12 @@ def started(theirs: Connection, sync: Any) -> tuple[JoinedGenerator, threading.T
     return generator, thread, raised
 
 
-def take(ours: Connection) -> Any:
+def take(ours: MessageConnection) -> Any:
     assert ours.poll(SOON)
     return ours.recv()
 
 
-def test_weights_that_cannot_be_read_here_blame_no_request(ends: tuple[Connection, Connection]) -> None:
+def test_weights_that_cannot_be_read_here_blame_no_request(ends: tuple[MessageConnection, MessageConnection]) -> None:
     ours, theirs = ends
     sync = mock.Mock()
     sync.bring.side_effect = [BROUGHT, InputError("http://train:8901: cannot be read")]
@@ -72,7 +84,7 @@ def test_weights_that_cannot_be_read_here_blame_no_request(ends: tuple[Connectio
 
 
 def test_it_shows_that_it_is_alive_while_it_reads(
-    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[MessageConnection, MessageConnection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joined, "SIGN_SECONDS", 0.01)
     ours, theirs = ends

@@ -1,11 +1,12 @@
 """Members that join a fleet: who is let in, what waits while none is there, and what goes to others when one leaves."""
 
+import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,9 +21,19 @@ from automodel_rl.generator_messages import Failed, Failure, Finished, Generate,
 from automodel_rl.generators import jobs, joined_members
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.joined_members import JoinedMembers
-from automodel_rl.generators.joining import HasEnded, HasStarted, Joining, Leaving, Welcome
+from automodel_rl.generators.joining_messages import (
+    FromRun,
+    HasEnded,
+    HasStarted,
+    Joining,
+    Leaving,
+    MessageConnection,
+    Welcome,
+)
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.run_places import JOIN_FILE, address_in
+from automodel_rl.launch.authenticated import AuthenticatedConnection
+from automodel_rl.launch.door import DoorAddress
 from automodel_rl.policy.jobs import Job
 from tests.fleets import LocalCrew
 
@@ -30,7 +41,7 @@ SOON = 30.0
 """Seconds in which threads of this process get on."""
 
 
-WELCOME: Welcome = Welcome(copy=None, writing=None, vllm={}, timeout=60.0, vocab_size=9)  # type: ignore[arg-type]
+WELCOME: Welcome = Welcome(copy=None, writing=None, vllm={}, timeout=60.0, vocab_size=1_000)  # type: ignore[arg-type]
 
 
 class Crew(LocalCrew):
@@ -60,7 +71,7 @@ class Guest:
     def __init__(self, folder: Path, *, evaluates: bool = False):
         address = address_in(folder)
         assert address is not None
-        self.connection: Connection = address.knock()
+        self.connection = MessageConnection(address.knock(), FromRun())
         self.connection.send(Joining("guest", evaluates))
         assert isinstance(self.connection.recv(), Welcome)
         self.connection.send(HasStarted())
@@ -212,7 +223,7 @@ def test_a_member_is_waited_for_from_the_moment_that_something_waits(monkeypatch
     """Evaluators may all be gone while nothing is asked of them."""
     now = [0.0]
     monkeypatch.setattr(joined_members.time, "monotonic", lambda: now[0])
-    joined = JoinedMembers(JoinedGeneratorConfig(wait_minutes=1), Path("weights"), "generate", iter(range(9)))
+    joined = JoinedMembers(JoinedGeneratorConfig(wait_minutes=1), Path("weights"), "generate", iter(range(9)), 9)
     now[0] = 1000.0
     submission: Any = object()
     joined.hold(submission, [0])
@@ -299,7 +310,7 @@ def test_evaluators_are_waited_for_and_only_let_in_where_they_have_something_to_
     start(guests=1)
     address = address_in(tmp_path / "weights")
     assert address is not None
-    with address.knock() as connection:
+    with MessageConnection(address.knock(), FromRun()) as connection:
         connection.send(Joining("guest", evaluates=True))
         answer = connection.recv()
         assert answer == Failure("the run evaluates by itself: set rollout.generator.evaluators, or join without")
@@ -311,7 +322,7 @@ def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path)
     assert (folder / JOIN_FILE).stat().st_mode & 0o77 == 0
     address = address_in(folder)
     assert address is not None
-    with address.knock() as connection:
+    with MessageConnection(address.knock(), FromRun()) as connection:
         connection.send(Joining("guest", release="0.1 of another"))
         answer = connection.recv()
         assert isinstance(answer, Failure)
@@ -324,11 +335,125 @@ def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path)
         stranger.knock()
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "hello",
+        None,
+        Completion([2**70, -5], [0.0, 0.0], "stop"),
+        Completion([-5], [0.0], "stop"),
+        Completion([1, 1], [0.0], "stop"),
+        Completion([1] * 3, [0.0] * 3, "length"),
+        Completion(["1"], [0.0], "stop"),  # type: ignore[list-item]
+        Completion([1.5], [0.0], "stop"),  # type: ignore[list-item]
+        Completion([1], ["x"], "stop"),  # type: ignore[list-item]
+        Completion([1], [0.0], "done"),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", [0, 1, -1, 2**70])
+def test_a_generator_that_sends_what_cannot_be_is_lost_and_others_write(
+    start: Any, capfd: pytest.CaptureFixture[str], written: Any, place: int
+) -> None:
+    fleet, (bad, good) = start(guests=2)
+    wait = fleet.submit(requests(2))
+    asked = bad.take()
+    bad.connection.send(Finished(asked.number, place, written))
+    assert sorted(good.write() + good.write()) == [100, 101]
+    assert seeds(wait()) == [100, 101]
+    said = capfd.readouterr()
+    assert "joined generator 0 has left: " in said.out
+    assert said.err == ""
+
+
+def test_a_generator_cannot_answer_for_another(start: Any) -> None:
+    fleet, (bad, good) = start(guests=2)
+    wait = fleet.submit(requests(2))
+    bad.take()
+    others = good.take()
+    bad.connection.send(Finished(others.number, 0, Completion([7], [0.0], "stop")))
+    good.connection.send(Finished(others.number, 0, Completion([101], [0.0], "stop")))
+    assert good.write() == [100]
+    assert seeds(wait()) == [100, 101]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80\x04.", b"Finished", b"Welcome\n{}", b"HasEnded\n{}", b"Failed\n" + b"[" * 200_000, b"\xff\n{}"],
+    ids=lambda content: str(content[:12]),
+)
+def test_what_is_no_message_ends_the_connection_and_nothing_else(start: Any, content: bytes) -> None:
+    fleet, (bad, good) = start(guests=2)
+    wait = fleet.submit(requests(2))
+    bad.take()
+    bad.connection._connection.send_bytes(content)
+    assert sorted(good.write() + good.write()) == [100, 101]
+    assert seeds(wait()) == [100, 101]
+
+
+class Stranger:
+    """Listens where a run was, and passes what it hears on to a live run and back."""
+
+    def __init__(self, run: DoorAddress):
+        self.run, self.heard = run, b""
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.lines: list[tuple[socket.socket, socket.socket]] = []
+        threading.Thread(target=self._relay, daemon=True).start()
+
+    def _relay(self) -> None:
+        generator, _ = self.server.accept()
+        line = generator, socket.create_connection((self.run.host, self.run.port))
+        self.lines.append(line)
+        for source, sink in (line, line[::-1]):
+            threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while piece := source.recv(2**16):
+                self.heard += piece
+                sink.sendall(piece)
+
+    def close(self) -> None:
+        for end in (self.server, *(end for line in self.lines for end in line)):
+            end.close()
+
+
+def test_a_stranger_between_a_waiting_generator_and_a_live_run_gets_nothing(start: Any, tmp_path: Path) -> None:
+    """It is let in by neither, and can make neither run anything."""
+    fleet, _ = start(guests=1)
+    address = address_in(tmp_path / "weights")
+    assert address is not None
+    stranger = Stranger(address)
+    with DoorAddress("127.0.0.1", stranger.server.getsockname()[1], address.key).knock() as generator:
+        joining = MessageConnection(generator, FromRun())
+        joining.send(Joining("guest"))
+        assert isinstance(joining.recv(), Welcome)  # passed on, as it was sent
+        to_generator, to_run = stranger.lines[0]
+        assert address.key not in stranger.heard
+        for end in (to_generator, to_run):  # what it says itself
+            AuthenticatedConnection(end.dup(), b"guess", b"guess").send(Ran(tmp_path / "ran"))
+        with pytest.raises(OSError, match="not from the other end"):
+            generator.recv()
+    assert len(fleet.members) == 1
+    assert not (tmp_path / "ran").exists()
+    stranger.close()
+
+
+class Ran:
+    """Unpickled, it leaves a folder behind."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
 def test_the_address_goes_with_the_run_and_its_end_is_told(start: Any, tmp_path: Path) -> None:
     fleet, (guest,) = start(guests=1)
     address = address_in(tmp_path / "weights")
     assert address is not None
-    with address.knock() as late:
+    with MessageConnection(address.knock(), FromRun()) as late:
         late.send(Joining("late"))
         assert isinstance(late.recv(), Welcome)
         fleet.close()

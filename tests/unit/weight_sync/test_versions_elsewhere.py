@@ -22,17 +22,20 @@ from torch import Tensor
 
 from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
-from automodel_rl.weight_sync import published, version_files
+from automodel_rl.launch.door import MAX_UNPROVEN_BY_ADDRESS
+from automodel_rl.weight_sync import published, version_files, version_server
 from automodel_rl.weight_sync.checksum import checksum
 from automodel_rl.weight_sync.delta import bits_of, delta_of
 from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, folder_of, write_block, write_version
 from automodel_rl.weight_sync.signatures import Signer
 from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles, note_newest
-from automodel_rl.weight_sync.version_server import VersionServer, headers_of
+from automodel_rl.weight_sync.version_server import RequestSigner, VersionServer
 from tests.keys import signing_keys
 
 SPEC = TensorSpec("weight", (1000,), torch.bfloat16)
 BUCKET = Bucket(torch.bfloat16, 1000, (Chunk(0, 0, 1000, 0),))
+KEY = b"k" * 32
+
 PLAN = Plan((SPEC,), (BUCKET,))
 
 
@@ -63,7 +66,7 @@ def make_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(name="server")
 def make_server(folder: Path) -> Iterator[VersionServer]:
-    server = VersionServer(folder, "127.0.0.1", 0)
+    server = VersionServer(folder, "127.0.0.1", 0, KEY)
     yield server
     server.close()
 
@@ -73,8 +76,12 @@ def be_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_files, "TRIES", 2)
 
 
-def files_of(server: VersionServer, token: str | None = None) -> VersionFiles:
-    return VersionFiles(f"http://127.0.0.1:{server.port}", headers_of(server.token if token is None else token))
+def files_of(server: VersionServer, key: bytes = KEY) -> VersionFiles:
+    return VersionFiles(f"http://127.0.0.1:{server.port}", RequestSigner(key, server.salt).headers)
+
+
+def headers_of(server: VersionServer, path: str) -> dict[str, str]:
+    return RequestSigner(KEY, server.salt).headers(f"http://train{path}")
 
 
 def test_the_runs_own_server_gives_every_version(folder: Path, server: VersionServer) -> None:
@@ -87,11 +94,21 @@ def test_the_runs_own_server_gives_every_version(folder: Path, server: VersionSe
     assert torch.equal(tensors["weight"], tensor_of(4))
 
 
-def test_nothing_is_given_without_the_token(server: VersionServer) -> None:
+def test_nothing_is_given_without_the_key(server: VersionServer) -> None:
     with pytest.raises(InputError, match="401"):
-        PublishedWeights(files_of(server, "another")).bring({})
+        PublishedWeights(files_of(server, b"another")).bring({})
     with pytest.raises(InputError, match="401"):
         PublishedWeights(f"http://127.0.0.1:{server.port}").bring({}, 1)
+
+
+def test_a_request_is_answered_once_and_for_its_path_alone(server: VersionServer) -> None:
+    """Whoever is taken for the run's server gets requests, and can do nothing with them later."""
+    path, at = "/00000001/version.json", f"http://127.0.0.1:{server.port}"
+    headers = headers_of(server, path)
+    assert "hash" in urllib.request.urlopen(urllib.request.Request(at + path, headers=headers)).read().decode()
+    for again in (path, "/00000002/version.json"):
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(urllib.request.Request(at + again, headers=headers))
 
 
 @pytest.mark.parametrize(
@@ -110,8 +127,8 @@ def test_nothing_else_in_the_folder_is_given(folder: Path, server: VersionServer
     for secret in (folder / "join.json", folder.parent / "secret"):
         secret.write_text("secret")
     shutil.copytree(folder_of(folder, 3), folder / ".00000004.unfinished")
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers_of(server.token))
-    with pytest.raises(urllib.error.HTTPError, match="404"):
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers=headers_of(server, path))
+    with pytest.raises(urllib.error.HTTPError, match="40[14]"):
         urllib.request.urlopen(request)
 
 
@@ -138,17 +155,22 @@ def test_readers_that_are_gone_and_silent_strangers_harm_nobody(
 ) -> None:
     with (folder_of(folder, 3) / "sender_1.bin").open("wb") as large:
         large.truncate(2**26)
-    request = f"GET /00000003/sender_1.bin HTTP/1.0\r\nAuthorization: Bearer {server.token}\r\n\r\n"
+    path = "/00000003/sender_1.bin"
     for _ in range(3):
+        signature = headers_of(server, path)["Authorization"]
+        request = f"GET {path} HTTP/1.0\r\nAuthorization: {signature}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.port)) as reader:
             reader.sendall(request.encode())
             reader.recv(10)
-    monkeypatch.setattr(server._server, "strangers", threading.Semaphore(4))
-    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
-    assert silent[-1].recv(1) == b"", "it is not taken"
+    monkeypatch.setattr(version_server, "HANDSHAKE_SECONDS", 1.0)
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2 * MAX_UNPROVEN_BY_ADDRESS)]
     for one in silent:
-        one.close()
+        one.sendall(b"GET /")
     assert PublishedWeights(files_of(server)).bring({}) == 3
+    for one in silent:
+        one.settimeout(30.0)
+        assert one.recv(1) == b"", "it is hung up on"
+        one.close()
     assert capfd.readouterr().err == ""
 
 

@@ -1,0 +1,227 @@
+"""Messages between a run and generators that join it, and how they are sent.
+
+    a generator sends      the program answers
+    Joining                Welcome, or a Failure and the end of the connection
+    HasStarted             UseVersion and Generate, in the order in which they count; at the end of the run HasEnded
+    Finished, Failed       nothing
+    IsReading              nothing: it reads a version of the weights, which may take long
+    Leaving                the end of the connection
+
+All are sent as JSON and checked where they arrive. The one exception is the model of `Welcome`, which a generator
+unpickles: so a run can run code at its generators, and they cannot at the run.
+"""
+
+import dataclasses
+import json
+import pickle
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from automodel_rl.compat.versions import own_version
+from automodel_rl.generator_messages import (
+    PROTOCOL,
+    Failed,
+    Failure,
+    Finished,
+    Generate,
+    Message,
+    ProtocolError,
+    UseVersion,
+)
+from automodel_rl.generators.model_copy import ModelCopy
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.run_places import WeightsGiven
+from automodel_rl.generators.transformers_generator import Writing
+from automodel_rl.launch.authenticated import MAX_FRAME_BYTES, AuthenticatedConnection
+
+LONGEST_FROM_GENERATOR = 2**26
+"""Longest message of a generator in bytes: a completion of a million tokens takes half of it."""
+
+LONGEST_TEXT = 10_000
+"""Longest reason that is kept of what a generator says, in characters."""
+
+LONGEST_NAME = 200
+"""The same of its name."""
+
+
+def release() -> str:
+    """What both sides must have in common: the package's release, and the messages that it knows."""
+    return f"{own_version()} {PROTOCOL[:12]}"
+
+
+@dataclass(frozen=True)
+class Joining(Message):
+    """A generator wants to join.
+
+    Attributes:
+        name: its process, in words.
+        evaluates: whether it writes for evaluations alone.
+        release: what it knows.
+    """
+
+    name: str
+    evaluates: bool = False
+    release: str = field(default_factory=release)
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    """What a generator needs to start.
+
+    Attributes:
+        copy: the model, for the transformers generator. The generator chooses the device.
+        writing: how that writes completions.
+        vllm: the arguments of vllm.LLM that follow from the run.
+        timeout: the run's weight_sync.timeout, in seconds.
+        vocab_size: number of the model's token ids.
+        weights: how the run gives its published weights over HTTP; None if it does not.
+        newest: the version that generators write with now; None before the first.
+    """
+
+    copy: ModelCopy
+    writing: Writing
+    vllm: dict[str, Any]
+    timeout: float
+    vocab_size: int
+    weights: WeightsGiven | None = None
+    newest: UseVersion | None = None
+
+
+@dataclass(frozen=True)
+class HasStarted(Message):
+    """The generator has started, and takes versions of weights and requests."""
+
+
+@dataclass(frozen=True)
+class Leaving(Message):
+    """The generator writes no more; `text` is the reason. Nothing that it was to write is to blame."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class IsReading(Message):
+    """The generator is reading weights, and alive."""
+
+
+@dataclass(frozen=True)
+class HasEnded(Message):
+    """The run has ended. There is nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The part of a `Completion` that a generator which has joined reports."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: Literal["stop", "length", "error"]
+    error: str = ""
+    versions: tuple[int, int] | None = None
+    num_cached: int | None = None
+
+
+_WRITTEN = TypeAdapter(_Written)
+_FROM_GENERATOR: dict[str, TypeAdapter[Any]] = {
+    kind.__name__: TypeAdapter(kind) for kind in (Joining, HasStarted, IsReading, Leaving, Finished, Failed)
+}
+_FROM_RUN: dict[str, TypeAdapter[Any]] = {
+    kind.__name__: TypeAdapter(kind) for kind in (Failure, UseVersion, Generate, HasEnded)
+}
+
+
+class FromGenerator:
+    """Decodes what a generator sends. Everything is a value of the type that its field says."""
+
+    max_bytes = LONGEST_FROM_GENERATOR
+
+    def decode(self, kind: str, content: bytes) -> Message:
+        """The message of a kind. Raises ValidationError or KeyError if it is none."""
+        message: Message = _FROM_GENERATOR[kind].validate_json(content, strict=True)
+        match message:
+            case Finished(number, place, written):
+                checked = _WRITTEN.validate_json(json.dumps(written), strict=True)
+                return Finished(number, place, Completion(**{**vars(checked), "error": checked.error[:LONGEST_TEXT]}))
+            case Failed(number, text):
+                return Failed(number, text[:LONGEST_TEXT])
+            case Leaving(text):
+                return Leaving(text[:LONGEST_TEXT])
+            case Joining(name):
+                return dataclasses.replace(message, name=name[:LONGEST_NAME])
+        return message
+
+
+class FromRun:
+    """Decodes what a run sends, which has proved that it knows the key."""
+
+    max_bytes = MAX_FRAME_BYTES
+
+    def decode(self, kind: str, content: bytes) -> Message:
+        """The message of a kind. Raises ValidationError or KeyError if it is none."""
+        if kind == Welcome.__name__:
+            welcome: Welcome = pickle.loads(content)
+            return welcome
+        message: Message = _FROM_RUN[kind].validate_json(content, strict=True)
+        return message
+
+
+class MessageConnection:
+    """Sends and receives messages: the name of each, a new line, and its fields.
+
+    Args:
+        connection: the connection, whose other end has proved that it knows the key.
+        incoming: decodes what the other end sends.
+    """
+
+    def __init__(self, connection: AuthenticatedConnection, incoming: FromGenerator | FromRun):
+        self._connection, self._incoming = connection, incoming
+
+    def send(self, message: Message) -> None:
+        """Sends a message. Raises OSError if the other end is gone, TypeError if it has parts that are not sent."""
+        if isinstance(message, Finished) and isinstance(message.written, Completion):
+            parts = {part.name: getattr(message.written, part.name) for part in dataclasses.fields(_Written)}
+            message = dataclasses.replace(message, written=parts)
+        is_welcome = isinstance(message, Welcome)
+        content = pickle.dumps(message) if is_welcome else json.dumps(message, default=_fields).encode()
+        self._connection.send_bytes(type(message).__name__.encode() + b"\n" + content)
+
+    def recv(self) -> Message:
+        """Receives a message.
+
+        Raises:
+            EOFError, OSError: the other end is gone.
+            ProtocolError: it sends what is no message.
+        """
+        received = self._connection.recv_bytes(self._incoming.max_bytes)
+        kind, _, content = received.partition(b"\n")
+        try:
+            return self._incoming.decode(kind.decode(), content)
+        except (ValidationError, ValueError, KeyError, RecursionError) as error:
+            raise ProtocolError(f"it sent {received[:60]!r}, which is no message ({type(error).__name__})") from None
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Whether something has come, or the other end is gone."""
+        return self._connection.poll(seconds)
+
+    def hang_up(self) -> None:
+        """Ends the connection, at both ends."""
+        self._connection.hang_up()
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._connection.close()
+
+    def __enter__(self) -> "MessageConnection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The fields of a message, or of a value in it."""
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"a value of type {type(value).__name__} cannot be sent to a generator that has joined")
+    return {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}

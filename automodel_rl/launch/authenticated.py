@@ -1,0 +1,213 @@
+"""Connections whose two ends have proved to each other that they know a key, and whose every frame is authenticated.
+
+The client is the end that connects. Proofs are HMAC-SHA256 over the prover's role and both nonces, so that neither a
+proof of the other role nor one of another connection is accepted:
+
+    client -> server    MAGIC, the client's nonce
+    server -> client    the server's nonce, the server's proof
+    client -> server    the client's proof
+
+Whoever relays the handshake learns no key of the connection: each direction has its own, derived from the shared key
+and both nonces. A frame is its length and content, each followed by an HMAC that covers its number in its direction. So
+a frame that was forged, changed, repeated or left out ends the connection before anything of it is used. Nothing is
+encrypted: who can read the network can read what is sent.
+"""
+
+import contextlib
+import hmac
+import os
+import pickle
+import select
+import socket
+import struct
+import threading
+import time
+from multiprocessing import AuthenticationError
+from typing import Any
+
+MAGIC = b"automodel_rl/1\r\n"
+NONCE_BYTES = MAC_BYTES = 32
+
+MAX_FRAME_BYTES = 2**32
+"""Largest frame, in bytes. Nothing is allocated for a length that has not been authenticated."""
+
+PIECE_BYTES = 2**24
+
+_LENGTH = struct.Struct(">Q")
+ROLES = _CLIENT, _SERVER = b"client", b"server"
+
+
+class AuthenticatedConnection:
+    """An end of a connection, after the handshake. Several threads may send; one may receive.
+
+    Args:
+        end: the socket, which belongs to the connection from now on.
+        sending, receiving: keys of the two directions.
+    """
+
+    def __init__(self, end: socket.socket, sending: bytes, receiving: bytes):
+        end.settimeout(None)
+        self._end, self._sending, self._receiving = end, sending, receiving
+        self._num_sent = self._num_received = 0
+        self._lock = threading.RLock()  # a signal handler may send while its thread does
+
+    @property
+    def closed(self) -> bool:
+        """Whether this end has been closed."""
+        return self._end.fileno() < 0
+
+    def fileno(self) -> int:
+        """The socket's file descriptor."""
+        return self._end.fileno()
+
+    def send(self, value: Any) -> None:
+        """Pickles a value and sends it. Raises OSError if the other end is gone."""
+        self.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def recv(self) -> Any:
+        """Receives and unpickles a value: only for connections whose other end may run code here.
+
+        Raises:
+            EOFError, OSError: the other end is gone, or a frame is not from it.
+        """
+        return pickle.loads(self.recv_bytes())
+
+    def send_bytes(self, content: bytes) -> None:
+        """Sends a frame. Raises OSError if the other end is gone, ValueError if the frame is too long."""
+        if len(content) > MAX_FRAME_BYTES:
+            raise ValueError(f"a message of {len(content):,} bytes is too long: at most {MAX_FRAME_BYTES:,} are sent")
+        with self._lock:
+            number = _LENGTH.pack(self._num_sent)
+            self._num_sent += 1
+            length = _LENGTH.pack(len(content))
+            self._end.sendall(length + _mac(self._sending, b"length" + number + length))
+            self._end.sendall(content)
+            self._end.sendall(_mac(self._sending, b"content" + number, content))
+
+    def recv_bytes(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
+        """Receives a frame.
+
+        Args:
+            max_bytes: largest frame that is accepted.
+
+        Raises:
+            EOFError, OSError: the other end is gone, or the frame is not from it or too long.
+        """
+        number = _LENGTH.pack(self._num_received)
+        self._num_received += 1
+        length = _received(self._end, _LENGTH.size)
+        self._check(b"length" + number + length)
+        (num_bytes,) = _LENGTH.unpack(length)
+        if num_bytes > max_bytes:
+            raise OSError(f"the other end sends a message of {num_bytes:,} bytes, and at most {max_bytes:,} are taken")
+        content = _received(self._end, num_bytes)
+        self._check(b"content" + number, content)
+        return content
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Whether something has come, or the other end is gone."""
+        waiting = select.poll()  # select.select takes no descriptors above 1,023
+        waiting.register(self._end, select.POLLIN)
+        return bool(waiting.poll(1_000 * seconds))
+
+    def hang_up(self) -> None:
+        """Ends the connection. Threads that wait at either end then get EOFError, and close it."""
+        with contextlib.suppress(OSError):  # it is closed, or the other end is gone
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._end.close()
+
+    def __del__(self) -> None:
+        self._end.close()
+
+    def __enter__(self) -> "AuthenticatedConnection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, start: bytes, content: bytes = b"") -> None:
+        if not hmac.compare_digest(_received(self._end, MAC_BYTES), _mac(self._receiving, start, content)):
+            raise OSError("a message is not from the other end of the connection")
+
+
+def prove_as_client(end: socket.socket, key: bytes, deadline: float) -> AuthenticatedConnection:
+    """The client's side of the handshake.
+
+    Args:
+        end: a connected socket.
+        key: what both ends must know.
+        deadline: time by which the handshake must be complete, by the monotonic clock.
+
+    Raises:
+        AuthenticationError: the server does not know the key.
+        EOFError, OSError: it is gone, or takes too long.
+    """
+    nonce = os.urandom(NONCE_BYTES)
+    end.settimeout(_seconds_until(deadline))
+    end.sendall(MAGIC + nonce)
+    answer = _received(end, NONCE_BYTES + MAC_BYTES, deadline)
+    nonces = nonce + answer[:NONCE_BYTES]
+    if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(key, _SERVER, nonces)):
+        raise AuthenticationError("the server does not know the key")
+    end.sendall(_proof(key, _CLIENT, nonces))
+    return AuthenticatedConnection(end, *_session_keys(key, nonces))
+
+
+def prove_as_server(end: socket.socket, key: bytes, deadline: float) -> AuthenticatedConnection:
+    """The server's side of the handshake: as `prove_as_client`.
+
+    Raises:
+        AuthenticationError: the client does not know the key, or speaks another protocol.
+        EOFError, OSError: it is gone, or takes too long.
+    """
+    hello = _received(end, len(MAGIC) + NONCE_BYTES, deadline)
+    if not hello.startswith(MAGIC):
+        raise AuthenticationError("the client speaks another protocol")
+    nonce = os.urandom(NONCE_BYTES)
+    nonces = hello[len(MAGIC) :] + nonce
+    end.settimeout(_seconds_until(deadline))
+    end.sendall(nonce + _proof(key, _SERVER, nonces))
+    if not hmac.compare_digest(_received(end, MAC_BYTES, deadline), _proof(key, _CLIENT, nonces)):
+        raise AuthenticationError("the client does not know the key")
+    of_client, of_server = _session_keys(key, nonces)
+    return AuthenticatedConnection(end, of_server, of_client)
+
+
+def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
+    return _mac(key, b"automodel_rl proof of the " + role + b"\0" + nonces)
+
+
+def _session_keys(key: bytes, nonces: bytes) -> tuple[bytes, bytes]:
+    """Keys of what the client sends, and of what the server sends."""
+    of_client, of_server = (_mac(key, b"automodel_rl frames of the " + role + b"\0" + nonces) for role in ROLES)
+    return of_client, of_server
+
+
+def _mac(key: bytes, start: bytes, content: bytes = b"") -> bytes:
+    made = hmac.new(key, start, "sha256")
+    made.update(content)
+    return made.digest()
+
+
+def _received(end: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
+    """Exactly so many bytes. Memory grows with what has come."""
+    content = bytearray()
+    while len(content) < num_bytes:
+        if deadline is not None:
+            end.settimeout(_seconds_until(deadline))
+        piece = end.recv(min(num_bytes - len(content), PIECE_BYTES))
+        if not piece:
+            raise EOFError("the other end is gone")
+        content += piece
+    return bytes(content)
+
+
+def _seconds_until(deadline: float) -> float:
+    """Seconds that are left. Raises TimeoutError after the deadline."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the handshake took too long")
+    return left
