@@ -8,6 +8,7 @@ from typing import Any
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import Column
 from automodel_rl.config.run import Records
+from automodel_rl.data.characters import check_characters
 from automodel_rl.data.columns import MISSING, look_up, names_of, optional, required, value_of
 from automodel_rl.data.media_files import with_media_files
 from automodel_rl.data.messages import Chat, Message, checked_messages, checked_tools
@@ -71,6 +72,7 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat 
         text = required(record, config, "text", where)
         if not isinstance(text, str) or not text:
             raise InputError(f"{where}: text must be a text that is not empty")
+        check_characters(text, "text", where)
         with_media_files([], record, config, where)  # which a text has no parts for
         return Text(text)
     if form == ("messages",):
@@ -252,8 +254,11 @@ def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Cha
     """The prompt of a record, from messages or a text.
 
     Raises:
-        InputError: the prompt is missing or empty, or its last turn is the assistant's.
+        InputError: the prompt is missing or empty, its last turn is the assistant's, or a column has a character that
+            no tokenizer reads.
     """
+    for name, value in record.items():  # rewards get all of it
+        check_characters(value, name, where)
     prompt = _messages(record, config, "prompt", where, role="user")
     if not prompt or prompt[-1]["role"] == "assistant":
         raise InputError(f"{where}: prompt must end with a turn that the assistant can answer")
