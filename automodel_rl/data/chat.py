@@ -74,20 +74,32 @@ def check_chats(config: RunConfig, model: OpenedModel, chats: Iterable[tuple[Cha
         tokenizer = open_chat_tokenizer(config, model)
     writes_prompts = config.reads == "prompts"
     warnings: list[str] = []
+    refused: list[str] = []
     for chat, where in chats:
-        with rendering_limits(where):
-            text = tokenizer.template.text(chat)
-            if text is None:
-                tokenizer.template.encode(chat, where)  # raises, and says why
-            check_length(text, where)
-        sequence = tokenizer.opening(chat, where) if writes_prompts else tokenizer(chat, where)
+        try:
+            sequence = _written(tokenizer, chat, where, writes_prompts)
+        except InputError as error:
+            if config.data.on_bad_record == "stop":
+                raise
+            refused.append(f"{error}: such records are left out (data.on_bad_record=drop)")
+            continue
         if not writes_prompts and not warnings and not tokenizer.ends_turns(sequence):
             warnings.append(
                 f"{where}: no trained turn ends with a special token, so the model does not learn to stop: put the end "
                 "token between the template's {% generation %} and {% endgeneration %}, or give data.chat_template a "
                 "template that ends turns with one"
             )
-    return warnings
+    return refused + warnings
+
+
+def _written(tokenizer: "ChatTokenizer", chat: Chat, where: str, as_prompt: bool) -> TokenSequence:
+    """A chat's tokens, once it is known that the template writes it within limits."""
+    with rendering_limits(where):
+        text = tokenizer.template.text(chat)
+        if text is None:
+            tokenizer.template.encode(chat, where)  # raises, and says why
+        check_length(text, where)
+    return tokenizer.opening(chat, where) if as_prompt else tokenizer(chat, where)
 
 
 class ChatTokenizer:

@@ -58,3 +58,13 @@ def test_a_lone_surrogate_is_refused_where_records_are_read(
     path.write_text(f"{good}\n{json.dumps(record)}\n")
     with pytest.raises(InputError, match=r"d.jsonl:2: .* has the character '\\udce9'.*lone surrogate"):
         check_records(SourcesConfig(train=(SourceConfig(path=str(path)),)), READERS[reads])
+
+
+def test_records_that_may_be_left_out_are_passed_over_unless_all_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    config = SourcesConfig(train=(SourceConfig(path=str(path)),), on_bad_record="drop")
+    path.write_text("".join(json.dumps({"messages": [ASK, ANSWER | {"content": c}]}) + "\n" for c in (BAD, "b", None)))
+    assert [where for _, where in check_records(config, READERS["chats"])] == [f"{path}:2"]
+    path.write_text(json.dumps({"text": BAD}))
+    with pytest.raises(InputError, match="d.jsonl:1: "):
+        check_records(config, READERS["chats"])
