@@ -9,11 +9,13 @@ from automodel_rl.config import RunConfig, SourceConfig
 from automodel_rl.config.data import Column, SourcesConfig
 from automodel_rl.data.columns import MISSING, look_up, names_of
 from automodel_rl.data.kinds import kind_of
-from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import READERS, Reader, chats_of, read_chat, read_example
+from automodel_rl.data.messages import Chat, media_parts
+from automodel_rl.data.records import READERS, Judged, Pair, Reader, Text, chats_of, read_chat, read_example
 from automodel_rl.data.sources import RecordSource, open_source
 from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
+from automodel_rl.media.images import check_picture
+from automodel_rl.media.videos import Frames
 
 OF_MESSAGES: tuple[Column, ...] = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns that may hold messages."""
@@ -52,6 +54,7 @@ def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
             where = source.where(number)
             try:
                 held = read(record, config, where)
+                _check_pictures(held, where)
             except InputError as error:
                 if data.on_bad_record == "stop":
                     raise
@@ -75,6 +78,16 @@ def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
                 "it out"
             )
     return [*first.values()]
+
+
+def _check_pictures(held: Chat | Text | Pair | Judged, where: str) -> None:
+    """Raises InputError for a damaged picture of a record."""
+    for chat, place in chats_of(held, where):
+        for part in media_parts(chat.messages):
+            source = part["path"]
+            if part["type"] != "audio":
+                for picture in source.paths if isinstance(source, Frames) else (source,):
+                    check_picture(picture, place)
 
 
 def holds_chats(config: RunConfig) -> bool:
