@@ -147,6 +147,7 @@ class ChatTokenizer:
         turns, ids = self._turns(chat, where), encoded["input_ids"]
         if has_marks:
             spans = self._marked(chat, turns, _spans(encoded["assistant_masks"]), where)
+            spans = self._without_later_messages(chat, spans, ids, where)
         else:
             found = find_turns(self.template, chat, ids, turns, where)
             ids, spans = found.ids, found.spans
