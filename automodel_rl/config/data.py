@@ -129,6 +129,14 @@ class RankedDataConfig(ExamplesConfig):
     is cut has another end. The metrics count them."""
 
 
+class JudgedDataConfig(ExamplesConfig):
+    """Completions that are called good or bad."""
+
+    train_on: Literal["all", "last"] = "last"
+    """Assistant turns that a record's label judges: only the last, or all after the prompt. A turn with weight 0 is
+    never judged."""
+
+
 class DataConfig(ExamplesConfig):
     train_on: Literal["all", "last"] = "all"
     """Assistant turns that count in the loss: all turns of a chat, or only the last. A turn with weight 0 never

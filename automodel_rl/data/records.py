@@ -1,5 +1,6 @@
 """Reading of records: a record holds a chat, a text, a pair of completions, or a prompt, in columns named as in TRL."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -51,6 +52,9 @@ FORMS: tuple[tuple[Column, ...], ...] = (("messages",), ("prompt", "completion")
 
 NOTHING = (MISSING, None)
 """Values of a column that a record does not have. Datasets fill in nulls."""
+
+LABELS = {"true": True, "1": True, "false": False, "0": False}
+"""Labels by their texts, in lower case."""
 
 OTHER_NAMES = {
     "conversations": "{messages: conversations}",
@@ -166,9 +170,12 @@ def read_ranked_pair(record: dict[str, Any], config: SourceConfig, where: str) -
     Raises:
         InputError: as `read_pair`, or the margin is no finite number.
     """
-    margin = optional(record, config, "margin", where)
+    given = margin = optional(record, config, "margin", where)
+    if isinstance(margin, str):  # a table has texts only
+        with contextlib.suppress(ValueError):
+            margin = float(margin) if margin.strip() else None
     if isinstance(margin, bool) or not isinstance(margin or 0.0, int | float) or not math.isfinite(margin or 0.0):
-        raise InputError(f"{where}: margin is {margin!r}: give a finite number, or leave the column out")
+        raise InputError(f"{where}: margin is {given!r}: give a finite number, or leave the column out")
     return replace(read_pair(record, config, where), margin=float(margin or 0.0))
 
 
@@ -179,6 +186,8 @@ def read_judged(record: dict[str, Any], config: SourceConfig, where: str) -> Jud
         InputError: as `read_chat`, the record is a text, or its label is neither true nor false.
     """
     label = required(record, config, "label", where)
+    if isinstance(label, str):  # a table has texts only
+        label = LABELS.get(label.strip().lower(), label)
     if label not in (True, False):
         raise InputError(f"{where}: label is {label!r}: give true for a good completion, false for a bad one")
     chat = read_chat(record, config, where)

@@ -11,8 +11,8 @@ from types import FrameType
 from automodel_rl.errors import InputError
 
 MOST_SECONDS = 20
-"""Most processor time to write one chat. Real templates take milliseconds. Time in which a loaded machine or a suspended
-laptop does something else does not count."""
+"""Most processor time to write one chat. Real templates take milliseconds. The time on the clock does not count: a
+machine may be loaded or suspended."""
 
 MOST_BYTES = 2**30
 """Most memory that writing one chat may add."""
@@ -49,8 +49,8 @@ def rendering_limits(where: str) -> Iterator[None]:
         yield
     except _OutOfTime:
         raise InputError(
-            f"{where}: the chat template did not write it within {MOST_SECONDS} seconds of processor time: give data.chat_template one "
-            "that ends"
+            f"{where}: the chat template did not write it within {MOST_SECONDS} seconds of processor time: give "
+            "data.chat_template one that ends"
         ) from None
     finally:
         if keeps_time:

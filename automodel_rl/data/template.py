@@ -9,6 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_rl.data.kinds import (
     ARGUMENTS,
@@ -147,6 +148,20 @@ class ChatTemplate:
         except Exception as error:  # a template is a program, and may raise any error
             reason = str(error) or type(error).__name__
             raise InputError(f"{where}: the chat template refuses these messages ({reason})") from None
+
+    def marked_text(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """What the template writes, and the characters that it marks as the assistant's: of each stretch the first, and
+        the place after the last. The template must be able to write the chat."""
+        tree, tokenizer = self._tree(chat), self.tokenizer
+        tools = tree["tools"] or None
+        texts, marked = render_jinja_template(
+            [tree["messages"]],
+            tools=tools,
+            chat_template=tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **self.variables},
+        )
+        return texts[0], [(int(start), int(end)) for start, end in marked[0]]
 
     def text(self, chat: Chat) -> str | None:
         """What the template writes; None if it raises."""
