@@ -63,7 +63,7 @@ def says_nothing(message: Message) -> bool:
     return not (any(_texts(message)) or message.get("tool_calls") or _thinks(message) or has_media)
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A text between two marks of thoughts.
 
     Attributes:
@@ -78,12 +78,12 @@ class Piece(NamedTuple):
     is_thought: bool
 
 
-def pieces_of(text: str) -> list[Piece]:
+def pieces_of(text: str) -> list[TextPiece]:
     """The pieces of a text before each mark of thoughts in it, without those that are blank."""
     found, start, after_begin = [], 0, True
     for mark in THOUGHT_MARKS.finditer(text):
         if text[start : mark.start()].strip():
-            found.append(Piece(start, mark.start(), mark[0], after_begin and mark[2] is not None))
+            found.append(TextPiece(start, mark.start(), mark[0], after_begin and mark[2] is not None))
         start, after_begin = mark.end(), mark[1] is not None
     return found
 

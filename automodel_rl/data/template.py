@@ -15,7 +15,7 @@ from automodel_rl.data.kinds import (
     ARGUMENTS,
     BEGIN_THOUGHT,
     THOUGHTS,
-    Piece,
+    TextPiece,
     facts_of,
     pieces_of,
     says_more,
@@ -66,7 +66,7 @@ class Leaf:
     """
 
     path: tuple[str | int, ...]
-    piece: Piece | None = None
+    piece: TextPiece | None = None
     number: int = 0
 
     @property
