@@ -76,6 +76,8 @@ class Packing:
         Raises:
             InputError: a sequence, or a group of sequences that stay together, is longer than a microbatch.
         """
+        if not lengths:  # a step that trains nothing needs no empty microbatches
+            return [[] for _ in range(self.num_shares)]
         deal = functools.partial(deal_rows, lengths, self.capacity, self.num_shares, together=together, cost=self.cost)
         dealt = deal(min_microbatches=self.fewest)
         count = len(dealt[0])

@@ -91,6 +91,12 @@ class SourcesConfig(Section):
     shuffle: bool = True
     """Draw examples in a new random order in every epoch. false keeps the order of the files."""
 
+    on_bad_record: Literal["stop", "drop"] = "stop"
+    """What happens to a record that is refused, because of its form, its characters, its files or what the chat
+    template leaves out of it. stop: the run ends, before its first step where reading the record shows it. drop: the
+    record is left out. The console names the first one, and `data/num_bad_records` counts them. A line that is no JSON
+    ends the run in both cases."""
+
     @model_validator(mode="after")
     def _has_room(self) -> "SourcesConfig":
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
@@ -121,6 +127,14 @@ class RankedDataConfig(ExamplesConfig):
     overlong: Literal["drop"] = "drop"
     """A pair that is longer than `max_tokens`, a microbatch or the model's context is left out, for a completion that
     is cut has another end. The metrics count them."""
+
+
+class JudgedDataConfig(ExamplesConfig):
+    """Completions that are called good or bad."""
+
+    train_on: Literal["all", "last"] = "last"
+    """Assistant turns that a record's label judges: only the last, or all after the prompt. A turn with weight 0 is
+    never judged."""
 
 
 class DataConfig(ExamplesConfig):

@@ -18,7 +18,7 @@ from automodel_rl.data.media import MediaReaders, open_readers
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.rendering_limits import check_length, rendering_limits
 from automodel_rl.data.template import ChatTemplate, named_templates
-from automodel_rl.data.turns import MARKS_REMEDY, Span, find_turns
+from automodel_rl.data.turns import MARKS_REMEDY, Span, TokenPlaces, find_turns
 from automodel_rl.errors import InputError
 from automodel_rl.families.encoder import ReadingOptions
 from automodel_rl.families.known import encoder_families
@@ -74,20 +74,32 @@ def check_chats(config: RunConfig, model: OpenedModel, chats: Iterable[tuple[Cha
         tokenizer = open_chat_tokenizer(config, model)
     writes_prompts = config.reads == "prompts"
     warnings: list[str] = []
+    refused: list[str] = []
     for chat, where in chats:
-        with rendering_limits(where):
-            text = tokenizer.template.text(chat)
-            if text is None:
-                tokenizer.template.encode(chat, where)  # raises, and says why
-            check_length(text, where)
-        sequence = tokenizer.opening(chat, where) if writes_prompts else tokenizer(chat, where)
+        try:
+            sequence = _written(tokenizer, chat, where, writes_prompts)
+        except InputError as error:
+            if config.data.on_bad_record == "stop":
+                raise
+            refused.append(f"{error}: such records are left out (data.on_bad_record=drop)")
+            continue
         if not writes_prompts and not warnings and not tokenizer.ends_turns(sequence):
             warnings.append(
                 f"{where}: no trained turn ends with a special token, so the model does not learn to stop: put the end "
                 "token between the template's {% generation %} and {% endgeneration %}, or give data.chat_template a "
                 "template that ends turns with one"
             )
-    return warnings
+    return refused + warnings
+
+
+def _written(tokenizer: "ChatTokenizer", chat: Chat, where: str, as_prompt: bool) -> TokenSequence:
+    """A chat's tokens, once it is known that the template writes it within limits."""
+    with rendering_limits(where):
+        text = tokenizer.template.text(chat)
+        if text is None:
+            tokenizer.template.encode(chat, where)  # raises, and says why
+        check_length(text, where)
+    return tokenizer.opening(chat, where) if as_prompt else tokenizer(chat, where)
 
 
 class ChatTokenizer:
@@ -130,11 +142,11 @@ class ChatTokenizer:
             InputError: the template refuses the chat or leaves out part of it, or the assistant's tokens are unclear.
         """
         has_marks = self.template.has_marks(chat)
-        encoded = self.template.encode(chat, where, return_assistant_tokens_mask=has_marks)
+        encoded = self.template.encode(chat, where)
         self.template.check(chat, where)
         turns, ids = self._turns(chat, where), encoded["input_ids"]
         if has_marks:
-            spans = self._marked(chat, turns, _spans(encoded["assistant_masks"]), where)
+            spans = self._marked(chat, turns, self._all_marked(chat, where), where)
         else:
             found = find_turns(self.template, chat, ids, turns, where)
             ids, spans = found.ids, found.spans
@@ -235,8 +247,24 @@ class ChatTokenizer:
     def _num_spans(self, chat: Chat, where: str) -> int:
         if not chat.messages:
             return 0
-        encoded = self.template.encode(chat, where, return_assistant_tokens_mask=True)
-        return len(_spans(encoded["assistant_masks"]))
+        return len(self._all_marked(chat, where))
+
+    def _all_marked(self, chat: Chat, where: str) -> list[Span]:
+        """The tokens of all stretches of characters that the template marks. transformers' own mask runs to the end of
+        the chat where a stretch ends with characters that are in no token, or with the first token."""
+        self.template.encode(chat, where)  # raises if the template refuses the chat
+        text, marked = self.template.marked_text(chat)
+        places = TokenPlaces(self.tokenizer, text)
+        mask = [0] * len(places.ids)
+        for start, end in marked:
+            tokens = places.of(start, end) if start < end else (0, 0)
+            if tokens is None:
+                raise InputError(
+                    f"{where}: the tokens that the chat template marks as the assistant's cannot be told: use a fast "
+                    "tokenizer"
+                )
+            mask[slice(*tokens)] = [1] * (tokens[1] - tokens[0])
+        return _spans(mask)
 
 
 ONE_IMAGE = Chat([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])

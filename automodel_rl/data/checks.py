@@ -1,5 +1,6 @@
 """Checks of a run's data before anything starts: every record is read."""
 
+import contextlib
 import functools
 import itertools
 from typing import Any
@@ -8,11 +9,13 @@ from automodel_rl.config import RunConfig, SourceConfig
 from automodel_rl.config.data import Column, SourcesConfig
 from automodel_rl.data.columns import MISSING, look_up, names_of
 from automodel_rl.data.kinds import kind_of
-from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import READERS, Reader, chats_of, read_chat, read_example
-from automodel_rl.data.sources import open_source
+from automodel_rl.data.messages import Chat, media_parts
+from automodel_rl.data.records import READERS, Judged, Pair, Reader, Text, chats_of, read_chat, read_example
+from automodel_rl.data.sources import RecordSource, open_source
 from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
+from automodel_rl.media.images import check_picture
+from automodel_rl.media.videos import Frames
 
 OF_MESSAGES: tuple[Column, ...] = ("messages", "prompt", "completion", "chosen", "rejected")
 """Columns that may hold messages."""
@@ -25,12 +28,18 @@ def check_data(config: RunConfig) -> list[tuple[Chat, str]]:
         The first chat of each kind, with its place in the data. The chat template must be able to write all of them.
 
     Raises:
-        InputError: a record is wrong, or no record has a column or key that the config names.
+        InputError: a record is wrong (with `on_bad_record: drop`, all records of a source are), or no record has a
+            column or key that the config names.
     """
+    return check_records(config.data, reader_of(config))
+
+
+def reader_of(config: RunConfig) -> Reader:
+    """How a run's records are read. Where a reward compares with their answers, they must have one."""
     read = READERS[config.reads]
-    if config.answer_reader is not None:
-        read = functools.partial(_read_with_answer, read, config.answer_reader)
-    return check_records(config.data, read)
+    if config.answer_reader is None:
+        return read
+    return functools.partial(_read_with_answer, read, config.answer_reader)
 
 
 def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
@@ -40,12 +49,24 @@ def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
         source = open_examples(config, data)
         missing = {(column, name) for column in config.columns for name in names_of(config, column)}
         unseen = {*config.ignore}
+        num_good, refused = 0, None
         for number, record in enumerate(source):
             where = source.where(number)
-            for chat, place in chats_of(read(record, config, where), where):
+            try:
+                held = read(record, config, where)
+                _check_pictures(held, where)
+            except InputError as error:
+                if data.on_bad_record == "stop":
+                    raise
+                refused = refused or error
+                continue
+            num_good += 1
+            for chat, place in chats_of(held, where):
                 first.setdefault(kind_of(chat), (chat, place))
             missing = {pair for pair in missing if look_up(record, pair[1]) is MISSING} if missing else missing
             unseen = unseen - _names(record, config) if unseen else unseen
+        if not num_good and refused is not None:
+            raise refused
         for column, name in sorted(missing):  # only optional columns: a required one has raised at the first record
             raise InputError(
                 f"{config.path}: no record has the column {name!r}, which columns name for the {column}: name another, "
@@ -59,12 +80,30 @@ def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
     return [*first.values()]
 
 
+def _check_pictures(held: Chat | Text | Pair | Judged, where: str) -> None:
+    """Raises InputError for a damaged picture of a record."""
+    for chat, place in chats_of(held, where):
+        for part in media_parts(chat.messages):
+            source = part["path"]
+            if part["type"] != "audio":
+                for picture in source.paths if isinstance(source, Frames) else (source,):
+                    check_picture(picture, place)
+
+
 def holds_chats(config: RunConfig) -> bool:
     """Whether a run has chats, by the first record of each source. The records of sft may be texts."""
     if config.reads != "chats":
         return True
     sources = [(open_source(source), source) for source in (*config.data.train, *config.data.validation)]
-    return any(isinstance(read_chat(source[0], of, source.where(0)), Chat) for source, of in sources)
+    return any(_begins_with_chat(source, of) for source, of in sources)
+
+
+def _begins_with_chat(source: RecordSource, config: SourceConfig) -> bool:
+    """Whether the first record that can be read is a chat."""
+    for number, record in enumerate(source):
+        with contextlib.suppress(InputError):  # which `check_records` tells
+            return isinstance(read_chat(record, config, source.where(number)), Chat)
+    return False
 
 
 def _read_with_answer(read: Reader, reward: str, record: dict[str, Any], config: SourceConfig, where: str) -> Any:

@@ -40,11 +40,13 @@ class Example:
         draw: the record's source and number.
         sequences: its token sequences; empty if none of it can be trained on.
         too_long: what was too long and what became of it; empty if all fits.
+        refused: why the record is refused and left out; empty if it is not.
     """
 
     draw: Draw
     sequences: tuple[TokenSequence, ...]
     too_long: str = ""
+    refused: str = ""
 
     @property
     def is_truncated(self) -> bool:
@@ -87,7 +89,7 @@ class ExampleDataset(Dataset):
         context: int | None,
         data: ExamplesConfig,
     ):
-        self.chat, self.batch, self.overlong = chat, batch, data.overlong
+        self.chat, self.batch, self.data = chat, batch, data
         limits = {"batch.microbatch_tokens": batch.capacity, "the model's context": context}
         limits["data.max_tokens"] = data.max_tokens
         self.longest, self.limit = min((limit, name) for name, limit in limits.items() if limit is not None)
@@ -100,14 +102,31 @@ class ExampleDataset(Dataset):
 
     def __getitem__(self, draw: Draw) -> Example | InputError:
         """The example of a draw. An InputError is returned, not raised: a worker process would wrap it in its
-        traceback."""
+        traceback. With `on_bad_record: drop` the example is empty and tells it."""
         try:
             held, where = self._held(draw)
             if isinstance(held, Text):
                 return self._fit(draw, (self.chat.text_sequence(held.text),), where)
             return self._fit(draw, self.sequences(held, where), where)
         except InputError as error:
-            return error
+            return Example(draw, (), refused=str(error)) if self.data.on_bad_record == "drop" else error
+
+    def check_fit(self) -> None:
+        """Raises InputError if nothing of any record can be trained."""
+        sizes = enumerate(self.sources.sizes)
+        draws = [(source, number) for source, size in sizes for number in range(size)]
+        refused = ""
+        for example in (checked(self[draw]) for draw in draws):
+            if example.sequences:
+                return
+            refused = refused or example.refused
+        if refused:
+            raise InputError(f"{refused}; and no other record can be trained")
+        raise InputError(
+            f"none of the {len(draws)} records has a trained token within the {self.longest} tokens that "
+            "data.max_tokens, batch.microbatch_tokens and the model's context allow, so all were dropped: raise the "
+            "least of them, or use shorter examples"
+        )
 
     def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
         """The token sequences of what a record holds.
@@ -138,7 +157,7 @@ class ExampleDataset(Dataset):
         limit = min(_common_limit(lengths, self.batch.capacity), self.longest)
         name = self.limit if limit == self.longest else "batch.microbatch_tokens, for both together"
         said = f"{where} has {' and '.join(f'{length:,}' for length in lengths)} tokens, and {limit:,} fit ({name})"
-        if self.overlong == "drop":
+        if self.data.overlong == "drop":
             return Example(draw, (), f"{said}: dropped")
         shorter = tuple(cut(sequence, limit) for sequence in sequences)
         if not all(sequence.loss_mask[1:].any() for sequence in shorter):

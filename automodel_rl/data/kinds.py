@@ -3,8 +3,9 @@ make no difference."""
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from automodel_rl.data.messages import Chat, Message, function_of
 
@@ -13,6 +14,9 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 BEGIN_THOUGHT, END_THOUGHT = "<think>", "</think>"
 """Marks around thoughts that are part of the content."""
+
+THOUGHT_MARKS = re.compile(r"(<think>|\[THINK\]|<\|channel>)|(</think>|\[/THINK\]|<channel\|>)")
+"""Pattern of the marks at which templates split contents: those that begin thoughts, and those that end them."""
 
 ARGUMENTS = "arguments"
 """Key of the arguments in a call of a tool; the value is JSON or an object."""
@@ -39,7 +43,8 @@ def facts_of(chat: Chat, turn: int) -> frozenset[Any]:
         turn: the message's place in the chat.
     """
     message = chat.messages[turn]
-    facts = {(key, *form) for key, value in message.items() for form in _forms(key, value)}
+    facts: set[Any] = {(key, *form) for key, value in message.items() for form in _forms(key, value)}
+    facts.add(("marks", *_marks("".join(_texts(message)))))
     if message["role"] == "assistant" and _thinks(message):
         facts.add(("thoughts", turn < chat.last_of_user, turn in chat.trained, says_more(message)))
     return frozenset(facts)
@@ -58,10 +63,43 @@ def says_nothing(message: Message) -> bool:
     return not (any(_texts(message)) or message.get("tool_calls") or _thinks(message) or has_media)
 
 
+class TextPiece(NamedTuple):
+    """A text between two marks of thoughts.
+
+    Attributes:
+        start, end: its first character, and the place after the last.
+        mark: the mark after it.
+        is_thought: whether the mark after it ends thoughts, and none but one that begins them is before it.
+    """
+
+    start: int
+    end: int
+    mark: str
+    is_thought: bool
+
+
+def pieces_of(text: str) -> list[TextPiece]:
+    """The pieces of a text before each mark of thoughts in it, without those that are blank."""
+    found, start, after_begin = [], 0, True
+    for mark in THOUGHT_MARKS.finditer(text):
+        if text[start : mark.start()].strip():
+            found.append(TextPiece(start, mark.start(), mark[0], after_begin and mark[2] is not None))
+        start, after_begin = mark.end(), mark[1] is not None
+    return found
+
+
 def thought_in(text: str) -> str:
     """The thoughts in a text, up to `</think>`; empty if the text has none."""
     thought, end, _ = text.partition(END_THOUGHT)
     return thought.rpartition(BEGIN_THOUGHT)[2].strip() if end else ""
+
+
+def _marks(text: str) -> Iterator[Any]:
+    """The marks of thoughts in a text in order, each with whether a text is before it."""
+    start = 0
+    for mark in THOUGHT_MARKS.finditer(text):
+        yield mark[0], bool(text[start : mark.start()].strip())
+        start = mark.end()
 
 
 def _forms(key: str, value: Any) -> Iterator[tuple[Any, ...]]:

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from automodel_rl.batch import Batch
 from automodel_rl.data.examples import Example, ExampleDataset, checked
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
-from automodel_rl.errors import InputError
 from automodel_rl.launch.stop_signal import stop_signals
 
 PLACE = "num_steps"
@@ -21,13 +20,15 @@ PLACE = "num_steps"
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """A global batch of examples.
+    """A global batch of examples. It has no rows if none of them can be trained.
 
     Attributes:
         batch: the rows.
         draws: the records of the rows' examples, in their order.
         num_truncated, num_dropped: number of examples that were too long and were cut or left out.
         too_long: the first of these examples, and what became of it.
+        num_refused: number of records that were refused and left out.
+        refused: why the first of these was.
     """
 
     batch: Batch
@@ -35,6 +36,8 @@ class LoadedStep:
     num_truncated: int = 0
     num_dropped: int = 0
     too_long: str = ""
+    num_refused: int = 0
+    refused: str = ""
 
 
 class ExampleLoader:
@@ -73,18 +76,14 @@ class ExampleLoader:
 
     def _step(self, examples: Sequence[Example]) -> LoadedStep:
         sequences = [sequence for example in examples for sequence in example.sequences]
-        if not sequences:
-            raise InputError(
-                f"none of the {len(examples)} examples of a step has a trained token within the "
-                f"{self.dataset.longest} tokens that data.max_tokens, batch.microbatch_tokens and the model's context "
-                "allow, so all were dropped: raise the least of them, or use shorter examples"
-            )
         return LoadedStep(
             Batch(sequences, together=self.dataset.together),
             tuple(example.draw for example in examples if example.sequences),
             num_truncated=sum(example.is_truncated for example in examples),
-            num_dropped=sum(not example.sequences for example in examples),
+            num_dropped=sum(bool(example.too_long and not example.sequences) for example in examples),
             too_long=next((example.too_long for example in examples if example.too_long), ""),
+            num_refused=sum(bool(example.refused) for example in examples),
+            refused=next((example.refused for example in examples if example.refused), ""),
         )
 
 

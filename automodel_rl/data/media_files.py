@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_rl.config import SourceConfig
+from automodel_rl.config.data import Column
 from automodel_rl.data.columns import names_of, optional
 from automodel_rl.data.messages import MEDIA_PARTS, Message
 from automodel_rl.errors import InputError
@@ -11,6 +12,36 @@ from automodel_rl.media.videos import Frames
 
 DEFAULT_FPS = 2.0
 """Frames a second of a video that does not say it, as Qwen's processors take them."""
+
+
+ELSEWHERE: dict[str, Column] = {
+    **dict.fromkeys(("image", "image_path", "image_paths", "image_file"), "images"),
+    **dict.fromkeys(("video", "video_path", "video_paths", "video_file"), "videos"),
+    **dict.fromkeys(("audios", "audio_path", "audio_paths", "audio_file"), "audio"),
+}
+"""Columns with the files of pictures, videos and audio in other tools, such as LLaVA's, by their names here."""
+
+RUN_ONLY = "chat_template_kwargs"
+"""Column with a record's own variables of the chat template, as TRL reads it. Here they hold for a whole run."""
+
+
+def _check_elsewhere(record: dict[str, Any], config: SourceConfig, where: str) -> None:
+    """Raises InputError for a column that other tools read, and that would be passed over here."""
+    named = {name.partition(".")[0] for column in config.columns for name in names_of(config, column)}
+    for name in (ELSEWHERE.keys() | {RUN_ONLY}) & record.keys() - {*config.ignore} - named:
+        value = record[name]
+        if value is None or value == [] or value == {} or value == "":
+            continue
+        if name == RUN_ONLY:
+            raise InputError(
+                f"{where}: has {name}, which other tools read for each record: give data.{name} for the whole run, or "
+                f"pass it over with ignore: [{name}]"
+            )
+        raise InputError(
+            f"{where}: has {name}, which other tools read: name it in columns: {{{ELSEWHERE[name]}: {name}}}, with a "
+            f"part of type {ELSEWHERE[name].removesuffix('s')} in messages where its place is, or pass it over with "
+            f"ignore: [{name}]"
+        )
 
 
 def with_media_files(
@@ -23,8 +54,9 @@ def with_media_files(
     Relative paths begin at the data file's folder.
 
     Raises:
-        InputError: there are more parts than files or fewer, or one is no file.
+        InputError: there are more parts than files or fewer, one is no file, or a column has the name of another tool.
     """
+    _check_elsewhere(record, config, where)
     left = {kind: iter(listed(kind, optional(record, config, column, where))) for kind, column in MEDIA_PARTS.items()}
 
     def named(part: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +84,8 @@ def with_media_files(
         if next(files, None) is not None:
             column = MEDIA_PARTS[kind]
             raise InputError(
-                f"{where}: there are more {column} than parts of type {kind} in messages: give one for each, name "
+                f"{where}: there are more {column} than parts of type {kind} in messages: give one for each (a text "
+                f"such as <{kind}> is no part), name "
                 f"another column in columns: {{{column}: NAME}}, or pass them over with ignore: "
                 f"[{names_of(config, column)[0]}]"
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_rl.config.data import Column
+from automodel_rl.data.characters import check_characters
 from automodel_rl.errors import InputError
 
 Message = dict[str, Any]
@@ -71,8 +72,9 @@ def checked_messages(value: Any, column: str, where: str, role: str | None = Non
         role: the role of a text's message; None if texts are not allowed.
 
     Raises:
-        InputError: the value is no list of messages, or a message has a wrong content, tool call or weight.
+        InputError: the value is no list of messages, or a message has a wrong content, character, tool call or weight.
     """
+    check_characters(value, column, where)
     if isinstance(value, str) and role is not None:
         return [{"role": role, "content": value}]
     if isinstance(value, list) and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
@@ -150,6 +152,7 @@ def _check_arguments(call: dict[str, Any], turn: int, where: str) -> None:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         value = None
+    check_characters(value, f"a call of {function['name']!r} in turn {turn}", where)
     if not isinstance(value, dict):
         raise InputError(
             f"{where}: arguments of the call of {function['name']!r} in turn {turn} are no JSON object, but "
@@ -191,6 +194,7 @@ def checked_tools(value: Any, name: str, where: str) -> tuple[dict[str, Any], ..
             f"{json.dumps(value, default=repr)[:80]}: change it, name another column in columns: {{tools: NAME}}, or "
             f"pass it over with ignore: [{name}]"
         )
+    check_characters(value, name, where)
     return tuple(value)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from automodel_rl.batch import Media
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.chat import ChatTokenizer
-from automodel_rl.data.messages import MEDIA_PARTS, Message, media_parts
-from automodel_rl.data.records import read_example, read_prompt
+from automodel_rl.data.messages import MEDIA_PARTS, Chat, Message, media_parts
+from automodel_rl.data.records import Reader, read_example, read_prompt
 from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.data.sources import Sources
 from automodel_rl.errors import InputError
@@ -39,7 +39,7 @@ class Prompt:
 
 
 class PromptStream:
-    """Draws prompts. Prompts that are too long are left out and counted.
+    """Draws prompts. Prompts that are too long are left out and counted, and so may be those that are refused.
 
     Args:
         sources: configs of the sources of the records.
@@ -47,10 +47,14 @@ class PromptStream:
         max_tokens: most tokens of a prompt.
         seed: the seed of the order; None keeps the order of the files.
         tools: JSON schemas of the tools that the model may call in every prompt.
+        read: reads a record.
+        drops_refused: leave out records that are refused.
 
     Attributes:
         num_drawn: number of records drawn so far.
         num_overlong: number of these that were left out as too long.
+        num_refused: number of these that were refused.
+        refused: why the first of these was.
     """
 
     def __init__(
@@ -60,11 +64,15 @@ class PromptStream:
         max_tokens: int,
         seed: int | None,
         tools: Sequence[dict[str, Any]] = (),
+        read: Reader = read_prompt,
+        drops_refused: bool = False,
     ):
+        self.read, self.drops_refused = read, drops_refused
         self.tools = tuple(tools)
         self.sources, self.chat, self.max_tokens = Sources(sources), chat, max_tokens
         self.sampler = BatchSampler(self.sources.sizes, self.sources.weights, 1, Order(seed))
-        self.num_drawn = self.num_overlong = 0
+        self.num_drawn = self.num_overlong = self.num_refused = 0
+        self.refused = ""
         self._draws = self._stream()
 
     def take(self, count: int) -> list[Prompt]:
@@ -76,15 +84,16 @@ class PromptStream:
         taken: list[Prompt] = []
         passed_over = 0
         while len(taken) < count:
-            prompt = self.prompt(next(self._draws), self.num_drawn)
+            prompt = self._short(next(self._draws), self.num_drawn)
             self.num_drawn += 1
-            if len(prompt.token_ids) <= self.max_tokens:
+            if prompt is not None:
                 taken.append(prompt)
                 passed_over = 0
                 continue
-            self.num_overlong += 1
             passed_over += 1
             if passed_over == sum(self.sampler.sizes):
+                if self.refused:
+                    raise InputError(f"{self.refused}; and no other prompt can be used")
                 raise InputError(
                     f"all {passed_over} prompts are longer than rollout.max_prompt_tokens={self.max_tokens}: raise it"
                 )
@@ -96,10 +105,26 @@ class PromptStream:
         self.take(1)
         self.load_state_dict(before)
 
+    def _short(self, draw: Draw, number: int) -> Prompt | None:
+        """A record as a prompt; None, and counted, if it is left out."""
+        try:
+            prompt = self.prompt(draw, number)
+        except InputError as error:
+            if not self.drops_refused:
+                raise
+            self.num_refused += 1
+            self.refused = self.refused or str(error)
+            return None
+        if len(prompt.token_ids) <= self.max_tokens:
+            return prompt
+        self.num_overlong += 1
+        return None
+
     def prompt(self, draw: Draw, number: int) -> Prompt:
         """A record as a prompt, of any length."""
         record, config, where = self.sources.find(draw)
-        chat = read_prompt(record, config, where)
+        chat = self.read(record, config, where)
+        assert isinstance(chat, Chat)  # what readers of prompts return
         if self.tools and chat.tools:
             raise InputError(
                 f"{where}: has tools of its own, and the run has rollout.tools or an environment: remove one of the two"
@@ -116,16 +141,15 @@ class PromptStream:
     def every_prompt(self) -> list[Prompt]:
         """All prompts that are short enough, each once, in the order of the files."""
         draws = [(source, place) for source, size in enumerate(self.sources.sizes) for place in range(size)]
-        prompts = [self.prompt(draw, number) for number, draw in enumerate(draws)]
-        short = [prompt for prompt in prompts if len(prompt.token_ids) <= self.max_tokens]
-        self.num_overlong += len(prompts) - len(short)
-        return short
+        prompts = (self._short(draw, number) for number, draw in enumerate(draws))
+        return [prompt for prompt in prompts if prompt is not None]
 
     def state_dict(self) -> dict[str, int]:
-        return {"num_drawn": self.num_drawn, "num_overlong": self.num_overlong}
+        return {"num_drawn": self.num_drawn, "num_overlong": self.num_overlong, "num_refused": self.num_refused}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_drawn, self.num_overlong = state["num_drawn"], state["num_overlong"]
+        self.num_refused = state.get("num_refused", 0)  # earlier checkpoints hold none
         self._draws = itertools.islice(self._stream(), self.num_drawn, None)
 
     def _stream(self) -> Iterator[Draw]:

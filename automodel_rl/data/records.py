@@ -1,5 +1,6 @@
 """Reading of records: a record holds a chat, a text, a pair of completions, or a prompt, in columns named as in TRL."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from typing import Any
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import Column
 from automodel_rl.config.run import Records
+from automodel_rl.data.characters import check_characters
 from automodel_rl.data.columns import MISSING, look_up, names_of, optional, required, value_of
 from automodel_rl.data.media_files import with_media_files
 from automodel_rl.data.messages import Chat, Message, checked_messages, checked_tools
@@ -51,6 +53,9 @@ FORMS: tuple[tuple[Column, ...], ...] = (("messages",), ("prompt", "completion")
 NOTHING = (MISSING, None)
 """Values of a column that a record does not have. Datasets fill in nulls."""
 
+LABELS = {"true": True, "1": True, "false": False, "0": False}
+"""Labels by their texts, in lower case."""
+
 OTHER_NAMES = {
     "conversations": "{messages: conversations}",
     "conversation": "{messages: conversation}",
@@ -71,6 +76,7 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat 
         text = required(record, config, "text", where)
         if not isinstance(text, str) or not text:
             raise InputError(f"{where}: text must be a text that is not empty")
+        check_characters(text, "text", where)
         with_media_files([], record, config, where)  # which a text has no parts for
         return Text(text)
     if form == ("messages",):
@@ -164,9 +170,12 @@ def read_ranked_pair(record: dict[str, Any], config: SourceConfig, where: str) -
     Raises:
         InputError: as `read_pair`, or the margin is no finite number.
     """
-    margin = optional(record, config, "margin", where)
+    given = margin = optional(record, config, "margin", where)
+    if isinstance(margin, str):  # a table has texts only
+        with contextlib.suppress(ValueError):
+            margin = float(margin) if margin.strip() else None
     if isinstance(margin, bool) or not isinstance(margin or 0.0, int | float) or not math.isfinite(margin or 0.0):
-        raise InputError(f"{where}: margin is {margin!r}: give a finite number, or leave the column out")
+        raise InputError(f"{where}: margin is {given!r}: give a finite number, or leave the column out")
     return replace(read_pair(record, config, where), margin=float(margin or 0.0))
 
 
@@ -177,6 +186,8 @@ def read_judged(record: dict[str, Any], config: SourceConfig, where: str) -> Jud
         InputError: as `read_chat`, the record is a text, or its label is neither true nor false.
     """
     label = required(record, config, "label", where)
+    if isinstance(label, str):  # a table has texts only
+        label = LABELS.get(label.strip().lower(), label)
     if label not in (True, False):
         raise InputError(f"{where}: label is {label!r}: give true for a good completion, false for a bad one")
     chat = read_chat(record, config, where)
@@ -252,8 +263,11 @@ def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Cha
     """The prompt of a record, from messages or a text.
 
     Raises:
-        InputError: the prompt is missing or empty, or its last turn is the assistant's.
+        InputError: the prompt is missing or empty, its last turn is the assistant's, or a column has a character that
+            no tokenizer reads.
     """
+    for name, value in record.items():  # rewards get all of it
+        check_characters(value, name, where)
     prompt = _messages(record, config, "prompt", where, role="user")
     if not prompt or prompt[-1]["role"] == "assistant":
         raise InputError(f"{where}: prompt must end with a turn that the assistant can answer")

@@ -11,7 +11,8 @@ from types import FrameType
 from automodel_rl.errors import InputError
 
 MOST_SECONDS = 20
-"""Longest time to write one chat. Real templates take milliseconds."""
+"""Most processor time to write one chat. Real templates take milliseconds. The time on the clock does not count: a
+machine may be loaded or suspended."""
 
 MOST_BYTES = 2**30
 """Most memory that writing one chat may add."""
@@ -40,21 +41,21 @@ def rendering_limits(where: str) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _address_space() + MOST_BYTES
     keeps_time = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGALRM, _out_of_time) if keeps_time else None
+    before = signal.signal(signal.SIGPROF, _out_of_time) if keeps_time else None
     resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
     if keeps_time:
-        signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
     try:
         yield
     except _OutOfTime:
         raise InputError(
-            f"{where}: the chat template did not write it within {MOST_SECONDS} seconds: give data.chat_template one "
-            "that ends"
+            f"{where}: the chat template did not write it within {MOST_SECONDS} seconds of processor time: give "
+            "data.chat_template one that ends"
         ) from None
     finally:
         if keeps_time:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

@@ -1,12 +1,16 @@
 """Sources of records: files of every common format, patterns of files, and datasets."""
 
 import bisect
+import contextlib
 import glob
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+import pyarrow
+from pyarrow import parquet
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.json_files import COMPRESSED, open_json
@@ -157,7 +161,32 @@ def _open_file(path: Path) -> RecordSource:
         return open_json(path)
     from datasets import load_dataset  # takes seconds, and only some sources need it
 
+    if ending == ".parquet" and path.suffix.lower() == ending and (readable := _readable_columns(path)):
+        return _opened(path, lambda: _without_other_columns(path, readable), str(path))
     return _opened(path, lambda: load_dataset(BUILDERS[ending], data_files=str(path), split="train"), str(path))
+
+
+def _readable_columns(path: Path) -> list[str]:
+    """The columns of a parquet file whose types `datasets` reads, if it has others, such as maps; else none."""
+    from datasets import Features
+
+    try:
+        schema = parquet.read_schema(path)
+    except (OSError, ValueError):  # a damaged file, which opening it will tell
+        return []
+    readable = []
+    for column in schema:
+        with contextlib.suppress(ValueError):
+            Features.from_arrow_schema(pyarrow.schema([column]))
+            readable.append(column.name)
+    return readable if len(readable) < len(schema) else []
+
+
+def _without_other_columns(path: Path, readable: list[str]) -> Any:
+    """The dataset of some columns of a parquet file, in memory."""
+    from datasets import Dataset
+
+    return Dataset(parquet.read_table(path, columns=readable))
 
 
 def _open_dataset(path: Path, config: SourceConfig) -> RecordSource:

@@ -24,7 +24,7 @@ class Table:
     """
 
     def __init__(self, path: Path, separator: str):
-        self.path = path
+        self.path, self.separator, start = path, separator, 1
         csv.field_size_limit(LONGEST_VALUE)
         self.lines: list[int] = []
         self.rows: list[list[str]] = []
@@ -39,7 +39,10 @@ class Table:
                     start = reader.line_num + 1
         except (OSError, EOFError, ValueError, csv.Error) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{path}: cannot read the data file ({reason}): give a CSV or TSV file in UTF-8") from None
+            raise InputError(
+                f"{path}:{start}: cannot read the data file from this row on ({reason}): give a CSV or TSV file in "
+                "UTF-8, whose values that begin with a quote end with one and have other quotes twice"
+            ) from None
         if not self.rows:
             raise InputError(f"{path}: the data file is empty; it needs a row of names and rows of values")
 
@@ -48,6 +51,11 @@ class Table:
             raise InputError(
                 f"{self.path}:{line}: the row has {len(row)} values and the header {len(self.columns)} names: put "
                 "values with separators in quotes"
+            )
+        if self.separator == "\t" and any("\t" in value and "\n" in value for value in row):
+            raise InputError(
+                f"{self.path}:{line}: a value that begins with a quote takes in the rows that follow: put values that "
+                'begin with a quote in quotes, with their own quotes twice, as in """Hi"" she said"'
             )
         self.lines.append(line)
         self.rows.append(row)

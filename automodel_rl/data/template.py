@@ -9,15 +9,16 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_rl.data.kinds import (
     ARGUMENTS,
     BEGIN_THOUGHT,
-    END_THOUGHT,
     THOUGHTS,
+    TextPiece,
     facts_of,
+    pieces_of,
     says_more,
-    thought_in,
     with_json,
     with_objects,
 )
@@ -60,11 +61,13 @@ class Leaf:
 
     Attributes:
         path: the keys and places that lead to the value in the tree.
-        before: if not empty, the leaf is only the part of the text before this mark.
+        piece: the part of the text that the leaf is, if it is followed by a mark of thoughts.
+        number: which of these parts it is.
     """
 
     path: tuple[str | int, ...]
-    before: str = ""
+    piece: TextPiece | None = None
+    number: int = 0
 
     @property
     def turn(self) -> int:
@@ -73,7 +76,7 @@ class Leaf:
 
     @property
     def is_thought(self) -> bool:
-        return bool(self.before) or self.path[-1] in THOUGHTS
+        return self.path[-1] in THOUGHTS if self.piece is None else self.piece.is_thought
 
 
 class ChatTemplate:
@@ -146,6 +149,20 @@ class ChatTemplate:
             reason = str(error) or type(error).__name__
             raise InputError(f"{where}: the chat template refuses these messages ({reason})") from None
 
+    def marked_text(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """What the template writes, and the characters that it marks as the assistant's: of each stretch the first, and
+        the place after the last. The template must be able to write the chat."""
+        tree, tokenizer = self._tree(chat), self.tokenizer
+        tools = tree["tools"] or None
+        texts, marked = render_jinja_template(
+            [tree["messages"]],
+            tools=tools,
+            chat_template=tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **{**tokenizer.special_tokens_map, **self.variables},
+        )
+        return texts[0], [(int(start), int(end)) for start, end in marked[0]]
+
     def text(self, chat: Chat) -> str | None:
         """What the template writes; None if it raises."""
         return self._text(self._tree(chat))
@@ -153,7 +170,7 @@ class ChatTemplate:
     def values(self, chat: Chat, turn: int) -> list[Leaf]:
         """The values of a message that can be changed, without those that are empty. Arguments may be empty."""
         tree = self._tree(chat)
-        found = [leaf for leaf in _leaves(tree, with_empty_arguments=True) if leaf.turn == turn and not leaf.before]
+        found = [leaf for leaf in _leaves(tree, with_empty_arguments=True) if leaf.turn == turn and leaf.piece is None]
         return [leaf for leaf in found if _takes_mark(tree, leaf)]
 
     def changed_text(self, chat: Chat, changed: Mapping[Leaf, int], asks: bool = False) -> str | None:
@@ -243,7 +260,7 @@ class ChatTemplate:
             if situation in self._accepted:
                 continue
             if not (self._may_forget(chat, leaf) or self._reads(tree, leaf, add_generation_prompt)):
-                raise InputError(f"{where}: the chat template leaves out {_label(chat, leaf)}: {REMEDY}{_ignore(leaf)}")
+                raise InputError(f"{where}: the chat template leaves out {_label(tree, leaf)}: {REMEDY}{_ignore(leaf)}")
             self._accepted.add(situation)
 
     def _check_empty(self, tree: Tree, chat: Chat, where: str, add_generation_prompt: bool) -> None:
@@ -390,21 +407,20 @@ def _leaves(tree: Tree, with_empty_arguments: bool = False) -> Iterator[Leaf]:
                 continue
             path = ("messages", turn, key)
             if key == "content":
-                yield from _leaves_of_content(path, value, message["role"])
+                yield from _leaves_of_content(path, value)
             elif key == "tool_calls":
                 yield from _leaves_of_calls(path, value, with_empty_arguments)
             else:
                 yield Leaf(path)
 
 
-def _leaves_of_content(path: tuple[str | int, ...], content: Any, role: str) -> Iterator[Leaf]:
+def _leaves_of_content(path: tuple[str | int, ...], content: Any) -> Iterator[Leaf]:
     texts = {path: content} if isinstance(content, str) else {
         (*path, place, "text"): part["text"] for place, part in enumerate(content) if part.get("text")
     }  # fmt: skip
     for place, text in texts.items():
         yield Leaf(place)
-        if role == "assistant" and thought_in(text):
-            yield Leaf(place, before=END_THOUGHT)
+        yield from (Leaf(place, piece, number) for number, piece in enumerate(pieces_of(text)))
 
 
 def _leaves_of_calls(
@@ -459,7 +475,8 @@ def _situation(chat: Chat, leaf: Leaf) -> tuple[Any, ...]:
         chat.messages[turn]["role"] for turn in range(leaf.turn - 1, leaf.turn + 2) if 0 <= turn < len(chat.messages)
     ]
     place = (leaf.turn > chat.last_of_user, leaf.turn in chat.trained, bool(chat.tools))
-    return (path, leaf.before, tuple(around), place, facts_of(chat, leaf.turn))
+    part = leaf.piece and (leaf.number, leaf.is_thought)
+    return (path, part, tuple(around), place, facts_of(chat, leaf.turn))
 
 
 def _mark(number: int) -> str:
@@ -483,7 +500,8 @@ def _marked(tree: Tree, marks: dict[Leaf, str]) -> Tree:
     """A copy of the tree with marks. A text gets more text, arguments get one more, and any other value becomes
     None."""
     copy: Tree = _copied(tree)
-    for leaf, mark in marks.items():
+    # The last piece of a text comes first, because marks move what is behind them.
+    for leaf, mark in sorted(marks.items(), key=lambda item: (item[0].piece is not None, -item[0].number)):
         *path, key = leaf.path
         holder = _at(copy, path)
         holder[key] = _with_mark(holder[key], leaf, mark) if _takes_mark(copy, leaf) else None
@@ -500,16 +518,18 @@ def _copied(value: Any) -> Any:
 def _with_mark(value: Any, leaf: Leaf, mark: str) -> Any:
     if isinstance(value, dict):
         return {**value, mark: mark}
-    head, end, tail = value.partition(leaf.before) if leaf.before else (value, "", "")
-    return f"{head}{mark}{end}{tail}"
+    end = len(value) if leaf.piece is None else leaf.piece.end
+    return f"{value[:end]}{mark}{value[end:]}"
 
 
-def _label(chat: Chat, leaf: Leaf) -> str:
+def _label(tree: Tree, leaf: Leaf) -> str:
     if leaf.turn < 0:
-        return f"tools, such as {function_of(chat.tools[int(leaf.path[1])])['name']!r}"
-    key = ".".join(str(step) for step in leaf.path[2:])
-    what = f"what comes before {END_THOUGHT} in {key}" if leaf.before else key
-    return f"{what} of turn {leaf.turn} (role {chat.messages[leaf.turn]['role']})"
+        return f"tools, such as {function_of(_at(tree, leaf.path[:2]))['name']!r}"
+    what = ".".join(str(step) for step in leaf.path[2:])
+    if leaf.piece is not None:
+        text = _at(tree, leaf.path)[leaf.piece.start : leaf.piece.end].strip()
+        what = f"what comes before {leaf.piece.mark} in {what}" if leaf.is_thought else f"{text!r:.60} in {what}"
+    return f"{what} of turn {leaf.turn} (role {tree['messages'][leaf.turn]['role']})"
 
 
 def _ignore(leaf: Leaf) -> str:

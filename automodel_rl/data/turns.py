@@ -54,7 +54,7 @@ def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Se
         InputError: a turn cannot be found in what the template writes.
     """
     finder = _Finder(template, chat)
-    text, token_places = finder.text, _TokenPlaces(template.tokenizer, finder.text)
+    text, token_places = finder.text, TokenPlaces(template.tokenizer, finder.text)
     if token_places.ids != list(ids):
         raise InputError(
             f"{where}: the chat template's text has other tokens when it is tokenised again: {MARKS_REMEDY}"
@@ -298,7 +298,7 @@ def _next_messages(turn: Message) -> list[Message]:
     return [{"role": "tool", "name": name, **link, "content": PROBE} for name, link in zip(names, links, strict=True)]
 
 
-class _TokenPlaces:
+class TokenPlaces:
     """Tokens of a text, by their characters.
 
     Args:

@@ -18,6 +18,9 @@ from automodel_rl.errors import InputError
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """EXIF's orientation tag, and the values with which a picture is shown with height and width exchanged."""
 
+FILE_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}
+"""What whole files end with, zeros aside, by what they begin with: JPEG, PNG and GIF."""
+
 PictureSource = str | bytes
 """The path of a picture's file, or the file's bytes."""
 
@@ -138,8 +141,30 @@ def picture_size(source: PictureSource, where: str) -> tuple[int, int]:
         with Picture.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
             width, height = picture.size
             return (width, height) if picture.getexif().get(ORIENTATION) in TURNED else (height, width)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # PIL's formats raise errors of many kinds, and one of its own for too many pixels
         raise _unreadable(source, where, error) from None
+
+
+def check_picture(source: ImageSource, where: str) -> None:
+    """Raises InputError for a picture that cannot be opened, has too many pixels or is cut off. The pixels are read
+    only if the file does not end as files of its format do.
+
+    Args:
+        source: the picture.
+        where: its place in the data, for error messages.
+    """
+    if isinstance(source, Picture.Image):
+        return
+    picture_size(source, where)
+    with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+        head, size = file.read(8), file.seek(0, io.SEEK_END)
+        file.seek(max(0, size - 4096))
+        end = next((end for begin, end in FILE_ENDS.items() if head.startswith(begin)), b"")
+        is_whole = file.read().rstrip(b"\0").endswith(end)
+    if head.startswith(b"RIFF"):  # WebP says its size
+        is_whole = int.from_bytes(head[4:], "little") + 8 <= size
+    if not is_whole:
+        open_picture(source, where)
 
 
 def open_picture(source: PictureSource, where: str) -> Picture.Image:
@@ -149,7 +174,7 @@ def open_picture(source: PictureSource, where: str) -> Picture.Image:
     try:
         content = Path(source).read_bytes() if isinstance(source, str) else source
         return load_image(Picture.open(io.BytesIO(content)))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as above
         raise _unreadable(source, where, error) from None
 
 
@@ -164,4 +189,5 @@ def _as_file(picture: Picture.Image) -> bytes:
 
 def _unreadable(source: ImageSource, where: str, error: Exception) -> InputError:
     name = source if isinstance(source, str) else "in its bytes"
-    return InputError(f"{where}: cannot read the image {name} ({error}): give an intact picture")
+    remedy = "make it smaller" if isinstance(error, Picture.DecompressionBombError) else "give an intact picture"
+    return InputError(f"{where}: cannot read the image {name} ({error}): {remedy}")

@@ -37,7 +37,7 @@ def distill(policy: Policy, run: Run) -> Path:
     teachers.begin()
     held_out = Batch([])
     if config.data.validation:
-        held_out = data.once(config.data.validation)
+        held_out = data.held_out()
         of_held_out = [teachers.of_source(source.path) for source in config.data.validation]
         draws = [draw for loaded in data.every_record(config.data.validation) for draw in loaded.draws]
         names = [of_held_out[source] for source, _ in draws]
@@ -52,7 +52,7 @@ def distill(policy: Policy, run: Run) -> Path:
         with step.time("train"):
             output = policy.train_step(loaded.batch, loss, readout)
         step.record([output], policy.size(loaded.batch))
-        run.note_overlong(step, loaded)
+        data.note(step, loaded)
         if len(held_out) and run.validates:
             with step.time("validate"):
                 teachers.compare(policy, held_out, names, own)

@@ -32,7 +32,7 @@ def dpo(policy: Policy, run: Run) -> Path:
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
     # The reference is made of the model's first weights, before a checkpoint replaces them.
     reference = Reference(policy, config, data)
-    held_out = data.once(config.data.validation)
+    held_out = data.held_out()
     reference.score(held_out)
     run.resume(Goal(data.total_steps), {"data": data.train})
     run.save_examples(data.examples)
@@ -45,7 +45,7 @@ def dpo(policy: Policy, run: Run) -> Path:
         with step.time("train"):
             output = policy.train_step(loaded.batch, loss)
         step.record([output], policy.size(loaded.batch))
-        run.note_overlong(step, loaded)
+        data.note(step, loaded)
         if len(held_out) and run.validates:
             with step.time("validate"):
                 step.metrics["val/loss"], metrics = policy.evaluate(held_out, loss)

@@ -13,8 +13,10 @@ from automodel_rl.data.loader import ExampleLoader, LoadedStep
 from automodel_rl.data.sampler import Order
 from automodel_rl.data.show import ShownExample, examples_of
 from automodel_rl.errors import InputError
+from automodel_rl.trainers.left_out import LeftOut
 from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.samples import Sample, greedy_samples
+from automodel_rl.trainers.step import Step
 
 MOST_WORKERS = 8
 """Most processes that tokenise ahead unless a config says more."""
@@ -36,6 +38,7 @@ class ExampleData:
 
     def __init__(self, run: Run):
         self.run = run
+        self.left_out = LeftOut(run.say)
         self.config = cast(SFTConfig | DPOConfig | KTOConfig | RewardModelConfig | DistillConfig, run.config)
         config = self.config
         self.kind = DATASETS[config.reads]
@@ -55,15 +58,33 @@ class ExampleData:
         return sum(self.train.sampler.sizes)
 
     def steps(self) -> Iterator[LoadedStep]:
-        """The steps that are left. The first one is loaded now, so that its errors come before anything is written."""
+        """The steps that are left. The first one is loaded now, so that its errors come before anything is written.
+
+        Raises:
+            InputError: a record of the first step is refused, or nothing of any record can be trained.
+        """
         if self.run.is_over:
             return iter(())
         stream = iter(self.train)
-        return itertools.chain([next(stream)], stream)
+        first = next(stream)
+        if not len(first.batch):
+            self.train.dataset.check_fit()
+        return itertools.chain([first], stream)
 
-    def once(self, sources: Sequence[SourceConfig]) -> Batch:
-        """Every record of some sources once: a batch with a part for each step in which they are loaded."""
-        loaded = [*self.every_record(sources)]
+    def note(self, step: Step, loaded: LoadedStep) -> None:
+        """Records how many examples were cut or left out, and warns of the first.
+
+        Args:
+            step: the step, which gets the metrics; if it validates, also those of the validation data.
+            loaded: what was loaded for it.
+        """
+        step.metrics |= self.left_out.note_step(loaded) | (self.left_out.held_out if self.run.validates else {})
+
+    def held_out(self) -> Batch:
+        """Every record of the validation data once: a batch with a part for each step in which they are loaded."""
+        loaded = [*self.every_record(self.config.data.validation)]
+        self.left_out.note_held_out(loaded)
+        loaded = [step for step in loaded if len(step.batch)]
         rows, parts = itertools.count(), []
         for step in loaded:
             parts.append([*itertools.islice(rows, len(step.batch))])

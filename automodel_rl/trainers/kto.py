@@ -29,7 +29,7 @@ def kto(policy: Policy, run: Run) -> Path:
     data = ExampleData(run)
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
     policy.keep_weights(REFERENCE)  # the model's first weights, before a checkpoint replaces them
-    held_out = data.once(config.data.validation)
+    held_out = data.held_out()
     run.resume(Goal(data.total_steps), {"data": data.train})
     run.save_examples(data.examples)
     batches = data.steps()
@@ -42,7 +42,7 @@ def kto(policy: Policy, run: Run) -> Path:
         with step.time("train"):
             output = policy.train_step(loaded.batch, own_loss(config, point))
         step.record([output], policy.size(loaded.batch))
-        run.note_overlong(step, loaded)
+        data.note(step, loaded)
         if len(held_out) and run.validates:
             with step.time("validate"):
                 loss = own_loss(config, add_reference(policy, held_out, config))

@@ -26,7 +26,7 @@ def reward(policy: Policy, run: Run) -> Path:
     config: RewardModelConfig = run.config
     loss = choose_loss(config, functools.partial(reward_loss, config=config.loss))
     data = ExampleData(run)
-    held_out = data.once(config.data.validation)
+    held_out = data.held_out()
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
     run.resume(Goal(data.total_steps), {"data": data.train})
     run.save_examples(data.examples)
@@ -37,7 +37,7 @@ def reward(policy: Policy, run: Run) -> Path:
         with step.time("train"):
             output = policy.train_step(loaded.batch, loss, SCORES)
         step.record([output], policy.size(loaded.batch))
-        run.note_overlong(step, loaded)
+        data.note(step, loaded)
         if len(held_out) and run.validates:
             with step.time("validate"):
                 step.metrics["val/loss"], metrics = policy.evaluate(held_out, loss, SCORES)

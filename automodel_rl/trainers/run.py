@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config import RewardConfig
-from automodel_rl.data.loader import LoadedStep
+from automodel_rl.data.checks import reader_of
 from automodel_rl.data.prompts import PromptStream
 from automodel_rl.data.show import ShownExample
 from automodel_rl.errors import JobEndedError, StoppedError
@@ -118,7 +118,6 @@ class Run:
         self.timeline = StepTimeline()
         self.step = 0
         self.is_finished = False
-        self.mentioned_overlong = False
         self.trackers: list[Tracker] = []
         self.progress = Progress(0, 0)
         self.checkpoints: RunCheckpoints
@@ -145,7 +144,8 @@ class Run:
         """
         data, most = self.config.data, self.config.rollout.max_prompt_tokens
         seed = self.config.seed if data.shuffle and not held_out else None
-        return PromptStream(data.validation if held_out else data.train, self.chat, most, seed, tools)
+        sources, read = data.validation if held_out else data.train, reader_of(self.config)
+        return PromptStream(sources, self.chat, most, seed, tools, read, drops_refused=data.on_bad_record == "drop")
 
     def rollouts(self, fleet: Fleet, rewards: Sequence[RewardConfig]) -> Rollouts:
         """Rewarded completions of prompts. Tools, environments and rewards start at once, and end with the run.
@@ -419,22 +419,6 @@ class Run:
         self._write(step.metrics)
         self.save_checkpoint()
         self._warn(self.checkpoints.finish())
-
-    def note_overlong(self, step: Step, loaded: LoadedStep) -> None:
-        """Records how many examples were cut or left out, and warns of it once in a run.
-
-        Args:
-            step: the step, which gets the metrics.
-            loaded: what was loaded for it.
-        """
-        step.metrics |= {"data/num_truncated": loaded.num_truncated, "data/num_dropped": loaded.num_dropped}
-        if self.mentioned_overlong or not loaded.num_truncated + loaded.num_dropped:
-            return
-        self.mentioned_overlong = True
-        self.say(
-            f"warning: {loaded.too_long}; in this step {loaded.num_truncated} examples were cut and "
-            f"{loaded.num_dropped} dropped, and metrics.jsonl counts them in every step"
-        )
 
     def _save_model(self) -> None:
         """Writes the trained model to `final/`."""

@@ -29,7 +29,7 @@ def sft(policy: Policy, run: Run) -> Path:
     loss = choose_loss(config, LOSSES[config.loss.kind])
     validation_loss = choose_loss(config, sft_loss)
     data = ExampleData(run)
-    held_out = data.once(config.data.validation)
+    held_out = data.held_out()
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
     run.resume(Goal(data.total_steps), {"data": data.train})
     run.save_examples(data.examples)
@@ -43,7 +43,7 @@ def sft(policy: Policy, run: Run) -> Path:
         with step.time("train"):
             output = policy.train_step(loaded.batch, loss)
         step.record([output], policy.size(loaded.batch))
-        run.note_overlong(step, loaded)
+        data.note(step, loaded)
         if len(held_out) and run.validates:
             with step.time("validate"):
                 step.metrics["val/loss"], _ = policy.evaluate(held_out, validation_loss)

@@ -92,7 +92,7 @@ class Step:
             "data/num_sequences": size.num_sequences,
             "perf/tokens_per_second": size.num_tokens / seconds,
             "perf/mfu": size.flops / (seconds * peak * dist.get_world_size()) if peak else None,
-            "perf/packing_efficiency": size.num_tokens / (size.num_microbatches * self.config.batch.capacity),
+            "perf/packing_efficiency": size.num_tokens / (max(1, size.num_microbatches) * self.config.batch.capacity),
             "data/microbatch_tokens": self.config.batch.capacity,
             "time/step_s": seconds,
             "memory/peak_gib": peak_memory(device) / 2**30,

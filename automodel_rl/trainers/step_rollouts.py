@@ -100,7 +100,9 @@ class StepRollouts:
         if self.fleet.given_up:
             step.metrics["rollout/lost_generators"] = len(self.fleet.given_up)
         step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
+        step.metrics["data/num_bad_records"] = self.prompts.num_refused
         self._mention_overlong()
+        self._mention_refused()
         self._mention_held_out()
         self.write({})  # at once, so that they are there if the step fails
         return groups, batch
@@ -167,6 +169,14 @@ class StepRollouts:
                 f"warning: {training} of the first {self.prompts.num_drawn} prompts and {held_out} held-out ones are "
                 f"longer than rollout.max_prompt_tokens={self.config.rollout.max_prompt_tokens} and left out; "
                 "data/num_overlong_prompts counts them",
+            )
+
+    def _mention_refused(self) -> None:
+        if refused := self.prompts.refused or self.validation.refused:
+            self._say_once(
+                "refused",
+                f"warning: {refused}: left out, as {self.prompts.num_refused} of the first {self.prompts.num_drawn} "
+                f"prompts and {self.validation.num_refused} held-out ones; data/num_bad_records counts them",
             )
 
     def _mention_held_out(self) -> None:

@@ -48,7 +48,8 @@ class Validation:
         rollouts: asks the generators.
 
     Attributes:
-        num_overlong: number of held-out prompts that are too long, and left out.
+        num_overlong, num_refused: number of held-out prompts that are left out: too long, or refused.
+        refused: why the first of these was.
     """
 
     def __init__(self, config: OnlineConfig, run: Run, rollouts: Rollouts):
@@ -56,7 +57,8 @@ class Validation:
         held_out = run.prompts(rollouts.schemas, held_out=True)
         self._underway: _Underway | None = None
         self.prompts = held_out.every_prompt()
-        self.num_overlong = held_out.num_overlong
+        self.num_overlong, self.num_refused = held_out.num_overlong, held_out.num_refused
+        self.refused = held_out.refused
         names = [Path(source.path).stem for source in config.data.validation]
         self.sources = [name if names.count(name) == 1 else f"{name}_{n}" for n, name in enumerate(names)]
         handle, variables = run.handle, config.data.chat_template_kwargs

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from automodel_rl.config.data import BatchConfig, ExamplesConfig
+from automodel_rl.config.data import BatchConfig, JudgedDataConfig
 from automodel_rl.config.losses import KTOLossConfig
 from automodel_rl.config.run import Records, RunConfig, refuse_idle_data_ranks
 
@@ -22,7 +22,7 @@ class KTOConfig(RunConfig):
     algorithm: Literal["kto"] = "kto"
     """Preference training on completions that are each called good or bad (Ethayarajh et al., arXiv:2402.01306)."""
 
-    data: ExamplesConfig
+    data: JudgedDataConfig
     batch: BatchConfig
     loss: KTOLossConfig = KTOLossConfig()
 
@@ -30,6 +30,11 @@ class KTOConfig(RunConfig):
     def reads(self) -> Records:
         """What a record of the data holds: a completion of a prompt, and whether it is good."""
         return "judged"
+
+    @property
+    def trained_turns(self) -> Literal["all", "last"]:
+        """The assistant's turns of a chat that are judged."""
+        return self.data.train_on
 
     @property
     def needs_reference(self) -> bool:

@@ -7,9 +7,11 @@ import lzma
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
 import pytest
 import zstandard
 from datasets import Dataset, DatasetDict
+from pyarrow import parquet
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.sources import open_source
@@ -45,6 +47,20 @@ FILES: dict[str, Write] = {
 def _arrow(path: Path) -> None:
     Dataset.from_list(RECORDS).save_to_disk(str(path.parent / "whole"))
     next((path.parent / "whole").glob("*.arrow")).rename(path)
+
+
+@pytest.mark.parametrize("rows", ['"a\tb\nc\td\n"e\tf\n', 'c\td\n"a\tb\n', '"a\tb\nc"\td\n'])
+def test_a_quote_at_the_begin_of_a_value_takes_in_no_other_rows(tmp_path: Path, rows: str) -> None:
+    (tmp_path / "d.tsv").write_text("prompt\tanswer\n" + rows)
+    with pytest.raises(InputError, match=r"d.tsv:[23]: .*quote"):
+        open_source(SourceConfig(path=str(tmp_path / "d.tsv")))
+
+
+def test_a_column_that_datasets_does_not_read_does_not_refuse_a_parquet_file(tmp_path: Path) -> None:
+    text = pyarrow.string()
+    columns = {"prompt": ["a", "b"], "meta": pyarrow.array([[("k", "v")]] * 2, pyarrow.map_(text, text))}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "d.parquet")
+    assert [*open_source(SourceConfig(path=str(tmp_path / "d.parquet")))] == [{"prompt": "a"}, {"prompt": "b"}]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,12 +1,23 @@
 """Forms of records: the columns of widespread datasets make the chats that their authors mean."""
 
+from typing import Any
+
 import pytest
 
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import SourcesConfig
 from automodel_rl.data.checks import check_records
 from automodel_rl.data.messages import Chat
-from automodel_rl.data.records import Text, read_chat, read_example, read_pair, read_prompt
+from automodel_rl.data.records import (
+    READERS,
+    Text,
+    read_chat,
+    read_example,
+    read_judged,
+    read_pair,
+    read_prompt,
+    read_ranked_pair,
+)
 from automodel_rl.errors import InputError
 
 USER, ANSWER = {"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}
@@ -169,3 +180,40 @@ def test_a_name_that_no_record_has_is_refused(tmp_path) -> None:
     config = SourceConfig(path=str(path), columns={"answer": "reward_model.ground_truth"})
     with pytest.raises(InputError, match="no record has the column 'reward_model.ground_truth'"):
         check_records(SourcesConfig(train=(config,)), read_prompt)
+
+
+@pytest.mark.parametrize(("label", "is_good"), [("true", True), ("False", False), ("1", True), (" 0", False)])
+def test_a_label_may_be_a_text(label: Any, is_good: bool) -> None:
+    record = {"prompt": "a", "completion": "b", "label": label}
+    assert read_judged(record, SourceConfig(path="d.csv"), "d.csv:2").is_good is is_good
+
+
+@pytest.mark.parametrize(("margin", "value"), [("1.5", 1.5), ("-2", -2.0), ("", 0.0), (0.5, 0.5), (None, 0.0)])
+def test_a_margin_may_be_a_text(margin: Any, value: float) -> None:
+    record = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
+    assert read_ranked_pair(record, SourceConfig(path="d.csv"), "d.csv:2").margin == value
+
+
+@pytest.mark.parametrize(
+    ("read", "more", "message"),
+    [
+        (read_judged, {"completion": "b", "label": "good"}, "d.csv:2: label is 'good': give true for"),
+        (read_ranked_pair, {"chosen": "b", "rejected": "c", "margin": "much"}, "d.csv:2: margin is 'much': give a fin"),
+        (read_ranked_pair, {"chosen": "b", "rejected": "c", "margin": "nan"}, "d.csv:2: margin is 'nan': give a fin"),
+    ],
+)
+def test_other_texts_are_no_label_and_no_margin(read: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read({"prompt": "a"} | more, SourceConfig(path="d.csv"), "d.csv:2")
+
+
+@pytest.mark.parametrize("column", ["image", "image_path", "video", "video_path", "audio_path", "chat_template_kwargs"])
+@pytest.mark.parametrize("reads", READERS)
+def test_columns_that_only_other_tools_read_are_refused(reads: Any, column: str) -> None:
+    record = {"prompt": "p", "completion": "c", "chosen": "c", "rejected": "r", "label": True}
+    value = {"reasoning_effort": "low"} if column == "chat_template_kwargs" else "a.jpg"
+    for nothing in (None, {}, []):
+        READERS[reads](record | {column: nothing}, source(), "x:1")
+    READERS[reads](record | {column: value}, source(ignore=[column]), "x:1")
+    with pytest.raises(InputError, match=rf"^x:1: has {column}, .*ignore: \[{column}\]"):
+        READERS[reads](record | {column: value}, source(), "x:1")

@@ -16,9 +16,11 @@ from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.examples import ChatDataset
 from automodel_rl.data.loader import ExampleLoader, LoadedStep
 from automodel_rl.data.sampler import Order
+from automodel_rl.errors import InputError
 from automodel_rl.hf.tokenizer import load_tokenizer
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.quickstart.problems import make_problems
+from automodel_rl.trainers.left_out import LeftOut
 
 
 @pytest.fixture(name="folder", scope="module")
@@ -84,3 +86,43 @@ def test_the_place_of_an_earlier_checkpoint_is_understood(folder: Path, state: d
     loader = loader_of(folder)
     loader.load_state_dict(state)
     assert ids_of([*loader]) == ids_of([*loader_of(folder)])[3:]
+
+
+def loader_of_lines(folder: Path, lines: list[dict[str, Any]], **data: Any) -> ExampleLoader:
+    """A loader of one record a step, in their order."""
+    path = folder / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = SourceConfig(path=str(path))
+    config = DataConfig.model_validate({"train": [source]} | data)
+    chat = ChatTokenizer(load_tokenizer(folder, 10_000), "all")
+    dataset = ChatDataset((source,), chat, CommonBatchConfig(microbatch_tokens=128), None, config)
+    return ExampleLoader(dataset, 1, Order(None, epochs=1))
+
+
+LONG, SHORT, BAD = {"text": "word " * 500}, {"text": "word"}, {"text": "caf\udce9"}
+
+
+def test_a_step_whose_examples_are_all_left_out_has_no_rows(folder: Path) -> None:
+    loader = loader_of_lines(folder, [SHORT, LONG, BAD, SHORT], overlong="drop", on_bad_record="drop")
+    loader.dataset.check_fit()
+    steps = [*loader]
+    found = [(len(step.batch), step.num_dropped, step.num_refused) for step in steps]
+    assert found == [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0)]
+    said: list[str] = []
+    left_out = LeftOut(said.append)
+    left_out.note_held_out(steps)
+    assert left_out.held_out == {"val/num_truncated": 0, "val/num_dropped": 1, "val/num_bad_records": 1}
+    assert [line.partition("lines.jsonl:")[2][0] for line in said] == ["2", "3"]
+    assert all("of the validation data" in line for line in said)
+
+
+def test_a_record_that_is_refused_ends_loading_unless_it_may_be_left_out(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"lines.jsonl:2: .*lone surrogate"):
+        [*loader_of_lines(folder, [SHORT, BAD])]
+
+
+@pytest.mark.parametrize(("line", "reason"), [(LONG, "none of the 2 records has a trained token"), (BAD, "lone surr")])
+def test_data_of_which_nothing_can_be_trained_are_refused(folder: Path, line: dict[str, Any], reason: str) -> None:
+    loader = loader_of_lines(folder, [line] * 2, overlong="drop", on_bad_record="drop")
+    with pytest.raises(InputError, match=reason):
+        loader.dataset.check_fit()

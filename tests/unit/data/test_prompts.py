@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def told(prompts: list[Prompt]) -> list[tuple[int, int]]:
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, None)
     stream.check_fit()
-    assert stream.state_dict() == {"num_drawn": 0, "num_overlong": 0}
+    assert stream.state_dict() == {"num_drawn": 0, "num_overlong": 0, "num_refused": 0}
     assert told(stream.take(3)) == [(0, 3), (2, 1), (3, 4)]
     assert (stream.num_drawn, stream.num_overlong) == (4, 1)
     assert told(stream.take(2)) == [(5, 2), (7, 3)]
@@ -47,6 +47,17 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> N
     held_out = stream_of(tmp_path, None)
     assert told(held_out.every_prompt()) == [(0, 3), (2, 1), (3, 4), (5, 2)]
     assert held_out.num_overlong == 3
+
+
+def test_prompts_that_are_refused_are_counted_where_they_may_be_left_out(tmp_path: Path) -> None:
+    file, chat = tmp_path / "prompts.jsonl", Words()
+    source = SourceConfig(path=str(file))
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("1", None, [], "2")))
+    stream = PromptStream((source,), cast(Any, chat), 4, None, drops_refused=True)
+    assert [prompt.number for prompt in stream.take(2)] == [0, 3]
+    assert (stream.num_refused, stream.num_overlong) == (2, 0)
+    with pytest.raises(InputError, match=r"prompts.jsonl:2: "):
+        PromptStream((source,), cast(Any, chat), 4, None).take(2)
 
 
 @pytest.mark.parametrize("seed", [None, 3])

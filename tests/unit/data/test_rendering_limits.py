@@ -2,6 +2,7 @@
 
 import resource
 import signal
+import time
 
 import pytest
 
@@ -24,7 +25,10 @@ def checked(config: RunConfig, chats: list[tuple[Chat, str]]) -> list[str]:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (LOOPS, "the chat template did not write it within 1 seconds: give data.chat_template one that ends"),
+        (
+            LOOPS,
+            "did not write it within 1 seconds of processor time: give data.chat_template one that ends",
+        ),
         ("{% if messages|length > 1 %}" + LOOPS + "{% endif %}", "the chat template did not write it within 1 seconds"),
         ("{{ 'a' * 10**11 }}", r"d.jsonl:1: the chat template refuses these messages \(MemoryError\)"),
         (
@@ -38,11 +42,17 @@ def test_a_template_without_end_is_one_line(
 ) -> None:
     monkeypatch.setattr(limits, "MOST_SECONDS", 1)
     monkeypatch.setattr(limits, "MOST_CHARACTERS", 1000)
-    before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
+    before = signal.getsignal(signal.SIGPROF), resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(InputError, match=message):
         checked(sft_config(tmp_path, template), [(CHAT, "d.jsonl:1")])
-    assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert (signal.getsignal(signal.SIGPROF), resource.getrlimit(resource.RLIMIT_AS)) == before
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+
+
+def test_time_in_which_the_machine_does_something_else_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MOST_SECONDS", 0.2)
+    with limits.rendering_limits("d.jsonl:1"):
+        time.sleep(0.4)
 
 
 def test_what_is_written_in_time_is_left_alone(tmp_path) -> None:

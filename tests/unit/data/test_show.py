@@ -1,5 +1,6 @@
 """Examples are shown with marks around what is trained."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.cli import main
+from automodel_rl.config.algorithms import KTOConfig
 from automodel_rl.data.show import first_examples, stretches_of
 from automodel_rl.quickstart.model import train_tokenizer
 from tests.unit.data.workspaces import sft_config
@@ -40,3 +42,17 @@ def test_the_command_prints_them_and_starts_nothing(tmp_path: Path, capsys: pyte
     assert not (tmp_path / "run").exists()
     assert main(["sft", str(path), "--show", "none"]) == 2
     assert "--show none: must be a number of records, 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("data", "expected"), [({}, ["four"]), ({"train_on": "all"}, ["two", "four"])])
+def test_a_label_judges_the_last_turn_or_all(tmp_path: Path, data: dict[str, str], expected: list[str]) -> None:
+    values = sft_config(tmp_path, None).model_dump(include={"output", "model", "length"})
+    messages = [
+        {"role": role, "content": content}
+        for role, content in (("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"))
+    ]
+    path = tmp_path / "judged.jsonl"
+    path.write_text(json.dumps({"messages": messages, "label": False}))
+    values |= {"data": {"train": [str(path)]} | data, "batch": {"sequences": 2}}
+    (example,) = first_examples(KTOConfig.model_validate(values), 1)
+    assert [text.removesuffix("<|im_end|>") for text, is_trained in example.stretches if is_trained] == expected

@@ -248,6 +248,8 @@ def calls(*functions: dict) -> dict:
         ([QUESTION, ANSWER, QUESTION, THOUGHT], [QUESTION, THOUGHT, QUESTION, ANSWER]),
         ([QUESTION, THOUGHT, QUESTION, ANSWER | {"weight": 0}], [QUESTION, THOUGHT | {"weight": 0}, QUESTION, ANSWER]),
         ([QUESTION, SAID, QUESTION, SAID], [QUESTION, ANSWER | {"content": "a</think>"}, QUESTION, SAID]),
+        ([QUESTION, SAID], [QUESTION, ANSWER | {"content": "<think>a</think>b</think>c"}]),
+        ([QUESTION, SAID], [QUESTION, ANSWER | {"content": "a<think>a</think>b"}]),
         ([QUESTION, THOUGHT, QUESTION, ANSWER], [QUESTION, THOUGHT | {"content": ""}, QUESTION, ANSWER]),
         ([ANSWER | calls({"name": "f"})], [ANSWER | calls({"name": "f", "arguments": {"a": 1}})]),
         ([ANSWER | calls({"name": "f", "arguments": "{}"})], [ANSWER | calls({"name": "f", "arguments": {"a": 1}})]),

@@ -18,7 +18,7 @@ from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.tool_formats import PROBE_TOOL
 from automodel_rl.data.turn_suffix import TurnSuffix
 from automodel_rl.errors import InputError
-from tests.unit.data.stock_templates import PUBLISHED, TWINS, stock_tokenizer, twin_tokenizers
+from tests.unit.data.stock_templates import PUBLISHED, TEMPLATES, TWINS, stock_tokenizer, twin_tokenizers
 
 Message = dict[str, Any]
 NOTHING: Any = object()
@@ -169,3 +169,25 @@ def test_a_content_that_is_null_or_missing_is_an_empty_one(name: str) -> None:
     assert (texts[1] is None) == (texts[0] is None) == (texts[2] is None)
     assert texts[1] == texts[2]
     assert all(text is None or "None" not in text for text in texts)
+
+
+BETWEEN = ("<think>\nHm.\n</think>\n\nOne </think> two.", "One <think>\nHm.\n</think>\n\ntwo.")
+BETWEEN_CHANNELS = ("One <|channel>Hm.<channel|> two.", "<|channel>Hm.<channel|>One <channel|>two.")
+
+
+@pytest.mark.parametrize("later", [[], LATER], ids=["last", "earlier"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_text_of_an_answer_is_left_out_without_a_word(name: str, later: list[Message]) -> None:
+    tokenizer = stock_tokenizer(name)
+    for content in BETWEEN + BETWEEN_CHANNELS:
+        for given in (content, [{"type": "text", "text": content}]):
+            chat = Chat(checked_messages([user(), answer(given), *later], "messages", "d:1"))
+            try:
+                sequence = ChatTokenizer(tokenizer, "all")(chat, "d:1")
+            except InputError as error:
+                refusal = str(error)
+            else:
+                text, refusal = tokenizer.decode(sequence.input_ids), ""
+                assert "One" in text, content
+                assert "two." in text, content
+            assert re.match(r"$|d:1: the chat template (refuses|leaves out .* of turn 1)", refusal), refusal

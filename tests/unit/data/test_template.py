@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from automodel_rl.batch import TokenSequence
@@ -58,6 +59,22 @@ def trained(template: str, *messages: Message, train_on: str = "all", start: int
     tokenizer = tokenizer_of(template)
     sequence = ChatTokenizer(tokenizer, train_on)(Chat([*messages], start=start), "d.jsonl:1")
     return tokenizer.decode(sequence.input_ids[sequence.loss_mask])
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("before", [(), (QUESTION,)])
+def test_marks_do_not_reach_into_the_message_that_follows(before: tuple[Message, ...], end: str) -> None:
+    words = ["<unk>", "user", "assistant", "Is", "it", "cold", "in", "Oslo?", "yes", "secret"]
+    tokens = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, unk_token="<unk>", eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' <end>" + end + "' }}"
+        "{% endgeneration %}{% else %}{{ ' user ' + m.content + ' ' }}{% endif %}{% endfor %}"
+    )
+    chat = Chat([*before, ANSWER, {"role": "user", "content": "secret"}])
+    sequence = ChatTokenizer(tokenizer, "all")(chat, "d.jsonl:1")
+    assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]) == "yes <end>"
 
 
 TOOLS_USED = (QUESTION, call({"city": "Oslo"}), RESULT, ANSWER)

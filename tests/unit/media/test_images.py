@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -20,14 +21,16 @@ from transformers import (
 
 from automodel_rl.batch import Image, TokenSequence
 from automodel_rl.config import SourceConfig
+from automodel_rl.config.data import SourcesConfig
 from automodel_rl.data.chat import ChatTokenizer
+from automodel_rl.data.checks import check_records
 from automodel_rl.data.media import MediaReaders, cut, open_readers
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import read_chat
 from automodel_rl.errors import InputError
 from automodel_rl.families.encoder import DEFAULTS, ReadingOptions
 from automodel_rl.hf.read import read_config
-from automodel_rl.media.images import ImageReader
+from automodel_rl.media.images import ImageReader, check_picture, open_picture, picture_size
 from tests.vision import make_vision_workspace
 
 
@@ -294,3 +297,43 @@ def test_bytes_of_a_dataset_are_pictures() -> None:
     }
     (user, _) = read_chat(record, SourceConfig(path="chats.jsonl"), "chats.jsonl:1").messages
     assert user["content"] == [{"type": "image", "path": b"..."}]
+
+
+def encoded(form: str, **more: object) -> bytes:
+    file = io.BytesIO()
+    Picture.effect_noise((64, 64), 90).convert("RGB").save(file, form, **more)
+    return file.getvalue()
+
+
+def bomb() -> bytes:
+    file = io.BytesIO()
+    Picture.new("1", (20_000, 10_000)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP"])
+def test_a_picture_that_is_cut_off_is_found_where_records_are_checked(form: str, tmp_path: Path) -> None:
+    whole, path = encoded(form), tmp_path / "p"
+    check_picture(whole, "d:1")
+    check_picture(whole + b"\0" * 9, "d:1")
+    check_picture(whole + b"further data", "d:1")
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="d:1: cannot read the image .*give an intact picture"):
+        check_picture(str(path), "d:1")
+
+
+@pytest.mark.parametrize("read", [check_picture, picture_size, open_picture])
+def test_a_picture_of_too_many_pixels_is_one_line(read: Callable[[bytes, str], object]) -> None:
+    with pytest.raises(InputError, match=r"d:1: cannot read .*exceeds limit.*: make it smaller"):
+        read(bomb(), "d:1")
+
+
+@pytest.mark.parametrize("content", [jpeg(64, 64)[:900], bomb(), b"x"], ids=["cut", "large", "none"])
+def test_damaged_pictures_are_told_before_the_first_step(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "p").write_bytes(content)
+    parts = [{"type": "image", "path": "p"}, {"type": "text", "text": "?"}]
+    record = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "d.jsonl").write_text(json.dumps(record))
+    config = SourcesConfig(train=(SourceConfig(path=str(tmp_path / "d.jsonl")),))
+    with pytest.raises(InputError, match="d.jsonl:1: cannot read the image"):
+        check_records(config, read_chat)
