@@ -145,7 +145,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
         "rollout/reward_std": totals.std().nan_to_num().item(),
         "rollout/completion_tokens_mean": sum(len(branch.token_ids) for branch in branches) / len(rollouts),
         "rollout/truncated": sum(r.completion.finish == "length" for r in rollouts) / len(rollouts),
-        "rollout/failed": sum(r.completion.finish == "error" for r in rollouts),
+        "rollout/failed": sum(r.has_failed for r in rollouts),
         "rollout/reward_errors": len(errors),
         "rollout/left_out": sum(r.score.is_left_out for r in rollouts),
         "rollout/invalid_logprobs": sampled - sum(sum(branch.trained) for branch in branches),
