@@ -43,6 +43,11 @@ class GRPOConfig(OnlineConfig):
         return not self.teachers
 
     @property
+    def weights_alone(self) -> tuple[float, ...]:
+        """The weights of rewards that are each compared alone; empty if their sum is compared."""
+        return tuple(reward.weight for reward in self.rewards) if self.advantage.kind == "gdpo" else ()
+
+    @property
     def reads_old_logprobs(self) -> bool:
         """Whether advantages need log-probabilities from before the optimizer step."""
         return (bool(self.teachers) and self.distillation.loss is None) or super().reads_old_logprobs

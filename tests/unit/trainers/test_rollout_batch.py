@@ -267,3 +267,10 @@ def test_an_episode_counts_once_however_many_rows_it_has(normalise: str) -> None
         found += total.item()
     num_tokens = sum(int(row.loss_mask.sum()) for row in batch.sequences)
     assert found / (num_tokens if normalise == "token" else batch.num_episodes) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("gdpo", (1.0, 0.5)), ("grpo", ())])
+def test_only_gdpo_compares_rewards_alone(kind: str, expected: tuple[float, ...]) -> None:
+    rewards = [{"function": "math"}, {"function": "exact_match", "weight": 0.5}]
+    config = GRPOConfig.model_validate({**config_of().model_dump(), "rewards": rewards, "advantage": {"kind": kind}})
+    assert config.weights_alone == expected
