@@ -160,7 +160,7 @@ class RewardConfig(Section):
     example: dict) -> float. An async function has many calls at once. A function whose first parameter is called
     completions gets lists, and returns a list. In place of a number it may return a number and a dict of metrics."""
 
-    weight: float = 1.0
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     """Weight of this reward. A completion's reward is the weighted sum of all."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
@@ -236,7 +236,7 @@ class FilterConfig(Section):
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
     """Penalty of a completion of rollout.max_new_tokens, subtracted from its reward. It needs an `overlong_buffer`."""
 
-    reward_scale: Annotated[float, Field(gt=0)] = 1.0
+    reward_scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Factor of all rewards, applied before anything else."""
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ class Rollout:
 
     Attributes:
         completion: the completion as a generator wrote it.
-        text: the completion's text, without special tokens.
+        text: the completion's text, without the special token that ended it.
         score: the completion's rewards.
         key: a name that no other rollout of the run has.
     """
