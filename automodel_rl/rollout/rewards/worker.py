@@ -201,7 +201,7 @@ def checked(value: Any) -> Scored:
 
 
 def _number(value: Any) -> float | None:
-    """A number of at most `LARGEST` as a float, else None. NumPy's and torch's scalars count, without importing these."""
+    """A number of at most `LARGEST` as a float, else None. NumPy's and torch's count, without importing these."""
     try:
         number = float(value if isinstance(value, numbers.Real) else value.item())
     except Exception:  # not a number: no `item`, several items, or an item that is not a number

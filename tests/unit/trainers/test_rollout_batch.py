@@ -274,3 +274,14 @@ def test_only_gdpo_compares_rewards_alone(kind: str, expected: tuple[float, ...]
     rewards = [{"function": "math"}, {"function": "exact_match", "weight": 0.5}]
     config = GRPOConfig.model_validate({**config_of().model_dump(), "rewards": rewards, "advantage": {"kind": kind}})
     assert config.weights_alone == expected
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.7}])
+def test_a_divergence_from_teachers_has_the_temperature_of_rollouts(given: dict[str, float]) -> None:
+    values = config_of(rollout={"temperature": 0.7}).model_dump(exclude_unset=True)
+    teaching = {"teachers": {"large": {"path": "elsewhere"}}, "distillation": {"loss": given}}
+    found = GRPOConfig.model_validate({**values, **teaching}).divergence
+    assert found is not None
+    assert found.temperature == 0.7
+    with pytest.raises(ValueError, match="one pass reads both at one temperature"):
+        GRPOConfig.model_validate({**values, **teaching, "distillation": {"loss": {"temperature": 0.9}}})
