@@ -77,7 +77,8 @@ class Sampling:
         own_ends = ends if self.stop_token_ids is None else self.stop_token_ids
         ended_by = {"max_tokens": self.max_tokens, "stop_token_ids": [*own_ends], "ignore_eos": True}
         if self.stop:
-            ended_by |= {"stop": [*self.stop], "include_stop_str_in_output": True}
+            # Else vLLM looks for texts where special tokens are left out, and one with such a token never ends any.
+            ended_by |= {"stop": [*self.stop], "include_stop_str_in_output": True, "skip_special_tokens": False}
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, **ended_by}
 
 

@@ -77,7 +77,7 @@ class OnPolicyDistillationConfig(Section):
     loss: DistillLossConfig | None = None
     """Compares distributions in place of written tokens: the divergence from the teacher at each place of a completion,
     as a part of the loss (GKD, arXiv:2306.13649). It has much less variance than the logarithm of one token. Its
-    temperature is that of rollouts. null: the logarithm, in advantages."""
+    temperature is that of rollouts, and need not be given. null: the logarithm, in advantages."""
 
     @model_validator(mode="after")
     def _discounts_advantages(self) -> "OnPolicyDistillationConfig":

@@ -160,7 +160,7 @@ class RewardConfig(Section):
     example: dict) -> float. An async function has many calls at once. A function whose first parameter is called
     completions gets lists, and returns a list. In place of a number it may return a number and a dict of metrics."""
 
-    weight: float = 1.0
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     """Weight of this reward. A completion's reward is the weighted sum of all."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
@@ -222,17 +222,28 @@ class FilterConfig(Section):
     """How often a step may generate further completions with `dynamic`. After that it trains on the groups it has."""
 
     mask_overlong: bool = False
-    """Leave completions that were cut off at rollout.max_new_tokens out of the loss."""
+    """Leave completions that were cut off at rollout.max_new_tokens out of the loss and of what divides it, and compare
+    the others of their group without them. A group with fewer than two others teaches nothing."""
+
+    masked_count: bool = False
+    """Count completions that mask_overlong masks in their group's mean and deviation, in whether its rewards differ,
+    and in the number of completions that loss.normalise=sequence and constant divide by."""
 
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
-    """Number of tokens before rollout.max_new_tokens over which a penalty rises from 0 to `overlong_penalty` (DAPO's
-    soft punishment)."""
+    """Number of tokens before rollout.max_new_tokens, and at most as many, over which a penalty rises from 0 to
+    `overlong_penalty` (DAPO's soft punishment)."""
 
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
     """Penalty of a completion of rollout.max_new_tokens, subtracted from its reward. It needs an `overlong_buffer`."""
 
-    reward_scale: Annotated[float, Field(gt=0)] = 1.0
+    reward_scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Factor of all rewards, applied before anything else."""
+
+    @model_validator(mode="after")
+    def _masks_something(self) -> "FilterConfig":
+        if self.masked_count and not self.mask_overlong:
+            raise ValueError("masked_count=true without mask_overlong=true: nothing is masked: set it, or leave it out")
+        return self
 
 
 LARGEST_BUFFER = 2**28

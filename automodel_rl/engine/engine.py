@@ -111,6 +111,7 @@ class Engine:
         loss_fn: LossFn,
         readout: Readout = LOGPROBS,
         agreed: GlobalBatch | None = None,
+        place: float | None = None,
     ) -> TrainOutput:
         """Takes one optimizer step over the global batch.
 
@@ -120,6 +121,8 @@ class Engine:
             readout: what the loss gets for every token.
             agreed: the size of the global batch, if one process has made and checked the microbatches of all ranks;
                 None lets the ranks check each other's.
+            place: the step's place among `total_steps`, from 0, which the learning rate follows; None for the number of
+                steps so far.
 
         Returns:
             Loss, gradient norm and metrics, equal on every rank.
@@ -134,7 +137,7 @@ class Engine:
         self.handle.check_mtp(is_read=readout.mtp)
         loss_fn, readout = self._with_mtp(loss_fn, readout)
         agreed = self.runner.global_batch(microbatches, agreed)
-        lr = learning_rate(self.config, self.step, self.total_steps)
+        lr = learning_rate(self.config, self.step if place is None else place, self.total_steps)
         if agreed.num_microbatches == 0:
             self.step += 1
             return TrainOutput(0.0, 0.0, 0, lr, skipped=True, nothing_to_train=True)

@@ -17,7 +17,7 @@ from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
-"""Number of newest tokens in which stop texts are looked for."""
+"""Number of newest tokens in which stop texts are looked for, besides one for each of a text's bytes."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,8 @@ class TransformersGenerator:
             return True
         if not sampling.stop:
             return False
-        text = self.writing.tokenizer.decode(token_ids[-STOP_TEXT_TOKENS:])
+        longest = max(len(stop.encode()) for stop in sampling.stop)  # no token stands for less than a byte
+        text = self.writing.tokenizer.decode(token_ids[-STOP_TEXT_TOKENS - longest :])
         return any(stop in text for stop in sampling.stop)
 
 

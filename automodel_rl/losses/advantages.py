@@ -6,7 +6,11 @@ from torch import Tensor
 from automodel_rl.config.losses import AdvantageConfig
 
 EPSILON = 1e-6
-"""Added to standard deviations."""
+"""Added to standard deviations. The deviation of a reward's others divides nothing below this share of the group's
+range."""
+
+ROUNDING = 64
+"""Rewards whose difference is at most so many units in the last place are equal."""
 
 
 def advantages(
@@ -33,8 +37,7 @@ def advantages(
         if config.whiten == "no":
             result = _whitened(result, counts.to(result.dtype))
         return result if config.clip is None else result.clamp(-config.clip, config.clip)
-    sizes = counts.sum(1, keepdim=True)
-    centred = torch.where(counts, rewards - _mean(rewards, counts), 0.0)
+    centred, sizes = _centred(rewards, counts), counts.sum(1, keepdim=True).to(rewards.dtype)
     if config.kind == "grpo":
         result = _compared(rewards, config.leave_one_out, counts)
     elif config.kind == "dr_grpo" or config.whiten == "tokens":
@@ -58,11 +61,29 @@ def whitened_over_tokens(of_rows: Tensor, num_tokens: Tensor) -> Tensor:
 
 def _whitened(values: Tensor, weights: Tensor) -> Tensor:
     """Values less their mean and divided by their sample deviation, each counted as often as its weight says; 0 where
-    that is 0."""
-    total = weights.sum()
+    that is 0, and if they differ by no more than rounding."""
+    total, is_counted = weights.sum(), weights > 0
+    if not _differ(values.flatten()[None], is_counted.flatten()[None]):
+        return torch.zeros_like(values)
     mean = (values * weights).sum() / total.clamp_min(1)
     deviation = sample_deviation(((values - mean).square() * weights).sum(), total)
-    return torch.where(weights > 0, (values - mean) / (deviation + EPSILON), 0.0)
+    return torch.where(is_counted, (values - mean) / (deviation + EPSILON), 0.0)
+
+
+def _range(rewards: Tensor, counts: Tensor) -> Tensor:
+    """The largest difference within each group, [P, 1]; 0 for a group without rewards."""
+    largest = torch.where(counts, rewards, -torch.inf).amax(1, keepdim=True)
+    return (largest - torch.where(counts, rewards, torch.inf).amin(1, keepdim=True)).clamp_min(0)
+
+
+def _rounding(rewards: Tensor, counts: Tensor) -> Tensor:
+    """How far rounding may move rewards of each group apart that were computed in different ways, [P, 1]."""
+    return ROUNDING * torch.finfo(rewards.dtype).eps * torch.where(counts, rewards, 0.0).abs().amax(1, keepdim=True)
+
+
+def _differ(rewards: Tensor, counts: Tensor) -> Tensor:
+    """Whether the rewards of each group differ by more than rounding, bool [P, 1]."""
+    return _range(rewards, counts) > _rounding(rewards, counts)
 
 
 def _mean(rewards: Tensor, counts: Tensor) -> Tensor:
@@ -70,20 +91,31 @@ def _mean(rewards: Tensor, counts: Tensor) -> Tensor:
     return torch.where(counts, rewards, 0.0).sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp_min(1)
 
 
+def _centred(rewards: Tensor, counts: Tensor) -> Tensor:
+    """Rewards less the mean of their group, [P, G]; 0 if they differ by no more than rounding."""
+    return torch.where(counts & _differ(rewards, counts), rewards - _mean(rewards, counts), 0.0)
+
+
 def _compared(rewards: Tensor, leave_one_out: bool, counts: Tensor) -> Tensor:
     """(reward - mean) / standard deviation of each group, or of the group's others, [P, G]."""
-    mean, sizes = _mean(rewards, counts), counts.sum(1, keepdim=True)
-    centred = torch.where(counts, rewards - mean, 0.0)
-    squares = centred.square().sum(1, keepdim=True)
-    if not leave_one_out:
-        return centred / (sample_deviation(squares, sizes) + EPSILON)
-    others = (sizes - 1).clamp_min(1)
-    mean_of_others = -centred / others  # less the group's mean
-    squares_of_others = (squares - centred.square() - others * mean_of_others.square()).clamp_min(0)
-    deviation = sample_deviation(squares_of_others, sizes - 1)
-    is_divided = deviation > EPSILON
-    result = (centred - mean_of_others) / torch.where(is_divided, deviation + EPSILON, 1.0)
-    return torch.where(counts & (sizes > 1), result, 0.0)
+    if leave_one_out:
+        places = range(rewards.shape[1])
+        return torch.stack([_compared_with_others(rewards, counts, place) for place in places], 1)
+    centred, sizes = _centred(rewards, counts), counts.sum(1, keepdim=True)
+    return centred / (sample_deviation(centred.square().sum(1, keepdim=True), sizes) + EPSILON)
+
+
+def _compared_with_others(rewards: Tensor, counts: Tensor, place: int) -> Tensor:
+    """(reward - mean) / standard deviation of the others, of the completion at a place of each group, [P]."""
+    others = counts.clone()
+    others[:, place] = False
+    sizes = others.sum(1, keepdim=True)
+    deviation = sample_deviation(_centred(rewards, others).square().sum(1, keepdim=True), sizes)
+    is_divided = deviation > EPSILON * _range(rewards, counts)
+    own = rewards[:, place, None]
+    result = (own - _mean(rewards, others)) / torch.where(is_divided, deviation + EPSILON, 1.0)
+    is_compared = counts[:, place, None] & (sizes > 0) & _differ(rewards, counts)
+    return torch.where(is_compared, result, 0.0).squeeze(1)
 
 
 def sample_deviation(squares: Tensor, count: Tensor) -> Tensor:
@@ -97,8 +129,9 @@ def sample_deviation(squares: Tensor, count: Tensor) -> Tensor:
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Whether the rewards [P, G] of each group differ, bool [P]. If they do not, nothing can be learned from it."""
-    return rewards.amax(1) > rewards.amin(1)
+    """Whether the rewards [P, G] of each group differ by more than rounding, bool [P]. If they do not, nothing can be
+    learned from it."""
+    return _differ(rewards, torch.ones_like(rewards, dtype=torch.bool)).squeeze(1)
 
 
 def overlong_penalty(num_tokens: Tensor, max_tokens: int, buffer: int) -> Tensor:

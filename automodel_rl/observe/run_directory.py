@@ -17,7 +17,7 @@ from automodel_rl.config import RunConfig, completed, differing_keys, dump_confi
 from automodel_rl.errors import InputError
 from automodel_rl.files import check_place, write_complete
 from automodel_rl.observe.metrics import read_lines
-from automodel_rl.observe.run_files import RunFiles
+from automodel_rl.observe.run_files import RunFiles, read_number
 from automodel_rl.observe.run_lock import JOB_VARIABLE, RunLock, check_free
 from automodel_rl.observe.versions import versions
 
@@ -219,6 +219,11 @@ class RunDirectory(RunFiles):
         if not self.config_file.is_file():
             return {path.name for path in self.folder.iterdir()} <= FIRST_FILES
         return not any(record["step"] > 0 for record in read_lines(self.metrics))
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The number of steps that the run had when it last started; None if it has not."""
+        return read_number(self.total_steps_file)
 
     def create(self, total_steps: int) -> None:
         """Makes the folder, takes it, and writes the config and what the run runs with.

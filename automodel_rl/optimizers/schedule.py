@@ -6,12 +6,12 @@ from automodel_rl.config import OptimizerConfig
 from automodel_rl.errors import InputError
 
 
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -> float:
+def learning_rate(config: OptimizerConfig, step: float, total_steps: int | None) -> float:
     """Learning rate of an optimizer step. It depends on nothing else, so a resumed run needs no scheduler state.
 
     Args:
         config: the optimizer's settings and its schedule.
-        step: the step's number, from 0.
+        step: the step's number, from 0; between two numbers if a run makes more or fewer steps than planned.
         total_steps: number of steps of the run; needed unless the rate stays constant.
 
     Raises:

@@ -69,6 +69,7 @@ class TrainStep(Job):
     readout: Readout
     agreed: GlobalBatch
     replay: bool = False
+    place: float | None = None
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,13 @@ class Policy:
         self.crew.ask(jobs.Begin(optimizer, total_steps, not_finite))
 
     def train_step(
-        self, batch: Batch, loss: LossFn, readout: Readout = LOGPROBS, *, replay: bool = False
+        self,
+        batch: Batch,
+        loss: LossFn,
+        readout: Readout = LOGPROBS,
+        *,
+        replay: bool = False,
+        place: float | None = None,
     ) -> TrainOutput:
         """Takes one optimizer step.
 
@@ -84,6 +90,7 @@ class Policy:
             loss: gives sums over a microbatch. It goes to all ranks.
             readout: what the loss gets for every token.
             replay: follow the routes of the rows.
+            place: the step's place among the run's optimizer steps, as that of `Engine.train_step`.
 
         Raises:
             InputError: the rows do not fit the model or a microbatch. Nothing was trained.
@@ -91,7 +98,7 @@ class Policy:
         """
         self._check_ids(batch, readout.ids)
         agreed, shares = self.shares(batch, replay, of_one_part=True)
-        output: TrainOutput = self.crew.ask(jobs.TrainStep(loss, readout, agreed, replay), shares)[0]
+        output: TrainOutput = self.crew.ask(jobs.TrainStep(loss, readout, agreed, replay, place), shares)[0]
         return output
 
     def forward_backward(

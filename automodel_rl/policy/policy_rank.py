@@ -105,7 +105,8 @@ class PolicyRank:
         return share.pack(self.routes.arrived if replay else None)
 
     def _train_step(self, job: jobs.TrainStep, share: Share | None) -> Any:
-        return self.engine.train_step(self._microbatches(share, job.replay), job.loss, job.readout, job.agreed)
+        microbatches = self._microbatches(share, job.replay)
+        return self.engine.train_step(microbatches, job.loss, job.readout, job.agreed, job.place)
 
     def _forward_backward(self, job: jobs.ForwardBackward, share: Share | None) -> Any:
         microbatches = self._microbatches(share, job.replay)

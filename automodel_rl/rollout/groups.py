@@ -33,11 +33,15 @@ class Group:
         prompt: the prompt.
         rollouts: G completions with their scores.
         rewards: the rewards to learn from, made by `shaped_rewards`, float64 [G]; nan where the completion has none.
+        leaves_out_cut: whether completions that were cut off are neither compared nor trained.
+        weights: the weights of rewards that are each compared alone; empty if their sum is compared.
     """
 
     prompt: Promptlike
     rollouts: list[Rollout]
     rewards: Tensor
+    leaves_out_cut: bool = False
+    weights: tuple[float, ...] = ()
 
     @property
     def scored(self) -> "Group":
@@ -46,19 +50,42 @@ class Group:
         return dataclasses.replace(self, rollouts=rollouts, rewards=self.rewards[~self.rewards.isnan()])
 
     @property
+    def compared(self) -> "Group":
+        """The group with the completions that are compared and trained: of those with rewards, without those that were
+        cut off if the group leaves them out."""
+        scored = self.scored
+        if not self.leaves_out_cut:
+            return scored
+        is_kept = torch.tensor([rollout.completion.finish != "length" for rollout in scored.rollouts], dtype=torch.bool)
+        kept = [rollout for rollout, stays in zip(scored.rollouts, is_kept.tolist(), strict=True) if stays]
+        return dataclasses.replace(scored, rollouts=kept, rewards=scored.rewards[is_kept])
+
+    @property
+    def parts(self) -> Tensor:
+        """The score of each reward for each completion, float64 [G, R]; 0 for a call that failed and does not count."""
+        parts = [rollout.score.parts for rollout in self.rollouts]
+        return torch.tensor(parts, dtype=torch.float64).nan_to_num()
+
+    @property
     def unshaped(self) -> "Group":
         """The group with the task's rewards, without the penalty for overlong completions."""
         return dataclasses.replace(self, rewards=_rewards(self.rollouts))
 
     @property
     def is_comparable(self) -> bool:
-        """Whether two completions have rewards, so that they can be compared."""
-        return len(self.scored.rollouts) > 1
+        """Whether there are two completions to compare."""
+        return len(self.compared.rollouts) > 1
 
     @property
     def has_signal(self) -> bool:
-        """Whether the task's rewards differ, so that there is something to learn. A penalty for length is none."""
-        return self.is_comparable and bool(has_signal(self.scored.unshaped.rewards[None]))
+        """Whether the task's rewards differ, so that there is something to learn: their sum or, if each is compared
+        alone, any that has a weight. A penalty for length is none."""
+        compared = self.compared
+        if not self.is_comparable:
+            return False
+        if self.weights:
+            return bool(has_signal(compared.parts.T[torch.tensor(self.weights) != 0]).any())
+        return bool(has_signal(compared.unshaped.rewards[None]))
 
 
 def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_tokens: int) -> Tensor:
@@ -145,7 +172,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
         "rollout/reward_std": totals.std().nan_to_num().item(),
         "rollout/completion_tokens_mean": sum(len(branch.token_ids) for branch in branches) / len(rollouts),
         "rollout/truncated": sum(r.completion.finish == "length" for r in rollouts) / len(rollouts),
-        "rollout/failed": sum(r.completion.finish == "error" for r in rollouts),
+        "rollout/failed": sum(r.has_failed for r in rollouts),
         "rollout/reward_errors": len(errors),
         "rollout/left_out": sum(r.score.is_left_out for r in rollouts),
         "rollout/invalid_logprobs": sampled - sum(sum(branch.trained) for branch in branches),

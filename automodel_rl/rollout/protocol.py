@@ -1,5 +1,6 @@
 """Prompts as rollouts need them, and completions with their rewards."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ class Rollout:
 
     Attributes:
         completion: the completion as a generator wrote it.
-        text: the completion's text, without special tokens.
+        text: the completion's text, without the special token that ended it.
         score: the completion's rewards.
         key: a name that no other rollout of the run has.
     """
@@ -59,6 +60,20 @@ class Rollout:
         return [branch.row(prompt.media) for branch in self.branches(prompt)]
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the completion ended in an error."""
+        return self.completion.finish == "error"
+
+    @property
     def is_rewarded(self) -> bool:
         """Whether the completion was written, and has a reward."""
-        return self.completion.finish != "error" and not self.score.is_left_out
+        return not self.has_failed and not self.score.is_left_out
+
+    @property
+    def measured(self) -> "Rollout":
+        """The rollout as a measure of the policy counts it: one that failed has the reward 0, and passes nowhere."""
+        if not self.has_failed:
+            return self
+        count = len(self.score.parts)
+        score = Score(0.0, (0.0,) * count, (self.completion.error or "it failed",) * count)
+        return dataclasses.replace(self, score=score)

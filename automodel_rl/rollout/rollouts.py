@@ -325,8 +325,11 @@ class Rollouts:
         return scoring
 
     def _text(self, completion: Completion) -> str:
-        """The completion's text: of several turns, that of the last."""
-        return str(self.tokenizer.decode(completion.last_turn, skip_special_tokens=True))
+        """The completion's text with its special tokens, less the one that ended it: of several turns, that of the
+        last."""
+        tokens = completion.last_turn
+        is_ended = bool(tokens) and tokens[-1] in self.tokenizer.all_special_ids
+        return str(self.tokenizer.decode(tokens[:-1] if is_ended else tokens, skip_special_tokens=False))
 
     def _rewarded(self, pending: _Pending, number: int) -> list[Rollout]:
         completions = [self._replayable(pending.done[place]) for place in range(len(pending.asked))]

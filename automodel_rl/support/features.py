@@ -86,6 +86,12 @@ def _aux_loss(asked: Combination) -> str:
     return _when(bool(loss) and asked.family.is_moe, f"model.moe.aux_loss={loss}")
 
 
+def _with_experts(asked: Combination) -> str:
+    """Some families of mixtures, such as Gemma 4, also have dense models."""
+    description = asked.description
+    return _when(asked.family.is_moe and description.num_experts > 0, f"a {description.family!r} model")
+
+
 def _windowed_mixture(asked: Combination) -> str:
     description = asked.description
     applies = asked.family.is_moe and description.has_windows and not asked.family.has_sinks
@@ -219,7 +225,7 @@ SELECTIVE = Feature("selective recomputation", _selective)
 SELECTIVE_MIXTURE = Feature("selective recomputation of mixtures", _selective_mixture)
 MLP_TILES = Feature("MLPs in tiles", _mlp_tiles)
 COMPILED = Feature("compiled layers", lambda asked: _when(asked.memory.compile is True, "memory.compile=true"))
-MIXTURE = Feature("mixtures", lambda asked: _when(asked.family.is_moe, f"a {asked.description.family!r} model"))
+MIXTURE = Feature("mixtures", _with_experts)
 MULTIMODAL = Feature("multimodal models", _media)
 UNNAMED_PARTS = Feature(
     ", ".join(name for name, family in MULTIMODAL_FAMILIES.items() if not family.has_peft_names), _unnamed_parts

@@ -37,7 +37,7 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
     """
     config: GRPOConfig = run.config
     loss, readout = choose_loss(config, policy_loss(config)), Readout(config.rollout.temperature, entropy=True)
-    divergence = config.distillation.loss
+    divergence = config.divergence
     teachers = Teachers(config.teachers, run.further, run.tokenizer)
     run.at_end(teachers.close)
     teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])
@@ -68,7 +68,11 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
         with step.time("train"):
             epochs = epochs_of(batch, groups, config, run.step)
             parts = [part for epoch in epochs for part in epoch.split()]
-            outputs = [policy.train_step(part, loss, readout, replay=bool(batch.routes)) for part in parts]
+            replay, places = bool(batch.routes), online.places(step, len(parts))
+            outputs = [
+                policy.train_step(part, loss, readout, replay=replay, place=place)
+                for part, place in zip(parts, places, strict=True)
+            ]
         online.end(step, outputs, epochs)
     return online.finish()
 

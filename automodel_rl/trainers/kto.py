@@ -26,7 +26,7 @@ def kto(policy: Policy, run: Run) -> Path:
         The folder of the trained checkpoint.
     """
     config: KTOConfig = run.config
-    data = ExampleData(run)
+    data, context = ExampleData(run), run.handle.description.context
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
     policy.keep_weights(REFERENCE)  # the model's first weights, before a checkpoint replaces them
     held_out = data.held_out()
@@ -37,7 +37,7 @@ def kto(policy: Policy, run: Run) -> Path:
         with step.time("data"):
             loaded = next(batches)
         with step.time("reference"):
-            point = add_reference(policy, loaded.batch, config)
+            point = add_reference(policy, loaded.batch, config, context)
         step.metrics["train/reference_point"] = point
         with step.time("train"):
             output = policy.train_step(loaded.batch, own_loss(config, point))
@@ -45,7 +45,7 @@ def kto(policy: Policy, run: Run) -> Path:
         data.note(step, loaded)
         if len(held_out) and run.validates:
             with step.time("validate"):
-                loss = own_loss(config, add_reference(policy, held_out, config))
+                loss = own_loss(config, add_reference(policy, held_out, config, context))
                 step.metrics["val/loss"], metrics = policy.evaluate(held_out, loss)
             step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
     return run.finish(data.samples)
@@ -56,21 +56,29 @@ def own_loss(config: KTOConfig, point: float) -> LossFn:
     return choose_loss(config, functools.partial(kto_loss, config=config.loss, reference_point=point))
 
 
-def add_reference(policy: Policy, batch: Batch, config: KTOConfig) -> float:
+def add_reference(policy: Policy, batch: Batch, config: KTOConfig, context: int | None) -> float:
     """Gives rows the log-probabilities under the reference, and returns the reference point of the global batch.
 
     Args:
         policy: the model in training.
         batch: the rows of a global batch.
         config: the run's config.
+        context: most tokens that the model reads; None if there is no limit.
     """
     others = Batch([])
     if config.loss.reference_point == "batch":
-        others = Batch(mismatched(batch.sequences, config.batch.capacity))
+        others = Batch(mismatched(batch.sequences, _longest(batch, config, context)))
     with policy.with_weights(REFERENCE):
         batch["ref_logprobs"] = policy.logprobs(batch)
         of_reference = _sums(policy, others)
     return reference_point(_sums(policy, others), of_reference)
+
+
+def _longest(batch: Batch, config: KTOConfig, context: int | None) -> int:
+    """Most tokens of a prompt with another one's completion. Without data.max_tokens it is that of the batch's longest
+    row, so that the reference point is the same whatever a microbatch holds."""
+    wanted = config.data.max_tokens or max(batch.lengths, default=1)
+    return min(limit for limit in (wanted, config.batch.capacity, context) if limit is not None)
 
 
 def _sums(policy: Policy, batch: Batch) -> Tensor:

@@ -146,6 +146,18 @@ class OnlineRun:
         self._collected.warn(step)
         self.validation.measure_in(step)
 
+    def places(self, step: Step, count: int, idle_steps: int = 0) -> list[float]:
+        """The places of a step's optimizer steps among those of the whole run, which the learning rate follows. A step
+        with fewer groups than planned makes fewer, and they cover its whole part of the run.
+
+        Args:
+            step: the step.
+            count: number of its optimizer steps.
+            idle_steps: number of steps before the first that trains.
+        """
+        planned = self.config.batch.steps_of_all_epochs
+        return [(step.number - 1 - idle_steps) * planned + number * planned / count for number in range(count)]
+
     def finish(self) -> Path:
         """Ends generators and the run. Returns the folder of the trained checkpoint."""
         self.fleet.close()

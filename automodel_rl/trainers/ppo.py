@@ -59,12 +59,20 @@ def ppo(policy: Policy, fleet: Fleet, run: Run) -> Path:
             epochs = epochs_of(batch, groups, config, run.step)
             parts = [part for epoch in epochs for part in epoch.split()]
             with step.time("critic"):
-                of_critic = [critic.train_step(part, critic_loss, SCORES) for part in parts]
+                places = online.places(step, len(parts))
+                of_critic = [
+                    critic.train_step(part, critic_loss, SCORES, place=place)
+                    for part, place in zip(parts, places, strict=True)
+                ]
         online.write_details(step, groups, batch, torch.stack([one.mean() for one in batch["advantages"]]))
         outputs = [TrainOutput(0.0, 0.0, 0, 0.0, skipped=False)]
         if step.number > warmup_steps:
             with step.time("train"):
-                outputs = [policy.train_step(part, loss, readout, replay=bool(batch.routes)) for part in parts]
+                replay, places = bool(batch.routes), online.places(step, len(parts), warmup_steps)
+                outputs = [
+                    policy.train_step(part, loss, readout, replay=replay, place=place)
+                    for part, place in zip(parts, places, strict=True)
+                ]
         record_critic(step, of_critic)
         online.end(step, outputs, epochs)
     return online.finish()

@@ -128,18 +128,12 @@ def advantages_of(groups: Sequence[Group], batch: Batch, config: GRPOConfig) -> 
         rewards = [of_group - config.loss.kl.coefficient * of_rows for of_group, of_rows in pairs]
     counts = pad_sequence([torch.ones_like(of_group, dtype=torch.bool) for of_group in rewards], batch_first=True)
     weights = torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64)
-    compared = rewards if config.advantage.kind != "gdpo" else [_each_reward(group) for group in groups]
+    compared = rewards if config.advantage.kind != "gdpo" else [group.parts for group in groups]
     of_episodes = advantages(pad_sequence(compared, batch_first=True), config.advantage, counts, weights)[counts]
     of_rows = of_episodes[batch.episodes]
     if config.advantage.whiten == "tokens":
         of_rows = whitened_over_tokens(of_rows, batch.sums([torch.ones(length) for length in batch.lengths]))
     return of_rows
-
-
-def _each_reward(group: Group) -> Tensor:
-    """The score of each reward for each completion, float64 [G, R]; 0 for one that failed and does not count."""
-    parts = [rollout.score.parts for rollout in group.rollouts]
-    return torch.tensor(parts, dtype=torch.float64).nan_to_num()
 
 
 def kl_sums(batch: Batch, config: OnlineConfig) -> Tensor:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from automodel_rl.launch.timeline import TRAINER, StepTimeline
 from automodel_rl.observe.console import Progress
 from automodel_rl.observe.metrics import MEASURED, MetricsFile, write_lines
 from automodel_rl.observe.trackers import Tracker, make_trackers
-from automodel_rl.optimizers import warmup_steps
+from automodel_rl.optimizers import learning_rate, warmup_steps
 from automodel_rl.policy.policy import Policy
 from automodel_rl.report.page import write_report
 from automodel_rl.rollout.rollouts import Rollouts
@@ -120,6 +121,7 @@ class Run:
         self.is_finished = False
         self.trackers: list[Tracker] = []
         self.progress = Progress(0, 0)
+        self._planned_steps: int | None = None
         self.checkpoints: RunCheckpoints
 
     @property
@@ -193,6 +195,7 @@ class Run:
         if self.directory.resume == NEVER:
             return
         self.directory.take()
+        self._planned_steps = self.directory.planned_steps
         with self._letting_go_on_failure():
             self._go_back()
 
@@ -252,6 +255,7 @@ class Run:
             if self.directory.changes and self.step:
                 self.progress.say(f"changed since it was stopped: {', '.join(self.directory.changes)}")
             self._warn_of_a_long_warmup()
+            self._warn_of_another_rate()
             if self.step == 0 and baseline is not None:
                 with flight.top_phase("baseline"):
                     self._write({"step": 0, **baseline()})
@@ -374,6 +378,23 @@ class Run:
             self.progress.say(
                 f"warning: the warm-up of {warmup} steps is as long as the run's {total} optimizer steps or longer: "
                 "the learning rate reaches its peak in the last step or never"
+            )
+
+    def _warn_of_another_rate(self) -> None:
+        """Says so if the run got another length when it was resumed, and the next learning rate with it."""
+        planned, total = self._planned_steps, self.policy.total_steps
+        if not self.step or planned is None or total is None:
+            return
+        each = total / self.total_steps  # optimizer steps in a step
+        was, now = (
+            learning_rate(self.config.optimizer, self.step * each, round(steps * each))
+            for steps in (planned, self.total_steps)
+        )
+        if not math.isclose(was, now):
+            self.progress.say(
+                f"warning: the run was planned for {planned} steps and now has {self.total_steps}, so that after step "
+                f"{self.step} optimizer.decay={self.config.optimizer.decay} goes on with a learning rate of {now:.3g} "
+                f"in place of {was:.3g}"
             )
 
     @property

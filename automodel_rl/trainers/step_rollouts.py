@@ -1,7 +1,10 @@
 """The rollouts of each step: collected, filtered, counted, and written beside the metrics."""
 
+import dataclasses
 import itertools
 from typing import Any
+
+import torch
 
 from automodel_rl.batch import Batch
 from automodel_rl.config.algorithms import OnlineConfig
@@ -140,18 +143,27 @@ class StepRollouts:
         for refills in itertools.count():
             prompts, rollouts = taken
             new = [
-                Group(prompt, group, shaped_rewards(group, filter, rollout.max_new_tokens))
+                Group(
+                    prompt,
+                    group,
+                    shaped_rewards(group, filter, rollout.max_new_tokens),
+                    leaves_out_cut=filter.mask_overlong and not filter.masked_count,
+                    weights=self.config.weights_alone,
+                )
                 for prompt, group in zip(prompts, rollouts, strict=True)
             ]
             generated += new
             fewest = 2 if self.config.compares_completions else 1
-            comparable = [scored for scored in (group.scored for group in new) if len(scored.rollouts) >= fewest]
+            comparable = [one for one in (group.compared for group in new) if len(one.rollouts) >= fewest]
             chosen += [group for group in comparable if group.has_signal or not filter.dynamic]
             if len(chosen) == rollout.prompts or not filter.dynamic or refills == filter.max_refills:
                 break
             taken = self.queue.more(rollout.prompts - len(chosen))
         if not chosen:  # without a penalty for length these do no harm, and the step still takes place
-            chosen = [group.scored.unshaped for group in generated if group.is_comparable]
+            chosen = [group.compared.unshaped for group in generated if group.is_comparable]
+        if not chosen and filter.mask_overlong:  # too many were cut off: a step without rewards, which teaches nothing
+            scored = [group.scored for group in generated if len(group.scored.rollouts) >= fewest]
+            chosen = [dataclasses.replace(group, rewards=torch.zeros_like(group.rewards)) for group in scored]
         if not chosen:
             error = first_error(rollout for group in generated for rollout in group.rollouts)
             needed = "two completions" if fewest == 2 else "a completion"

@@ -1,5 +1,6 @@
 """Validation of a policy on held-out prompts."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,26 +206,36 @@ class Validation:
         return self._metrics_of(groups, self.run.step)
 
     def _metrics_of(self, groups: Sequence[Sequence[Rollout]], step: int) -> dict[str, float]:
-        """The metrics of a step's completions.
+        """The metrics of a step's completions. One that failed has the reward 0 and does not pass.
 
         Raises:
             RolloutError: every completion failed or got no reward.
         """
-        written = [[rollout for rollout in group if rollout.completion.finish != "error"] for group in groups]
-        called = [rollout.score for group in written for rollout in group]
+        rollouts = [rollout for group in groups for rollout in group]
+        failed = [rollout for rollout in rollouts if rollout.has_failed]
+        called = [rollout.score for rollout in rollouts if not rollout.has_failed]
+        if not any(rollout.is_rewarded for rollout in rollouts):
+            raise RolloutError(
+                f"every completion of a held-out prompt failed or got no reward: {first_error(rollouts)}"
+            )
         for warning in self.rollouts.errors.warnings(called, f"the validation of step {step}"):
             self.run.say(warning)
-        scored = [[rollout for rollout in group if not rollout.score.is_left_out] for group in written]
-        pairs = [(prompt, group) for prompt, group in zip(self.prompts, scored, strict=True) if group]
-        if not pairs:
-            error = first_error(rollout for group in groups for rollout in group)
-            raise RolloutError(f"every completion of a held-out prompt failed or got no reward: {error}")
-        self.run.save_samples([self._sample(*pair) for pair in pairs[: self.config.observe.samples]], step)
+        if failed:
+            self.run.say(
+                f"warning: {len(failed)} of {len(rollouts)} held-out completions of step {step} failed, and count with "
+                f"the reward 0 as not passed, the first: {first_error(failed)}"
+            )
+        written = zip(self.prompts, [[r for r in group if r.is_rewarded] for group in groups], strict=True)
+        samples = itertools.islice(((prompt, group) for prompt, group in written if group), self.config.observe.samples)
+        self.run.save_samples([self._sample(*pair) for pair in samples], step)
+        measured = [[r.measured for r in group if not r.measured.score.is_left_out] for group in groups]
+        pairs = [(prompt, group) for prompt, group in zip(self.prompts, measured, strict=True) if group]
         scores = [rollout.score for _, group in pairs for rollout in group]
         of_prompts = [[rollout.score for rollout in group] for _, group in pairs]
         rates = {} if self.config.passing is None else pass_rates(of_prompts, *self.config.passing)
         return {
             "val/reward_mean": sum(score.total for score in scores) / len(scores),
+            "val/failed": len(failed),
             **{f"val/{name}": rate for name, rate in rates.items()},
             **{f"val/error_rate_{n}": rate for n, rate in error_rates(called, self.config.reward_names).items()},
             **{f"val/{name}": mean for name, mean in metric_means(scores, self.config.reward_names).items()},

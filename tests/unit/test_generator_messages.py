@@ -114,7 +114,7 @@ def test_vllm_is_asked_for_the_whole_distribution_and_ends_at_the_tokens_of_the_
     whole = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 5, "ignore_eos": True}
     assert Sampling(5).for_vllm((2, 3)) == whole | {"stop_token_ids": [2, 3]}
     assert Sampling(5, stop_token_ids=()).for_vllm((2, 3)) == whole | {"stop_token_ids": []}
-    stops = {"stop": ["."], "include_stop_str_in_output": True, "stop_token_ids": [7]}
+    stops = {"stop": ["."], "include_stop_str_in_output": True, "stop_token_ids": [7], "skip_special_tokens": False}
     assert Sampling(5, 0.5, 0.9, 4, (".",), (7,)).for_vllm((2, 3)) == (
         whole | stops | {"temperature": 0.5, "top_p": 0.9, "top_k": 4}
     )

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from automodel_rl.config.algorithms.online import OnlineConfig
-from automodel_rl.config.distillation import OnPolicyDistillationConfig
+from automodel_rl.config.distillation import DistillLossConfig, OnPolicyDistillationConfig
 from automodel_rl.config.further_models import FurtherModel, TeacherConfig, check_can_compare, local
 from automodel_rl.config.losses import AdvantageConfig
 
@@ -38,9 +38,23 @@ class GRPOConfig(OnlineConfig):
         return local(self.teachers, self.model)
 
     @property
+    def divergence(self) -> DistillLossConfig | None:
+        """The divergence from teachers in the loss, at the temperature of rollouts unless it names another; None if
+        there is none."""
+        given = self.distillation.loss
+        if given is None or "temperature" in given.model_fields_set:
+            return given
+        return given.model_copy(update={"temperature": self.rollout.temperature})
+
+    @property
     def compares_completions(self) -> bool:
         """Whether only rewards teach something, by comparison in groups."""
         return not self.teachers
+
+    @property
+    def weights_alone(self) -> tuple[float, ...]:
+        """The weights of rewards that are each compared alone; empty if their sum is compared."""
+        return tuple(reward.weight for reward in self.rewards) if self.advantage.kind == "gdpo" else ()
 
     @property
     def reads_old_logprobs(self) -> bool:
@@ -61,7 +75,7 @@ class GRPOConfig(OnlineConfig):
     def _teachers_are_asked(self) -> "GRPOConfig":
         if not self.teachers and self.distillation != OnPolicyDistillationConfig():
             raise ValueError("distillation: there are no teachers: name one in teachers, or leave it out")
-        divergence = self.distillation.loss
+        divergence = self.divergence
         check_can_compare(self.teachers, divergence, self.rollout.temperature)
         if divergence is not None and divergence.temperature != self.rollout.temperature:
             raise ValueError(

@@ -45,6 +45,11 @@ class OnlineConfig(RolloutRunConfig):
         return True
 
     @property
+    def weights_alone(self) -> tuple[float, ...]:
+        """The weights of rewards that are each compared alone; empty if their sum is compared."""
+        return ()
+
+    @property
     def has_kl_in_reward(self) -> bool:
         """Whether the divergence from the reference is taken off the reward."""
         return self.needs_reference and self.loss.kl.where == "reward"
@@ -161,6 +166,12 @@ class OnlineConfig(RolloutRunConfig):
             raise ValueError(
                 f"router_replay.stages={list(replay.stages)} leave out old_logprobs, and ratios would compare "
                 "different experts: add old_logprobs, or set loss.on_policy to true"
+            )
+        buffer = self.filter.overlong_buffer
+        if buffer > rollout.max_new_tokens:
+            raise ValueError(
+                f"filter.overlong_buffer={buffer} with rollout.max_new_tokens={rollout.max_new_tokens}: the penalty "
+                "rises over the last tokens before the limit, so the buffer is at most as long: lower it"
             )
         if rollout.max_staleness and self.loss.correction.kind == "none":
             raise ValueError(

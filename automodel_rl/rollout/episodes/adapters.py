@@ -5,7 +5,6 @@ from automodel_rl.rollout.episodes.adapters import from_trl
 make = from_trl(MyEnvironment)
 """
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
+from automodel_rl.rollout.episodes.event_loop import awaited
 from automodel_rl.rollout.episodes.protocol import Environment, EnvironmentFactory, Message, Outcome, Turn
 from automodel_rl.rollout.episodes.tools import ToolEnvironment
 
@@ -46,7 +46,7 @@ class _TrlEnvironment:
         self.tools = ToolEnvironment(_tools_of(inner), TOOL_SECONDS)
 
     def reset(self) -> Sequence[Message]:
-        text = self.inner.reset(**self.example)
+        text = awaited(self.inner.reset(**self.example))
         return [] if text is None else [{"role": "user", "content": text}]
 
     def step(self, turn: Turn) -> Outcome:
@@ -54,8 +54,7 @@ class _TrlEnvironment:
         methods = _methods_of(self.inner)
         if "get_reward" not in methods:
             return outcome
-        value = methods["get_reward"]()
-        before, self.told = self.told, float(asyncio.run(value) if inspect.iscoroutine(value) else value)
+        before, self.told = self.told, float(awaited(methods["get_reward"]()))
         return Outcome(outcome.messages, outcome.done, self.told - before, outcome.metrics)
 
     def close(self) -> None:
@@ -128,14 +127,14 @@ class _TinkerEnvironment:
         self.inner, self.so_far = inner, list(prompt)
 
     def reset(self) -> Sequence[Message]:
-        return self._after(asyncio.run(self.inner.initial_observation()))
+        return self._after(awaited(self.inner.initial_observation()))
 
     def step(self, turn: Turn) -> Outcome:
         message: Message = {"role": "assistant", "content": turn.content if turn.calls else turn.text}
         if turn.calls:
             message["tool_calls"] = _tinker_calls(turn.calls)
         self.so_far.append(message)
-        found = asyncio.run(self.inner.step(message))
+        found = awaited(self.inner.step(message))
         messages = [] if found.episode_done else self._after(found.next_messages)
         return Outcome(messages, found.episode_done, found.reward, found.metrics)
 

@@ -1,6 +1,5 @@
 """Tools: functions that the model may call. What they return is answered, and so is what they raise."""
 
-import asyncio
 import inspect
 import json
 import signal
@@ -12,6 +11,7 @@ from transformers.utils import get_json_schema
 
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.import_path import import_function
+from automodel_rl.rollout.episodes.event_loop import awaited
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 from automodel_rl.rollout.episodes.python_tool import run_python
 
@@ -106,9 +106,7 @@ class ToolEnvironment:
         try:
             inspect.signature(self.tools[name]).bind(**arguments)
             with _time_limit(self.seconds):
-                found = self.tools[name](**arguments)
-                if inspect.iscoroutine(found):
-                    found = asyncio.run(found)
+                found = awaited(self.tools[name](**arguments))
         except TimeoutError:
             return f"error: {name} took longer than {self.seconds:g} s", TIMED_OUT
         except Exception as error:

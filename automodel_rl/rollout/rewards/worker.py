@@ -48,6 +48,9 @@ OF_THE_COMPLETION = (
 """Errors that come from what a function was given. Others, such as OSError or those of a client of a judge, come from
 the world outside."""
 
+LARGEST = 1e18
+"""Largest score or metric. Squares of larger ones would overflow in deviations, and advantages in float32."""
+
 BEAT_SECONDS = 0.1
 """Seconds between two looks of an async process at its clock, to know how long calls have blocked it."""
 
@@ -198,12 +201,12 @@ def checked(value: Any) -> Scored:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number as a float, else None. NumPy's and torch's scalars count, too, without importing these."""
+    """A number of at most `LARGEST` as a float, else None. NumPy's and torch's count, without importing these."""
     try:
         number = float(value if isinstance(value, numbers.Real) else value.item())
     except Exception:  # not a number: no `item`, several items, or an item that is not a number
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 def _blamed(error: Exception) -> float | None:

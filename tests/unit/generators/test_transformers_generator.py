@@ -223,6 +223,10 @@ def test_stop_tokens_and_texts_end_a_completion(dense: PreTrainedModel, tokenize
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     assert text in tokenizer.decode(stopped.token_ids)
     assert len(stopped.token_ids) <= 5
+    (long,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, Sampling(60, 1.0))])
+    text = tokenizer.decode(long.token_ids[2:50])  # longer than any window of a fixed size
+    (stopped,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, Sampling(60, stop=(text,)))])
+    assert (stopped.finish, stopped.token_ids) == ("stop", long.token_ids[:50])
     dense.config.eos_token_id = free.token_ids[2]
     (ended,) = make_generator(dense, tokenizer).generate([Request([5, 6, 7], 1, Sampling(12, 1.0))])
     assert ended.finish == "stop"

@@ -13,7 +13,7 @@ from automodel_rl.batch import Microbatch, TokenSequence, empty_microbatch, pack
 from automodel_rl.batch.microbatch import EMPTY_LENGTH
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, PolicyLossConfig
 from automodel_rl.losses import LossOutput, Readout, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss, token_loss
-from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty
+from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty, whitened_over_tokens
 from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.losses.terms import correction_weights, kl_estimate
 from tests.unit.losses import padded_losses
@@ -374,6 +374,47 @@ def test_advantages_equal_their_formulas(kind: str) -> None:
                 "reinforce": (reward - mean) / ((sum(x**2 for x in every_centred) / 11) ** 0.5 + 1e-6),
             }[kind]
             assert result[p, g].item() == pytest.approx(expected)
+
+
+LEFT_OUT = {
+    "an outlier": ([0.3, 0.3, 0.3, -1000.0], [250.075 * 4 / 3 / (1000.3 / 3**0.5)] * 3 + [-1000.3]),
+    "many equal ones": ([1000.1] * 15 + [0.0], [1000.1 / 15 / (1000.1 / 15**0.5)] * 15 + [-1000.1]),
+    "equal but for rounding": ([0.1 + 0.2, 0.3, 0.3, 0.0], [0.1 / (0.3 / 3**0.5)] * 3 + [-0.3]),
+    "far from 0": ([1e6, 1e6 + 1, 1e6, 1e6 + 1], [-2 / 3 * 3**0.5, 2 / 3 * 3**0.5] * 2),
+    "two": ([1.0, 0.0], [1.0, -1.0]),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+@pytest.mark.parametrize("kind", ["grpo", "gdpo"])
+def test_a_deviation_of_the_others_that_is_rounding_divides_nothing(name: str, kind: str) -> None:
+    given, expected = LEFT_OUT[name]
+    rewards = torch.tensor([given], dtype=torch.float64)
+    config = AdvantageConfig.model_validate({"kind": kind, "leave_one_out": True, "whiten": "tokens"})
+    weights = torch.tensor([1.0, 0.0])
+    found = advantages(rewards if kind == "grpo" else torch.stack([rewards, rewards], 2), config, weights=weights)
+    assert found[0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce", "gdpo"])
+@pytest.mark.parametrize("given", [[0.3] * 7, [1e12 / 3] * 7, [-0.7e13] * 3, [1e9 * (0.1 + 0.2), 1e9 * 0.3]])
+def test_rewards_that_differ_by_rounding_teach_nothing(given: list[float], kind: str, leave_one_out: bool) -> None:
+    if leave_one_out and kind not in ("grpo", "gdpo"):
+        return
+    rewards = torch.tensor([given], dtype=torch.float64)
+    of_kind = torch.stack([rewards, rewards], 2) if kind == "gdpo" else rewards
+    config = AdvantageConfig.model_validate({"kind": kind, "leave_one_out": leave_one_out})
+    assert not advantages(of_kind, config, weights=torch.ones(2)).any()
+    assert not has_signal(rewards).any()
+    assert not whitened_over_tokens(rewards[0], torch.full((len(given),), 7.0)).any()
+
+
+def test_advantages_have_the_precision_of_rewards() -> None:
+    rewards = torch.tensor([[0.1, 0.7, 0.2, 0.4, 0.9, 0.3, 0.8]], dtype=torch.float64)
+    (found,) = advantages(rewards, AdvantageConfig(kind="rloo")).tolist()
+    given = rewards[0].tolist()
+    assert found == pytest.approx([r - (sum(given) - r) / 6 for r in given], rel=1e-14)
 
 
 def test_advantages_are_clipped() -> None:

@@ -1,5 +1,6 @@
 """What is learned from a group: whether its rewards differ, which completions count, and which tokens."""
 
+import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -35,6 +36,45 @@ def test_a_penalty_for_length_alone_is_no_signal() -> None:
     assert group.unshaped.rewards.tolist() == [0.0, 0.0, 0.0]
     assert group_of([rollout(0.0, 3), rollout(1.0, 8)], overlong_buffer=4).has_signal  # 0 and 0 after the penalty
     assert rollout_metrics([group], ["judge"], 0)["rollout/groups_without_signal"] == 1
+
+
+def cut(reward: float) -> Rollout:
+    return Rollout(Completion([5] * 8, [-1.0] * 8, "length"), "text", Score(reward, (reward,), ("",)))
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "compared", "has_signal"),
+    [
+        ([rollout(0.0), rollout(0.0), rollout(0.0), cut(1.0)], [0.0] * 3, False),
+        ([rollout(1.0), rollout(1.0), cut(0.0), cut(0.0)], [1.0] * 2, False),
+        ([rollout(1.0), rollout(0.0), cut(0.0), cut(0.5)], [1.0, 0.0], True),
+        ([rollout(1.0), cut(0.0)], [1.0], False),
+        ([cut(1.0), cut(0.0)], [], False),
+    ],
+)
+def test_a_completion_that_is_masked_leaves_its_group(
+    rollouts: list[Rollout], compared: list[float], has_signal: bool
+) -> None:
+    whole = group_of(rollouts)
+    group = dataclasses.replace(whole, leaves_out_cut=True)
+    assert group.compared.rewards.tolist() == compared
+    assert len(group.compared.rollouts) == len(compared)
+    assert group.has_signal is has_signal
+    assert whole.has_signal  # where masked ones count
+    assert rollout_metrics([group], ["judge"], 0)["rollout/reward_mean"] == whole.rewards.mean()
+
+
+@pytest.mark.parametrize(
+    ("weights", "has_signal"),
+    [((), False), ((1.0, 1.0, 1.0), True), ((1.0, 1.0, 0.0), True), ((0.0, 0.0, 1.0), False), ((0.0,) * 3, False)],
+)
+def test_rewards_that_are_compared_alone_have_signal_if_any_with_a_weight_differs(
+    weights: tuple[float, ...], has_signal: bool
+) -> None:
+    parts = [(1.0, 0.0, 0.5), (0.0, 1.0, 0.5), (1.0, 0.0, 0.5)]
+    rollouts = [Rollout(Completion([5], [-1.0], "stop"), "", Score(sum(of), of, ("",) * 3)) for of in parts]
+    group = dataclasses.replace(group_of(rollouts), weights=weights)
+    assert group.has_signal is has_signal
 
 
 def test_a_completion_that_failed_leaves_its_group() -> None:

@@ -19,6 +19,7 @@ from automodel_rl.generators.protocol import Completion, OnFinished
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from automodel_rl.rollout.rollouts import Rollouts
 from tests.fleets import VOCABULARY, Echo, LocalCrew, fleet_of
+from tests.unit.data.stock_templates import stock_tokenizer
 
 LONGEST = 60.0
 REWARDS = [RewardConfig(function="length", options={"longest": 1})]
@@ -41,7 +42,8 @@ def rollouts_of(crew: LocalCrew, *, replay: bool = False, on_missing: str = "liv
         seed=0, rollout=rollout, world_size=1, router_replay=SimpleNamespace(enabled=replay, on_missing=on_missing)
     )
     template: Any = SimpleNamespace(
-        tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))  # as many words as tokens
+        # as many words as tokens
+        tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)), all_special_ids=[])
     )
     fleet = fleet_of(crew)
     fleet.policy_version = 1
@@ -229,3 +231,21 @@ def test_videos_are_not_sent_to_vllm(crew: LocalCrew) -> None:
     with pytest.raises(InputError, match="prompt 3 has a video: rollout.generator=vllm gets images only"):
         rollouts.submit([prompt], 1, Sampling(3))
     rollouts.close()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("gptoss", "<|channel|>analysis<|message|>2 + 1<|end|><|start|>assistant<|channel|>final<|message|>3"),
+        ("qwen3", "<think>2 + 1</think>3"),
+        ("llama3_1", "3"),
+    ],
+)
+def test_rewards_see_marks_and_not_the_end_of_the_turn(template: str, text: str, is_cut: bool) -> None:
+    tokenizer = stock_tokenizer(template)
+    special = [token for token in ("<|return|>", "<|im_end|>", "<|eot_id|>") if token in tokenizer.get_vocab()]
+    ids = tokenizer(text + ("" if is_cut else special[0]), add_special_tokens=False)["input_ids"]
+    rollouts: Any = SimpleNamespace(tokenizer=tokenizer)
+    assert Rollouts._text(rollouts, Completion(ids, [-1.0] * len(ids), "stop")) == text
+    assert Rollouts._text(rollouts, Completion([], [], "error", "gone")) == ""

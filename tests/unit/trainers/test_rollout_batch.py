@@ -267,3 +267,21 @@ def test_an_episode_counts_once_however_many_rows_it_has(normalise: str) -> None
         found += total.item()
     num_tokens = sum(int(row.loss_mask.sum()) for row in batch.sequences)
     assert found / (num_tokens if normalise == "token" else batch.num_episodes) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("gdpo", (1.0, 0.5)), ("grpo", ())])
+def test_only_gdpo_compares_rewards_alone(kind: str, expected: tuple[float, ...]) -> None:
+    rewards = [{"function": "math"}, {"function": "exact_match", "weight": 0.5}]
+    config = GRPOConfig.model_validate({**config_of().model_dump(), "rewards": rewards, "advantage": {"kind": kind}})
+    assert config.weights_alone == expected
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.7}])
+def test_a_divergence_from_teachers_has_the_temperature_of_rollouts(given: dict[str, float]) -> None:
+    values = config_of(rollout={"temperature": 0.7}).model_dump(exclude_unset=True)
+    teaching = {"teachers": {"large": {"path": "elsewhere"}}, "distillation": {"loss": given}}
+    found = GRPOConfig.model_validate({**values, **teaching}).divergence
+    assert found is not None
+    assert found.temperature == 0.7
+    with pytest.raises(ValueError, match="one pass reads both at one temperature"):
+        GRPOConfig.model_validate({**values, **teaching, "distillation": {"loss": {"temperature": 0.9}}})
