@@ -1,5 +1,6 @@
 """Members that join a fleet: the way in, what they write with, and what waits while none is there."""
 
+import atexit
 import contextlib
 import sys
 import time
@@ -60,12 +61,14 @@ class WayIn:
             self.door = JoiningDoor(choice, key, folder, welcome, admit, newest)
             opened.callback(self.door.close)
             self._open = opened.pop_all()
+        atexit.register(self._open.close)  # a run that ends with an error leaves no address behind
         if server is not None:
             address, file = self.door.address, choice.key or "a file with the key in join.json"
             self.command += f", or --join {address.host}:{address.port} --key {file}"
 
     def close(self) -> None:
         """Lets no more join."""
+        atexit.unregister(self._open.close)
         self._open.close()
 
 

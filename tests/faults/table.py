@@ -8,6 +8,7 @@ from tests.faults import (
     attention_and_head,
     checkpoints,
     data_and_batches,
+    doors,
     few_bits,
     gradients,
     layouts,
@@ -39,6 +40,7 @@ FAULTS: dict[str, Fault] = {
     **rollouts.FAULTS,
     **agents.FAULTS,
     **surroundings.FAULTS,
+    **doors.FAULTS,
 }
 
 

@@ -391,6 +391,17 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(start: Any, con
     assert seeds(wait()) == [100, 101]
 
 
+def test_the_hash_of_the_first_version_comes_from_the_run(start: Any, tmp_path: Path) -> None:
+    start(guests=1)
+    address = address_in(tmp_path / "weights")
+    assert address is not None
+    with MessageConnection(address.knock(), FromRun()) as late:
+        late.send(Joining("late"))
+        welcome = late.recv()
+        assert isinstance(welcome, Welcome)
+        assert welcome.newest == UseVersion(0, "hash", 1)
+
+
 class Stranger:
     """Listens where a run was, and passes what it hears on to a live run and back."""
 
