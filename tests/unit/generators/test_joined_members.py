@@ -372,8 +372,8 @@ def test_a_generator_cannot_answer_for_another(start: Any) -> None:
     bad.take()
     others = good.take()
     bad.connection.send(Finished(others.number, 0, Completion([7], [0.0], "stop")))
-    good.connection.send(Finished(others.number, 0, Completion([101], [0.0], "stop")))
     assert good.write() == [100]
+    good.connection.send(Finished(others.number, 0, Completion([101], [0.0], "stop")))
     assert seeds(wait()) == [100, 101]
 
 
