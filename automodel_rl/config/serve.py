@@ -29,7 +29,11 @@ class ServeLimitsConfig(Section):
     """Most weights without a name that are kept of a run to sample from. Older ones are let go."""
 
     waiting: Positive = 20_000
-    """Most requests that wait or whose results are kept."""
+    """Most requests that wait or whose results are kept. A client has at most as many as are free."""
+
+    waiting_gib: Annotated[float, Field(gt=0)] = 4.0
+    """Most memory in GiB of requests that wait and of results that are kept, with arrays as they are once they are
+    dense. A client has at most as much as is free."""
 
     sequences: Positive = 4096
     """Most sequences of a request: datums of a forward and backward, or samples of a prompt."""
