@@ -179,9 +179,7 @@ class Service:
 
         checks.check_numbers(message)
         body = message.SerializeToString(deterministic=True)
-        size = len(body) + min(
-            bytes_of_arrays(message), self.config.most_bytes
-        )  # larger ones are refused in their turn
+        size = len(body) + min(bytes_of_arrays(message), self.config.most_bytes)  # larger ones will be refused
         return self._turn(message.model_id, message.seq_id, digest_of("forward_backward", body), checked, size)
 
     def optim_step(self, body: OptimStepBody) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def answer_of(
     num_prompt: int,
     num_written: int,
     extras: Mapping[str, Any] | None = None,
+    *,
+    is_parallel: bool = True,
 ) -> ChatAnswer:
     """A turn as a client gets it. One with a call that cannot be read is a text.
 
@@ -77,8 +79,12 @@ def answer_of(
         name, model, extras: `id`, `model` and `extras` of the answer.
         stop: texts that the client ends turns with; the text goes up to the first of them.
         num_prompt, num_written: tokens of the prompt and of the turn.
+        is_parallel: whether the client takes several calls; else it gets the first.
     """
     content, calls = (turn.text, ()) if turn.problem else (turn.content, turn.calls)
+    calls = calls if is_parallel else calls[:1]
+    completed = {turn.text.find(text) + len(text): text for text in stop if text in turn.text}
+    matched = completed[min(completed)] if completed else ""
     ends = [content.find(text) for text in stop if text in content]
     return ChatAnswer(
         name,
@@ -90,4 +96,5 @@ def answer_of(
         num_prompt,
         num_written,
         extras or {},
+        matched,
     )

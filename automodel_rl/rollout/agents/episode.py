@@ -236,7 +236,7 @@ class AgentEpisode:
         turn = codec.read(opening.prompt, completion.token_ids)
         turn = dataclasses.replace(turn, is_cut=completion.finish == "length")
         num_written = len(completion.token_ids)
-        answer = answer_of(turn, name, model, call.stop, len(opening.prompt), num_written)
+        answer = answer_of(turn, name, model, call.stop, len(opening.prompt), num_written, is_parallel=call.is_parallel)
         if not self.is_over:
             is_cut = turn.is_cut and most == limit
             self.history.add(opening, completion, tools, turn, answer, number=number, is_cut=is_cut)

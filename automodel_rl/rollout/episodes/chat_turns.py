@@ -72,6 +72,8 @@ class ChatTurns:
             calls = tuple(_checked(call["function"]) for call in message.get("tool_calls") or [])
         except Exception as error:  # a model may write what breaks any parser
             return Turn(plain, plain, problem=f"the call cannot be read: {' '.join(str(error).split())[:200]}")
+        if calls and not self.tools:  # nobody asked for calls, so this is a text
+            return Turn(plain, plain)
         thoughts = str(message.get("reasoning_content") or "")
         return Turn(plain, str(message.get("content") or ""), calls, reasoning=thoughts)
 
