@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from automodel_rl.chat_api.exchange import Message
+from automodel_rl.chat_api.values import check_depth
 from automodel_rl.errors import InputError
 
 ROLES = {"developer": "system", "function": "tool", **{role: role for role in ("system", "user", "assistant", "tool")}}
@@ -88,8 +89,9 @@ def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, A
         raise InputError(f"{where}: a call has no name of a tool: send its function's name")
     try:
         value = json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{where}: the arguments of a call of {name} are no JSON: {arguments!r:.80}") from None
+    check_depth(value, f"{where}: the arguments of a call of {name}")
     function = {"name": name, "arguments": value}
     return {"id": str(identity or ""), "type": "function", "function": function}
 
@@ -119,6 +121,7 @@ def checked_tools(value: Any, choice: Any = None) -> tuple[dict[str, Any], ...]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if kind != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InputError(f"tools.{place}: a tool of type {kind} is not served: send functions with a name")
+        check_depth(function, f"tools.{place}")
         tools.append({"type": "function", "function": _without_nulls(function)})
     return () if choice == "none" else tuple(tools)
 

@@ -1,5 +1,6 @@
 """What reads and writes turns for the tools that agents send, one for each list of tools."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class ChatCodecs:
     def __init__(self, template: ChatTemplate):
         self.template, self.no_tools = template, ""
         self._kept: OrderedDict[str, ChatTurns] = OrderedDict()
+        self._lock = threading.Lock()  # calls come from several threads
         self._form: Format | None = None
         try:
             self._form = find_format(template)
@@ -50,12 +52,15 @@ class ChatCodecs:
         if tools and self.no_tools:
             raise InputError(f"tools: {self.no_tools}")
         digest = tools_digest(tools)
-        if digest not in self._kept:
-            self._kept[digest] = self._turns(tools)
-        self._kept.move_to_end(digest)
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
-        return digest, self._kept[digest]
+        with self._lock:
+            found = self._kept.get(digest)
+        codec = found or self._turns(tools)
+        with self._lock:
+            self._kept[digest] = codec
+            self._kept.move_to_end(digest)
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return digest, codec
 
     def _turns(self, tools: Sequence[dict[str, Any]]) -> ChatTurns:
         return ChatTurns(self.template, tools, self._form, what="the request")
