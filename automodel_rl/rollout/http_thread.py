@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from automodel_rl.chat_api.values import check_depth
 from automodel_rl.errors import InputError
+from automodel_rl.origins import OwnPagesOnly
 
 MOST_BYTES = 2**25
 """Largest body of a request."""
@@ -47,7 +48,7 @@ class HttpThread:
             raise InputError(f"{what}={host}: cannot listen there ({error.strerror})") from None
         self.url = f"http://{host}:{self._listener.getsockname()[1]}"
         config = uvicorn.Config(
-            Starlette(routes=list(routes)),
+            OwnPagesOnly(Starlette(routes=list(routes)), host),
             log_level="critical",
             access_log=False,
             lifespan="off",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_rl.launch.door import MOST_STRANGERS, listen
+from automodel_rl.origins import why_foreign
 from automodel_rl.weight_sync.version_files import NEWEST_FILE, VERSION_FILE
 
 INNER = re.compile(rf"/({re.escape(NEWEST_FILE)}|\d{{8}}/(?:{re.escape(VERSION_FILE)}|sender_\d+\.bin))", re.ASCII)
@@ -45,7 +46,7 @@ class VersionServer:
 
     def __init__(self, folder: Path, host: str, port: int):
         self.token = secrets.token_hex(32)
-        self._server = _Server(listen(host, port), folder, headers_of(self.token)["Authorization"])
+        self._server = _Server(listen(host, port), host, folder, headers_of(self.token)["Authorization"])
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="versions").start()
 
@@ -61,11 +62,11 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, listening: socket.socket, folder: Path, expected: str):
+    def __init__(self, listening: socket.socket, host: str, folder: Path, expected: str):
         super().__init__(("", 0), _Request, bind_and_activate=False)
         self.socket.close()
         self.socket, self.server_address = listening, listening.getsockname()
-        self.folder, self.expected = folder, expected
+        self.host, self.folder, self.expected = host, folder, expected
         self.strangers = threading.Semaphore(MOST_STRANGERS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -91,6 +92,10 @@ class _Request(http.server.BaseHTTPRequestHandler):
             self._admit()
 
     def do_GET(self) -> None:
+        why = why_foreign(self.server.host, self.headers.get("Host", ""), self.headers.get("Origin"))
+        if why:
+            self._refuse(HTTPStatus.FORBIDDEN, f"{why}\n".encode())
+            return
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), self.server.expected.encode()):
             self._refuse(HTTPStatus.UNAUTHORIZED, b"the run tells its generators a token\n")

@@ -27,6 +27,7 @@ from automodel_rl.serve.service import Service
 from automodel_rl.serve.wire import INT64, MESSAGES
 
 KEY = "tml-unit-tests"
+ADDRESS = "http://127.0.0.1"
 VOCAB = 50
 NUM_REQUESTS = 1000
 
@@ -82,7 +83,7 @@ def client_of(tmp_path: Path, ranks: Answering, limits: ServeLimitsConfig) -> Te
         limits=limits,
     )
     service = Service(config, ranks, SavedWeights(tmp_path, 1e9, LoraConfig(rank=8), "base"))  # type: ignore[arg-type]
-    return TestClient(make_app(service, config, KEY), headers={"X-API-Key": KEY})
+    return TestClient(make_app(service, config, KEY), ADDRESS, headers={"X-API-Key": KEY})
 
 
 def post(client: TestClient, path: str, body: Any, **options: Any) -> Any:
@@ -321,7 +322,7 @@ def test_broken_requests_of_openais_api_are_refused(
                 assert "\n" not in text
         assert client.post("/v1/completions", json=good).json()["usage"]["prompt_tokens"] == 2
         assert client.get("/v1/models", headers={"X-API-Key": "", "Authorization": f"Bearer {KEY}"}).status_code == 401
-        bearer = TestClient(client.app, headers={"Authorization": f"Bearer {KEY}"})
+        bearer = TestClient(client.app, ADDRESS, headers={"Authorization": f"Bearer {KEY}"})
         assert bearer.get("/v1/models").json()["data"][0]["id"] == "base"
         assert bearer.get("/v1/models", headers={"Authorization": "Bearer tml-other"}).status_code == 401
     assert any(isinstance(job, SampleJob) for job in ranks.jobs)
@@ -612,3 +613,11 @@ def test_requests_out_of_order_leave_room_for_others(tmp_path: Path, ranks: Answ
         good.step()
         post(client, "forward_backward", training(greedy.run, 1))
         assert sum(isinstance(job, RunPass) for job in ranks.jobs) > 50  # those that had room, and no other, have run
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}])
+def test_pages_of_other_sites_are_refused_whatever_key_they_have(client: TestClient, headers: dict[str, str]) -> None:
+    with client:
+        for method, path in (("POST", "/api/v1/create_session"), ("GET", f"/?key={KEY}"), ("GET", "/v1/models")):
+            assert client.request(method, path, headers=headers).status_code == 403
+            assert client.request(method, path, headers={"Origin": ADDRESS}).status_code == 200
