@@ -12,8 +12,7 @@ from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import WeightSyncConfig
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from automodel_rl.origins import is_loopback
 
 
 class ServeLimitsConfig(Section):
@@ -155,7 +154,7 @@ class ServeConfig(Section):
             )
         if self.base_name in self.teachers:
             raise ValueError(f"teachers.{self.base_name}: the base model has this name: give the teacher another")
-        if self.host not in LOOPBACK and self.key is None:
+        if not is_loopback(self.host) and self.key is None:
             raise ValueError(
                 f"host={self.host} can be reached from other machines: give a key of your own (tml-...), and prefer "
                 "an SSH tunnel to 127.0.0.1, for nothing is encrypted"
