@@ -4,12 +4,14 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from automodel_rl.rollout.agents.protocol import AgentEndpoint
@@ -169,6 +171,23 @@ async def lone_sleeper(endpoint: AgentEndpoint, example: dict[str, Any]) -> floa
     if os.path.basename(example["answer"]) == "0":
         await asyncio.sleep(2.0)
     return await branching(endpoint, example)
+
+
+def half_a_message(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:
+    """Writes the beginning of a message into every connection that it finds, and hangs for a while."""
+    for descriptor in range(3, 64):
+        try:
+            socket.socket(fileno=os.dup(descriptor)).send(b"\0\0")
+        except OSError:
+            continue
+    Path(example["flag"]).touch()
+    time.sleep(20)
+    return 0.0
+
+
+def many_metrics(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, float]:
+    ask(endpoint, [user(example["question"])])
+    return {"reward": 1.0, **{f"metric_{number}": 0.0 for number in range(3000)}}
 
 
 def replaying(endpoint: AgentEndpoint, example: dict[str, Any]) -> float:

@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, Message, event
-from automodel_rl.chat_api.messages import call_of, checked_tools, text_of
-from automodel_rl.chat_api.refusals import check_keys, most_tokens, overridden, stop_texts
+from automodel_rl.chat_api.messages import call_of, checked_tools, text_of, with_results_in_order
+from automodel_rl.chat_api.refusals import allows_parallel, check_keys, choice_of, most_tokens, overridden, stop_texts
 from automodel_rl.errors import InputError
 
-READ = ("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking")
+READ = (
+    *("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking"),
+    "output_config",
+)
 """Keys that are read."""
 
 
@@ -24,6 +27,7 @@ def read(body: dict[str, Any], *, counts_only: bool = False) -> ChatCall:
         InputError: it asks for something that is not served.
     """
     check_keys(body, READ)
+    _check_output(body.get("output_config"))
     given = body.get("messages")
     if not isinstance(given, list) or not given:
         raise InputError("messages: must be a list of messages: send at least one")
@@ -38,14 +42,24 @@ def read(body: dict[str, Any], *, counts_only: bool = False) -> ChatCall:
         raise InputError("messages: end with one of the assistant, which is not gone on with: end with one of the user")
     thinking = body.get("thinking")
     return ChatCall(
-        messages,
-        checked_tools([_as_function(tool) for tool in body.get("tools") or []]),
+        with_results_in_order(messages),
+        checked_tools([_as_function(tool) for tool in body.get("tools") or []], choice_of(body)),
         most,
         stop_texts(body, "stop_sequences"),
         bool(body.get("stream")),
         with_thoughts=isinstance(thinking, dict) and thinking.get("type") != "disabled",
+        is_parallel=allows_parallel(body),
         overridden=overridden(body),
     )
+
+
+def _check_output(given: Any) -> None:
+    """Raises InputError if the form of the answer is to be enforced. The effort changes nothing."""
+    if not isinstance(given or {}, dict):
+        raise InputError(f"output_config: is {given!r:.80}: send an object")
+    other = next((key for key, value in (given or {}).items() if key != "effort" and value is not None), None)
+    if other is not None:
+        raise InputError(f"output_config.{other} is not served: leave it out")
 
 
 def _as_function(tool: Any) -> Any:
@@ -103,7 +117,7 @@ def reply(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
         call: what was asked for.
     """
     usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
-    end = {"stop_reason": _stop_reason(answer), "stop_sequence": None, "usage": usage}
+    end = {**_end(answer), "usage": usage}
     return {**_head(answer), "content": _blocks(answer, call), **end}
 
 
@@ -122,8 +136,7 @@ def events(answer: ChatAnswer, call: ChatCall) -> Iterator[str]:
         steps.append({"type": "content_block_start", "index": index, "content_block": empty})
         steps += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
         steps.append({"type": "content_block_stop", "index": index})
-    end = {"stop_reason": _stop_reason(answer), "stop_sequence": None}
-    steps.append({"type": "message_delta", "delta": end, "usage": {"output_tokens": answer.completion_tokens}})
+    steps.append({"type": "message_delta", "delta": _end(answer), "usage": {"output_tokens": answer.completion_tokens}})
     steps.append({"type": "message_stop"})
     for step in steps:
         yield event(step, step["type"])
@@ -157,10 +170,15 @@ def _blocks(answer: ChatAnswer, call: ChatCall) -> list[dict[str, Any]]:
     return blocks
 
 
-def _stop_reason(answer: ChatAnswer) -> str:
+def _end(answer: ChatAnswer) -> dict[str, str | None]:
+    """Why a message ended."""
     if answer.is_cut:
-        return "max_tokens"
-    return "tool_use" if answer.calls else "end_turn"
+        reason = "max_tokens"
+    elif answer.stop_text:
+        reason = "stop_sequence"
+    else:
+        reason = "tool_use" if answer.calls else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": answer.stop_text if reason == "stop_sequence" else None}
 
 
 def _head(answer: ChatAnswer) -> dict[str, Any]:

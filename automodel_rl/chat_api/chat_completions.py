@@ -4,10 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, event
-from automodel_rl.chat_api.messages import checked_messages, checked_tools
-from automodel_rl.chat_api.refusals import check_keys, most_tokens, overridden, stop_texts
+from automodel_rl.chat_api.messages import checked_messages, checked_tools, with_results_in_order
+from automodel_rl.chat_api.refusals import allows_parallel, check_keys, choice_of, most_tokens, overridden, stop_texts
 
-READ = ("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options")
+READ = (
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "max_completion_tokens", "stop"),
+    *("stream", "stream_options"),
+)
 """Keys that are read."""
 
 
@@ -22,12 +25,13 @@ def read(body: Mapping[str, Any]) -> ChatCall:
     """
     check_keys(body, READ)
     return ChatCall(
-        checked_messages(body.get("messages")),
-        checked_tools(body.get("tools")),
+        with_results_in_order(checked_messages(body.get("messages"))),
+        checked_tools(body.get("tools"), choice_of(body)),
         most_tokens(body, "max_completion_tokens", "max_tokens"),
         stop_texts(body, "stop"),
         bool(body.get("stream")),
         bool((body.get("stream_options") or {}).get("include_usage")),
+        is_parallel=allows_parallel(body),
         overridden=overridden(body),
     )
 

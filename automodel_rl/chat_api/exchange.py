@@ -22,6 +22,7 @@ class ChatCall:
         streams: whether the answer is sent as events.
         with_usage: whether the events of a chat completion end with the number of tokens.
         with_thoughts: whether the client reads thoughts, of an API that sends them only if asked.
+        is_parallel: whether an answer may have several calls.
         previous: the id of the answer that the messages follow; empty if all messages are sent.
         overridden: settings of sampling that the request has, by name.
     """
@@ -33,6 +34,7 @@ class ChatCall:
     streams: bool = False
     with_usage: bool = False
     with_thoughts: bool = True
+    is_parallel: bool = True
     previous: str = ""
     overridden: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,6 +64,7 @@ class ChatAnswer:
         reasoning: the thoughts.
         calls: the calls of tools.
         is_cut: whether the turn was cut off at the most tokens.
+        stop_text: the text of the request that ended it; empty if none did.
         prompt_tokens, completion_tokens: how many the prompt and the turn have.
         extras: further keys of the choice in a chat completion, e.g. `logprobs`.
         created: the time, in seconds since 1970.
@@ -76,6 +79,7 @@ class ChatAnswer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     extras: Mapping[str, Any] = field(default_factory=dict)
+    stop_text: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

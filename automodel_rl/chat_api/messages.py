@@ -1,10 +1,12 @@
 """Messages as clients send them, in one form: texts for contents, objects for arguments."""
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from automodel_rl.chat_api.exchange import Message
+from automodel_rl.chat_api.values import check_depth
 from automodel_rl.errors import InputError
 
 ROLES = {"developer": "system", "function": "tool", **{role: role for role in ("system", "user", "assistant", "tool")}}
@@ -87,8 +89,9 @@ def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, A
         raise InputError(f"{where}: a call has no name of a tool: send its function's name")
     try:
         value = json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{where}: the arguments of a call of {name} are no JSON: {arguments!r:.80}") from None
+    check_depth(value, f"{where}: the arguments of a call of {name}")
     function = {"name": name, "arguments": value}
     return {"id": str(identity or ""), "type": "function", "function": function}
 
@@ -100,11 +103,12 @@ def _call(given: Any, where: str) -> dict[str, Any]:
     return call_of(given.get("id"), function.get("name"), function.get("arguments"), where)
 
 
-def checked_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """The tools of a chat request.
+def checked_tools(value: Any, choice: Any = None) -> tuple[dict[str, Any], ...]:
+    """The tools of a chat request that the model is shown.
 
     Args:
         value: what the request has for tools.
+        choice: what it has for the choice of a tool. With "none" the model is shown none.
 
     Raises:
         InputError: one is no function.
@@ -117,12 +121,51 @@ def checked_tools(value: Any) -> tuple[dict[str, Any], ...]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if kind != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InputError(f"tools.{place}: a tool of type {kind} is not served: send functions with a name")
+        check_depth(function, f"tools.{place}")
         tools.append({"type": "function", "function": _without_nulls(function)})
-    return tuple(tools)
+    return () if choice == "none" else tuple(tools)
 
 
 def _without_nulls(function: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in function.items() if value is not None}
+
+
+def with_results_in_order(messages: Sequence[Message]) -> list[Message]:
+    """Messages with the results of a turn's calls in the order of the calls, for most templates write no ids.
+
+    Args:
+        messages: the messages. Those of the last turn's calls may still be without results.
+
+    Raises:
+        InputError: a result belongs to no call, or to the call of another one, or a call has none.
+    """
+    ordered: list[Message] = []
+    for place, message in enumerate(messages):
+        if message["role"] == "tool":
+            if place == 0 or messages[place - 1]["role"] != "tool":
+                ordered += _results(messages, place)
+        else:
+            ordered.append(message)
+            if message.get("tool_calls") and place + 1 < len(messages) and messages[place + 1]["role"] != "tool":
+                raise InputError(f"messages.{place}: has calls, and no result follows: send one for each call")
+    return ordered
+
+
+def _results(messages: Sequence[Message], start: int) -> list[Message]:
+    """The results from a place on, in the order of the calls before them."""
+    calls = messages[start - 1].get("tool_calls") or [] if start else []
+    results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages[start:]))
+    ids, given = [call["id"] for call in calls], [message.get("tool_call_id", "") for message in results]
+    for place, one in enumerate(given, start):
+        if one not in ids or not one:
+            raise InputError(f"messages.{place}: {one!r} is the id of no call before it: send that of its call")
+        if given.count(one) > 1:
+            raise InputError(f"messages.{place}: the call {one!r} has several results: send one for each call")
+    missing = [one for one in ids if one not in given]
+    if missing or len(set(ids)) < len(ids):
+        what = f"the call {missing[0]!r} has no result" if missing else "several calls have the same id"
+        raise InputError(f"messages.{start - 1}: {what}: send one result for each call, by its id")
+    return [results[given.index(one)] for one in ids]
 
 
 def joined_turns(messages: Sequence[Message]) -> list[Message]:

@@ -75,6 +75,7 @@ class ChatRequest(SamplingRequest):
     top_logprobs: NumTop = 0
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
     add_special_tokens: Literal[False] = False
 
     @model_validator(mode="after")

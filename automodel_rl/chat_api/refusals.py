@@ -21,7 +21,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
+    "parallel_tool_calls": (True,),
     "prediction": (),
     "presence_penalty": (0,),
     "prompt_cache_options": ({},),
@@ -81,9 +81,7 @@ IGNORED = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
         "context_management",
-        "output_config",
     )
 )
 """Keys that change nothing about what is sampled, whatever they say."""
@@ -93,6 +91,9 @@ OVERRIDDEN = ("temperature", "top_p", "top_k", "seed")
 
 MOST_STOPS = 64
 """Most texts that end an answer."""
+
+DISABLE = "disable_parallel_tool_use"
+"""The key of `tool_choice` that allows one call in an answer."""
 
 FREE_CHOICES = ("auto", "none", "required", "any")
 """Values of `tool_choice` that name no tool."""
@@ -135,10 +136,33 @@ def check_keys(body: Mapping[str, Any], read: Collection[str]) -> None:
             raise InputError(f"{key} is not served: leave it out")
         if not is_neutral(key, value, body):
             raise InputError(refusal(key))
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    kind = choice_of(body)
     if kind is not None and kind not in FREE_CHOICES:
         raise InputError("tool_choice: a tool that must be called is not served, for the model's own choice is trained")
+
+
+def choice_of(body: Mapping[str, Any]) -> Any:
+    """What a request says of the choice of a tool: one of `FREE_CHOICES`, something else, or None."""
+    choice = body.get("tool_choice")
+    return choice.get("type") if isinstance(choice, Mapping) else choice
+
+
+def allows_parallel(body: Mapping[str, Any]) -> bool:
+    """Whether an answer may have several calls, by the key of either API.
+
+    Args:
+        body: the request's JSON.
+
+    Raises:
+        InputError: it is neither true nor false.
+    """
+    choice = body.get("tool_choice")
+    of_choice = choice.get(DISABLE) if isinstance(choice, Mapping) else None
+    given = {"parallel_tool_calls": body.get("parallel_tool_calls"), f"tool_choice.{DISABLE}": of_choice}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, bool):
+            raise InputError(f"{name}: is {value!r:.80}: send true or false")
+    return body.get("parallel_tool_calls") is not False and not of_choice
 
 
 def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
@@ -184,6 +208,5 @@ def overridden(body: Mapping[str, Any]) -> dict[str, Any]:
         body: the request's JSON.
     """
     found = {key: body[key] for key in OVERRIDDEN if body.get(key) is not None}
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    return found | ({} if kind in (None, "auto") else {"tool_choice": kind})
+    kind = choice_of(body)
+    return found | ({} if kind in (None, "auto", "none") else {"tool_choice": kind})

@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, Message, event
-from automodel_rl.chat_api.messages import ROLES, call_of, checked_tools, joined_turns, text_of
-from automodel_rl.chat_api.refusals import check_keys, most_tokens, overridden
+from automodel_rl.chat_api.messages import ROLES, call_of, checked_tools, joined_turns, text_of, with_results_in_order
+from automodel_rl.chat_api.refusals import allows_parallel, check_keys, choice_of, most_tokens, overridden
 from automodel_rl.errors import InputError
 
-READ = ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "previous_response_id")
+READ = (
+    *("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream"),
+    "previous_response_id",
+)
 """Keys that are read."""
 
 
@@ -33,12 +36,14 @@ def read(body: dict[str, Any]) -> ChatCall:
     instructions = body.get("instructions")
     if instructions:
         messages.insert(0, {"role": "system", "content": text_of(instructions, "instructions")})
+    messages, previous = joined_turns(messages), str(body.get("previous_response_id") or "")
     return ChatCall(
-        joined_turns(messages),
-        checked_tools([_nested(tool) for tool in body.get("tools") or []]),
+        messages if previous else with_results_in_order(messages),
+        checked_tools([_nested(tool) for tool in body.get("tools") or []], choice_of(body)),
         most_tokens(body, "max_output_tokens"),
         streams=bool(body.get("stream")),
-        previous=str(body.get("previous_response_id") or ""),
+        is_parallel=allows_parallel(body),
+        previous=previous,
         overridden=overridden(body),
     )
 
@@ -158,7 +163,7 @@ def _head(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
         "error": None,
         "instructions": None,
         "metadata": {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": call.is_parallel,
         "previous_response_id": call.previous or None,
         "temperature": None,
         "tool_choice": "auto",

@@ -1,8 +1,35 @@
 """Values of requests with their limits, and the base of requests."""
 
-from typing import Annotated
+import itertools
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from automodel_rl.errors import InputError
+
+MOST_DEPTH = 64
+"""Most objects and lists within one another in a value of JSON. What renders and compares values takes them apart by
+recursion."""
+
+
+def check_depth(value: Any, what: str) -> None:
+    """Refuses a value of JSON that is nested too deep.
+
+    Args:
+        value: the value.
+        what: what it is, for errors.
+
+    Raises:
+        InputError: it is nested deeper than `MOST_DEPTH`.
+    """
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = list(itertools.chain.from_iterable(inner))
+        if not level:
+            return
+    raise InputError(f"{what}: is nested deeper than {MOST_DEPTH} objects and lists: send less within one another")
+
 
 Text = Annotated[str, Field(max_length=1024)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]

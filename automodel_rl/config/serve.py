@@ -12,8 +12,7 @@ from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.config.rollout import WeightSyncConfig
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from automodel_rl.origins import is_loopback
 
 
 class ServeLimitsConfig(Section):
@@ -29,7 +28,11 @@ class ServeLimitsConfig(Section):
     """Most weights without a name that are kept of a run to sample from. Older ones are let go."""
 
     waiting: Positive = 20_000
-    """Most requests that wait or whose results are kept."""
+    """Most requests that wait or whose results are kept. A client has at most as many as are free."""
+
+    waiting_gib: Annotated[float, Field(gt=0)] = 4.0
+    """Most memory in GiB of requests that wait and of results that are kept, with arrays as they are once they are
+    dense. A client has at most as much as is free."""
 
     sequences: Positive = 4096
     """Most sequences of a request: datums of a forward and backward, or samples of a prompt."""
@@ -151,7 +154,7 @@ class ServeConfig(Section):
             )
         if self.base_name in self.teachers:
             raise ValueError(f"teachers.{self.base_name}: the base model has this name: give the teacher another")
-        if self.host not in LOOPBACK and self.key is None:
+        if not is_loopback(self.host) and self.key is None:
             raise ValueError(
                 f"host={self.host} can be reached from other machines: give a key of your own (tml-...), and prefer "
                 "an SSH tunnel to 127.0.0.1, for nothing is encrypted"

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from automodel_rl.errors import InputError
 from automodel_rl.observe.metrics import read_lines
 from automodel_rl.observe.run_files import RunFiles
+from automodel_rl.origins import why_foreign
 from automodel_rl.report.page import page
 from automodel_rl.report.rollouts import groups_of
 from automodel_rl.report.run_data import read_run
@@ -61,8 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answers / with the page, /data with the runs, /rollouts?run=R&step=N with a step's groups, and /timeline with
         its lanes."""
-        if self.headers.get("Host", "").rpartition(":")[0] not in (ADDRESS, "localhost"):
-            self.send_error(403)  # a page of another site may have sent the browser here
+        why = why_foreign(ADDRESS, self.headers.get("Host", ""), self.headers.get("Origin"))
+        if why:
+            self.send_error(403, why)
             return
         url = urlsplit(self.path)
         asked = {key: values[0] for key, values in parse_qs(url.query).items()}

@@ -13,7 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from automodel_rl.chat_api.values import check_depth
 from automodel_rl.errors import InputError
+from automodel_rl.origins import OwnPagesOnly
 
 MOST_BYTES = 2**25
 """Largest body of a request."""
@@ -46,7 +48,7 @@ class HttpThread:
             raise InputError(f"{what}={host}: cannot listen there ({error.strerror})") from None
         self.url = f"http://{host}:{self._listener.getsockname()[1]}"
         config = uvicorn.Config(
-            Starlette(routes=list(routes)),
+            OwnPagesOnly(Starlette(routes=list(routes)), host),
             log_level="critical",
             access_log=False,
             lifespan="off",
@@ -91,12 +93,13 @@ def parsed(raw: bytes) -> dict[str, Any]:
     """A body as an object.
 
     Raises:
-        InputError: it is no JSON, or no object.
+        InputError: it is no JSON, no object, or nested too deep.
     """
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"the request is no JSON ({error})") from None
+    check_depth(body, "the request")
     if not isinstance(body, dict):
         raise InputError(f"the request is {body!r:.80}: send an object")
     return body

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.chat_api.exchange import ChatAnswer, event
-from automodel_rl.chat_api.messages import checked_messages, checked_tools
+from automodel_rl.chat_api.messages import checked_messages, checked_tools, with_results_in_order
 from automodel_rl.chat_api.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
@@ -116,9 +116,8 @@ class OpenAIAnswers:
     def _opening(self, body: ChatRequest) -> tuple[list[int], ChatTurns]:
         if self.tokenizer.chat_template is None:
             raise InputError("the model's tokenizer has no chat template: use /v1/completions")
-        tools = checked_tools(body.tools) if body.tool_choice == "auto" else ()
-        _, codec = self._codecs.of(tools)
-        return codec.opening(checked_messages(body.messages)), codec
+        _, codec = self._codecs.of(checked_tools(body.tools, body.tool_choice))
+        return codec.opening(with_results_in_order(checked_messages(body.messages))), codec
 
     def _answers(self, body: ChatRequest, ids: list[int], answer: Sampled, codec: ChatTurns) -> list[ChatAnswer]:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -131,7 +130,8 @@ class OpenAIAnswers:
                 extras["logprobs"] = {"content": self._content(ids, answer, sequence, place)}
             if body.return_token_ids:
                 extras |= {"token_ids": sequence.tokens, "prompt_token_ids": ids}
-            answers.append(answer_of(turn, name, body.model, stop, len(ids), len(sequence.tokens), extras))
+            written, is_parallel = len(sequence.tokens), body.parallel_tool_calls
+            answers.append(answer_of(turn, name, body.model, stop, len(ids), written, extras, is_parallel=is_parallel))
         return answers
 
     @functools.cached_property

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -16,6 +17,7 @@ from automodel_rl.chat_api import chat_completions
 from automodel_rl.chat_api.openai_requests import ChatRequest, CompletionRequest
 from automodel_rl.config import ServeConfig
 from automodel_rl.errors import InputError, innermost
+from automodel_rl.origins import OwnPagesOnly
 from automodel_rl.rollout.openai_answers import OpenAIAnswers, completion_events
 from automodel_rl.serve import requests
 from automodel_rl.serve.openai import Completions
@@ -58,7 +60,8 @@ def make_app(service: Service, config: ServeConfig, key: str) -> Starlette:
         config: the service's config.
         key: the key that clients must send.
     """
-    return Starlette(routes=_Routes(service, config, key).all())
+    own_pages = Middleware(OwnPagesOnly, bound=config.host)
+    return Starlette(routes=_Routes(service, config, key).all(), middleware=[own_pages])
 
 
 class _Routes:

@@ -26,13 +26,13 @@ class SparsePlaces:
         return np.repeat(np.arange(len(self.row_ends) - 1), np.diff(self.row_ends))
 
     def check(self, shape: Sequence[int], num_values: int, name: str) -> None:
-        """Raises InputError unless these are places in an array of this shape, one for each value."""
+        """Raises InputError unless these are places in an array of this shape, another one for each value."""
         ends, columns = self.row_ends, self.columns
         if (
             len(shape) != 2
             or len(ends) != shape[0] + 1
             or (ends[0], ends[-1]) != (0, len(columns))
-            or (np.diff(ends) < 0).any()
+            or (ends[1:] < ends[:-1]).any()  # a difference could wrap
             or len(columns) != num_values
             or not ((columns >= 0) & (columns < shape[1])).all()
         ):
@@ -40,6 +40,8 @@ class SparsePlaces:
                 f"{name} is sparse, and its {num_values} values, row pointers and columns do not fit the shape "
                 f"{list(shape)}"
             )
+        if len(np.unique(self.rows * shape[1] + columns)) < num_values:
+            raise InputError(f"{name} is sparse, and lists a place twice: list each place once")
 
 
 def array_of(

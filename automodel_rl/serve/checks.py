@@ -230,6 +230,16 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SampleP
     return SamplePrompt(tokens, body.num_samples, seed, sampling, scoring, body.topk_sample_logprobs or 0)
 
 
+def bytes_of_prompt(prompt: SamplePrompt) -> int:
+    """The most bytes that a prompt and its answer have: tokens as numbers of Python, and arrays."""
+    ids, scoring = prompt.scoring.ids, prompt.scoring
+    written = prompt.num_samples * prompt.sampling.max_tokens
+    places = len(prompt.tokens) * (1 + scoring.num_top) + prompt.num_top * (
+        prompt.num_samples * len(prompt.tokens) + written
+    )
+    return 8 * (places + written) + (0 if ids is None else 2 * ids.nbytes)
+
+
 def check_scored(prompt: SamplePrompt, teacher: str) -> None:
     """Raises InputError if more is asked of a teacher than to score a prompt."""
     if prompt.sampling.max_tokens != 1 or prompt.num_top:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import secrets
 import time
 from typing import Any
 
@@ -19,6 +20,9 @@ from automodel_rl.serve.requests import ChunkBody, PromptBody, SampleBody, Sampl
 from automodel_rl.serve.service import Service
 from automodel_rl.serve.tables import BusyError, UnknownError, Weights
 
+CLIENTS = "v1"
+"""The session that clients of OpenAI's API share."""
+
 
 class Completions:
     """Samples for requests of OpenAI's API, and waits until they are there.
@@ -30,7 +34,7 @@ class Completions:
 
     def __init__(self, service: Service, config: ServeConfig):
         self.service, self.config = service, config
-        self._num_waiting, self._began = 0, time.time()
+        self._began = time.time()
 
     @functools.cached_property
     def answers(self) -> OpenAIAnswers:
@@ -60,8 +64,6 @@ class Completions:
             raise InputError(
                 f"{num_prompts} prompts with n={n}: at most {limits.sequences} sequences (limits.sequences)"
             )
-        if self._num_waiting >= limits.waiting:
-            raise BusyError(f"{self._num_waiting} requests wait (limits.waiting): ask again later")
 
     async def _sample(
         self,
@@ -100,7 +102,8 @@ class Completions:
         jobs = [dataclasses.replace(job, num_top=num_top) for job in jobs]
         if max_tokens == 0:  # the prompts are only scored
             jobs = [dataclasses.replace(job, num_samples=0) for job in jobs]
-        self._num_waiting += 1
+        results, request = self.service.results, f"{CLIENTS}:{secrets.token_hex(8)}"
+        results.open(request, b"", sum(map(checks.bytes_of_prompt, jobs)))
         try:
             found = await asyncio.wrap_future(self.service.ranks.submit(self.service.samplers.job(weights, jobs)))
         except RefusedError as error:
@@ -108,7 +111,7 @@ class Completions:
         except RanksLostError:
             raise BusyError("the ranks ended while they sampled, and are started again: ask again") from None
         finally:
-            self._num_waiting -= 1
+            results.forget(request)
         self.service.history.add_samples(body.model, jobs, found)
         return found
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from automodel_rl.serve.service import Service
 
 
+MOST_SAMPLERS = 10_000
+"""Most samplers of a session."""
+
+
 class Samplers:
     """All samplers of the server.
 
@@ -32,6 +36,9 @@ class Samplers:
     def create(self, body: SamplingSessionBody) -> dict[str, Any]:
         self.service.session(body.session_id)
         name, weights = f"{body.session_id}:sample:{body.sampling_session_seq_id}", self._asked(body)
+        of_session = sum(one.startswith(f"{body.session_id}:") for one in self.table)
+        if name not in self.table and of_session >= MOST_SAMPLERS:
+            raise InputError(f"the session {body.session_id!r} has {of_session} samplers: begin another session")
         if self.table.setdefault(name, weights) != weights:
             raise InputError(
                 f"sampling_session_seq_id={body.sampling_session_seq_id}: this number has a sampler of other weights: "
@@ -60,7 +67,6 @@ class Samplers:
     def sample(self, body: SampleBody) -> dict[str, Any]:
         weights = self._sampler(body.sampling_session_id)
         request = f"{body.sampling_session_id}:{body.seq_id}"
-        names = [f"{request}:{number}" for number in range(body.num_samples)]
         digest = digest_of("asample", body)
         if not self.service.results.repeats(request, digest):
             ranks, teacher = self.service.ranks, weights.teacher
@@ -68,14 +74,15 @@ class Samplers:
             prompt = checks.prompt_of(body, self.config, size)
             if teacher is not None:
                 checks.check_scored(prompt, teacher)
-            self.service.check_room()
 
             def done(answers: Any) -> Any:
                 self.service.history.add_samples(body.sampling_session_id, [prompt], answers)
                 named = body.target_prompt_logprobs
                 return write_samples(answers[0], prompt.scoring, None if named is None else named.places)
 
-            self.service.start(request, digest, None, self.job(weights, [prompt]), done)
+            size = checks.bytes_of_prompt(prompt)
+            self.service.start(request, digest, None, self.job(weights, [prompt]), done, size)
+        names = [f"{request}:{number}" for number in range(body.num_samples)]  # as many as a prompt may have
         return {"request_id": request, "sample_sequence_ids": names}
 
     def job(self, weights: Weights, prompts: list[SamplePrompt]) -> ServiceJob:

@@ -40,10 +40,13 @@ from automodel_rl.serve.results import Result, Results, digest_of, failed, finis
 from automodel_rl.serve.samplers import Samplers
 from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, UnwritableError, about, remove_folder
 from automodel_rl.serve.tables import BusyError, ServedRun, Session, Throughput, UnknownError, Weights, choose_rows
-from automodel_rl.serve.wire import read_data, write_output
+from automodel_rl.serve.wire import bytes_of_arrays, read_data, write_output
 
 GAP_SECONDS = 120.0
 """Longest wait for a request whose turn it is, after those behind it have come."""
+
+MOST_SESSIONS = 1000
+"""Most sessions at once."""
 
 Work = tuple[ServiceJob, Callable[[Any], Result]]
 """A job, and what makes a result of its answer."""
@@ -60,7 +63,8 @@ class Service:
 
     def __init__(self, config: ServeConfig, ranks: Ranks, saved: SavedWeights):
         self.config, self.ranks, self.saved = config, ranks, saved
-        self.results = Results(60 * config.limits.result_minutes, config.limits.waiting)
+        limits = config.limits
+        self.results = Results(60 * limits.result_minutes, limits.waiting, int(limits.waiting_gib * 2**30))
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, ServedRun] = {}
         self.samplers, self.lists = Samplers(self), Lists(self)
@@ -71,6 +75,8 @@ class Service:
     # Sessions
 
     def create_session(self, body: NewSessionBody) -> dict[str, Any]:
+        if len(self.sessions) >= MOST_SESSIONS:
+            raise BusyError(f"there are {len(self.sessions)} sessions, and no more: end one, or ask again later")
         session = secrets.token_hex(8)
         self.sessions[session] = Session(
             time.monotonic(), user_metadata=body.user_metadata, display_name=body.display_name
@@ -172,8 +178,9 @@ class Service:
             return write_output(answer.logprobs, {"loss:sum": answer.loss})
 
         checks.check_numbers(message)
-        digest = digest_of("forward_backward", message.SerializeToString(deterministic=True))
-        return self._turn(message.model_id, message.seq_id, digest, checked)
+        body = message.SerializeToString(deterministic=True)
+        size = len(body) + min(bytes_of_arrays(message), self.config.most_bytes)  # larger ones will be refused
+        return self._turn(message.model_id, message.seq_id, digest_of("forward_backward", body), checked, size)
 
     def optim_step(self, body: OptimStepBody) -> dict[str, Any]:
         def work() -> Work:
@@ -253,7 +260,7 @@ class Service:
 
         if body.seq_id is None:
             raise InputError("load_weights with model_id needs seq_id")
-        return self._turn(body.model_id, body.seq_id, digest_of("load_weights", body), work, mends=True)
+        return self._turn(body.model_id, body.seq_id, digest_of("load_weights", body), work, 0, mends=True)
 
     def _training_weights(self, path: str) -> Any:
         saved = self.saved.usable(path)
@@ -269,13 +276,13 @@ class Service:
         name = f"{body.session_id}:train:{body.model_seq_id}"  # the client makes this name up itself, too
         request, digest = f"{name}:0", digest_of(type(body).__name__, body)
         if not self.results.repeats(request, digest):
-            self.check_room()
             alive, most = sum(not run.lost for run in self.runs.values()), self.config.most_runs
             if alive >= most:
                 remedy = "for it trains all weights" if self.config.model.lora is None else "or raise it"
                 raise BusyError(f"there are {alive} runs, and limits.runs is {most}: end one, {remedy}")
-            run = self.runs[name] = ServedRun(body.session_id, self._placed(shape, name), metadata)
+            run = ServedRun(body.session_id, self._placed(shape, name), metadata)
             self.start(request, digest, run, make(name, run.shape), lambda _: {"model_id": name})
+            self.runs[name] = run
             self.results.find(request).add_done_callback(lambda result: self._note_unmade(name, result.result()))
         return {"request_id": request, "model_id": name}
 
@@ -299,14 +306,15 @@ class Service:
         return self._turn(turn.model_id, turn.seq_id, digest_of("", body), work)
 
     def _turn(
-        self, model_id: str, seq_id: int, digest: bytes, work: Callable[[], Work], mends: bool = False
+        self, model_id: str, seq_id: int, digest: bytes, work: Callable[[], Work], size: int = 0, mends: bool = False
     ) -> dict[str, Any]:
-        """Puts a request into its run's order. From here on it is not refused but fails: others wait for its turn."""
+        """Puts a request of so many bytes into its run's order. From here on it is not refused but fails: others wait
+        for its turn."""
         run, request = self._run(model_id), f"{model_id}:{seq_id}"
         answer = {"request_id": request, "model_id": model_id}
         if self.results.repeats(request, digest) or seq_id < run.next:
             return answer
-        result = self.results.open(request, digest)
+        result = self.results.open(request, digest, size, is_early=seq_id > run.next)
         run.used = time.time()
         run.since = run.since if run.waiting else time.monotonic()
         if run.session in self.sessions:
@@ -344,10 +352,16 @@ class Service:
         """The result of a request; None if it is not there within some seconds."""
         result = self.results.find(request)
         done, _ = await asyncio.wait([result], timeout=seconds)
-        return result.result() if done else None
+        return self.results.tell(request) if done else None
 
     def start(
-        self, request: str, digest: bytes, run: ServedRun | None, job: ServiceJob, convert: Callable[[Any], Result]
+        self,
+        request: str,
+        digest: bytes,
+        run: ServedRun | None,
+        job: ServiceJob,
+        convert: Callable[[Any], Result],
+        size: int = 0,
     ) -> None:
         """Submits the job of a request that has no turn to wait for.
 
@@ -357,21 +371,18 @@ class Service:
             run: the run that the job belongs to, if it belongs to one.
             job: the job.
             convert: makes the request's result of the job's answer.
+            size: the most bytes that the request makes.
+
+        Raises:
+            BusyError: too many wait.
         """
         lost = (lambda: run.lost) if run is not None else (lambda: "the ranks ended while they sampled: sample again")
-        self._watch(finish(self.results.open(request, digest), self.ranks.submit(job), convert, lost))
+        self._watch(finish(self.results.open(request, digest, size), self.ranks.submit(job), convert, lost))
 
     def _watch(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def check_room(self) -> None:
-        """Raises BusyError if too many requests wait."""
-        if self.results.are_full:
-            self.results.forget_old()
-        if self.results.are_full:
-            raise BusyError(f"{len(self.results)} requests wait (limits.waiting): ask again later")
 
     # The ranks' end
 

@@ -4,6 +4,7 @@ Protobuf sends numbers of fields and no names, so the messages are declared here
 their own, apart from that of a process which also imports the client.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,6 +114,12 @@ def read_request(body: bytes) -> Any:
         return MESSAGES["Request"].FromString(body)
     except DecodeError:
         raise InputError("the body is no forward_backward request in protobuf: use tinker 0.38") from None
+
+
+def bytes_of_arrays(message: Any) -> int:
+    """The bytes of the sparse arrays of a forward and backward once they are dense."""
+    arrays = (array for datum in message.data for array in datum.inputs.values() if array.HasField("csr"))
+    return sum(8 * math.prod(array.shape) for array in arrays)
 
 
 def read_data(messages: Sequence[Any], most: int, most_bytes: int) -> list[Datum]:

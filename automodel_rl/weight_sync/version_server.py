@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_rl.launch.door import HANDSHAKE_SECONDS, Unproven, listen
+from automodel_rl.origins import why_foreign
 from automodel_rl.weight_sync.version_files import NEWEST_FILE, VERSION_FILE
 
 INNER = re.compile(rf"/({re.escape(NEWEST_FILE)}|\d{{8}}/(?:{re.escape(VERSION_FILE)}|sender_\d+\.bin))", re.ASCII)
@@ -76,7 +77,7 @@ class VersionServer:
 
     def __init__(self, folder: Path, host: str, port: int, key: bytes):
         self.salt = secrets.token_hex(16)
-        self._server = _Server(listen(host, port), folder, RequestSigner(key, self.salt))
+        self._server = _Server(listen(host, port), host, folder, RequestSigner(key, self.salt))
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="versions").start()
 
@@ -92,11 +93,11 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, listening: socket.socket, folder: Path, signer: RequestSigner):
+    def __init__(self, listening: socket.socket, host: str, folder: Path, signer: RequestSigner):
         super().__init__(("", 0), _Request, bind_and_activate=False)
         self.socket.close()
         self.socket, self.server_address = listening, listening.getsockname()
-        self.folder, self.signer, self.unproven = folder, signer, Unproven()
+        self.host, self.folder, self.signer, self.unproven = host, folder, signer, Unproven()
         self._nonces: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -131,6 +132,10 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 super().handle()
 
     def do_GET(self) -> None:
+        why = why_foreign(self.server.host, self.headers.get("Host", ""), self.headers.get("Origin"))
+        if why:
+            self._refuse(HTTPStatus.FORBIDDEN, f"{why}\n".encode())
+            return
         if not self.server.is_signed(self.path, self.headers.get("Authorization", "")):
             self._refuse(HTTPStatus.UNAUTHORIZED, b"only generators of the run may read its weights\n")
             return

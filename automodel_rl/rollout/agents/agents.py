@@ -25,6 +25,9 @@ from automodel_rl.rollout.agents.runner import AgentRunner, ForkedAgents, Verifi
 from automodel_rl.rollout.protocol import Promptlike
 from automodel_rl.rollout.seeds import mixed_seed
 
+MOST_METRICS = 64
+"""Most metrics of an agent, for every record of the run has them."""
+
 ROOM_SECONDS = 0.1
 """Seconds between two looks for room for more episodes."""
 
@@ -161,6 +164,9 @@ class Agents:
         has_returned: asyncio.Future[tuple[AgentResult, str]] = self._endpoint.loop.create_future()
 
         def returned(result: AgentResult, error: str) -> None:
+            if len(result.metrics) > MOST_METRICS:
+                error = f"it returned {len(result.metrics)} metrics, and at most {MOST_METRICS} are kept: return fewer"
+                result = AgentResult(None)
             if not has_returned.done():
                 has_returned.set_result((result, error and f"the agent failed: {error}"))
 

@@ -1,5 +1,6 @@
 """What reads and writes turns for the tools that agents send, one for each list of tools."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class ChatCodecs:
     def __init__(self, template: ChatTemplate):
         self.template, self.no_tools = template, ""
         self._kept: OrderedDict[str, ChatTurns] = OrderedDict()
+        self._lock = threading.Lock()  # calls come from several threads
         self._form: Format | None = None
         try:
             self._form = find_format(template)
@@ -50,12 +52,15 @@ class ChatCodecs:
         if tools and self.no_tools:
             raise InputError(f"tools: {self.no_tools}")
         digest = tools_digest(tools)
-        if digest not in self._kept:
-            self._kept[digest] = self._turns(tools)
-        self._kept.move_to_end(digest)
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
-        return digest, self._kept[digest]
+        with self._lock:
+            found = self._kept.get(digest)
+        codec = found or self._turns(tools)
+        with self._lock:
+            self._kept[digest] = codec
+            self._kept.move_to_end(digest)
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return digest, codec
 
     def _turns(self, tools: Sequence[dict[str, Any]]) -> ChatTurns:
         return ChatTurns(self.template, tools, self._form, what="the request")
@@ -69,6 +74,8 @@ def answer_of(
     num_prompt: int,
     num_written: int,
     extras: Mapping[str, Any] | None = None,
+    *,
+    is_parallel: bool = True,
 ) -> ChatAnswer:
     """A turn as a client gets it. One with a call that cannot be read is a text.
 
@@ -77,8 +84,12 @@ def answer_of(
         name, model, extras: `id`, `model` and `extras` of the answer.
         stop: texts that the client ends turns with; the text goes up to the first of them.
         num_prompt, num_written: tokens of the prompt and of the turn.
+        is_parallel: whether the client takes several calls; else it gets the first.
     """
     content, calls = (turn.text, ()) if turn.problem else (turn.content, turn.calls)
+    calls = calls if is_parallel else calls[:1]
+    completed = {turn.text.find(text) + len(text): text for text in stop if text in turn.text}
+    matched = completed[min(completed)] if completed else ""
     ends = [content.find(text) for text in stop if text in content]
     return ChatAnswer(
         name,
@@ -90,4 +101,5 @@ def answer_of(
         num_prompt,
         num_written,
         extras or {},
+        matched,
     )

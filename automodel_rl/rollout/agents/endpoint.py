@@ -3,6 +3,8 @@
 It writes answers whole; where a client asks for events, the whole answer comes as few of them.
 """
 
+import asyncio
+import functools
 import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
@@ -97,8 +99,8 @@ class Endpoint:
             episode = self._episode(request)
             raw = await body_of(request)
             try:
-                body = parsed(raw)
-                call = read(body)
+                # In a thread, as all that takes the longer the more is sent: other agents call meanwhile.
+                body, call = await asyncio.to_thread(_read, read, raw)
                 retries = request.headers.get("x-stainless-retry-count", "0")
                 given = request.headers.get("idempotency-key", "")
                 identity = identity_of(f"{request.url.path} {given}", b"" if given else raw)
@@ -117,8 +119,9 @@ class Endpoint:
 
     async def _counted(self, request: Request) -> Response:
         episode = self._episode(request)
-        call = anthropic.read(parsed(await body_of(request)), counts_only=True)
-        return JSONResponse({"input_tokens": episode.count_tokens(call)})
+        raw = await body_of(request)
+        _, call = await asyncio.to_thread(_read, functools.partial(anthropic.read, counts_only=True), raw)
+        return JSONResponse({"input_tokens": await episode.count_tokens(call)})
 
     async def _models(self, request: Request) -> Response:
         self._episode(request)
@@ -143,6 +146,11 @@ class Endpoint:
         if any(key in self._ended for key in keys):
             raise NoMoreCallsError("the episode of this key is over: the agent has returned, or was ended")
         raise _UnknownKeyError
+
+
+def _read(read: Read, raw: bytes) -> tuple[dict[str, Any], ChatCall]:
+    body = parsed(raw)
+    return body, read(body)
 
 
 def _safe(work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

@@ -22,6 +22,7 @@ from automodel_rl.rollout.agents.codecs import ChatCodecs, answer_of
 from automodel_rl.rollout.agents.history import History, Opening, digest_of
 from automodel_rl.rollout.agents.protocol import MODEL, AgentResult
 from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, MALFORMED, SECONDS, TURNS, TurnCodec
+from automodel_rl.rollout.episodes.protocol import Turn
 from automodel_rl.rollout.seeds import turn_seed
 
 ROWS, ROOTS, SIBLINGS, REPLAYS = "rows", "new_roots", "siblings", "replays"
@@ -30,6 +31,9 @@ LEFT_OUT, AGAIN, REFUSED = "left_out_tokens", "context_again", "refused_calls"
 
 OVER_LIMIT = "This conversation has reached its limit. No further answer can be given."
 """What an agent gets for its first call after a limit. It is not empty: programs ask again after an empty answer."""
+
+MOST_CHARACTERS = 256
+"""Most characters of a token, of runs of spaces in large vocabularies."""
 
 MOST_REPLAYS = 64
 """Most answers of an episode that are kept for a client that asks again."""
@@ -148,6 +152,7 @@ class AgentEpisode:
         self._numbers, self._asked = itertools.count(), Counter[bytes]()
         self._answers: OrderedDict[bytes, list[asyncio.Task[ChatAnswer]]] = OrderedDict()
         self._told: set[str] = set()
+        self._turn = asyncio.Lock()  # of an agent, one call at a time is rendered and joins the history
         self._lock, self._news = threading.Lock(), SimpleQueue[Asked | Ended | Broken]()
         self.waiting: dict[int, WaitingCall] = {}
 
@@ -208,49 +213,80 @@ class AgentEpisode:
         if self.is_over:
             raise NoMoreCallsError("the episode of this key is over: the agent has returned, or was ended")
         name, model = secrets.token_hex(8), MODEL
-        if self._limit:
-            raise NoMoreCallsError(f"{self._limit}: the agent was told before, end it")
-        self._limit = self._reached_limit()
-        if self._limit:
-            return ChatAnswer(name, model, OVER_LIMIT)
-        self.overridden |= call.overridden
+        async with self._turn:
+            if self._limit:
+                raise NoMoreCallsError(f"{self._limit}: the agent was told before, end it")
+            self._limit = self._reached_limit()
+            if self._limit:
+                return ChatAnswer(name, model, OVER_LIMIT)
+            self.overridden |= call.overridden
+            tools, codec, opening = await asyncio.to_thread(self._opening, call)
+            if self.is_over:
+                raise NoMoreCallsError("the episode of this key is over: the agent has returned, or was ended")
+            self._num_calls += 1
+            number = self._num_calls
+        limit = min(self.limits.sequence_tokens - len(opening.prompt), self.limits.turn_tokens)
+        most = min(limit, call.max_tokens or limit)
+        completion = await self._sampled(opening, most, call.stop)
+        if completion.finish == "error":
+            raise NoMoreCallsError(f"no generator could write the turn: {completion.error}")
+        completion, turn = await asyncio.to_thread(_read, codec, opening.prompt, completion, call.stop)
+        num_written = len(completion.token_ids)
+        answer = answer_of(turn, name, model, call.stop, len(opening.prompt), num_written, is_parallel=call.is_parallel)
+        async with self._turn:
+            if not self.is_over:
+                is_cut = turn.is_cut and most == limit
+                self.history.add(opening, completion, tools, turn, answer, number=number, is_cut=is_cut)
+                self._malformed += bool(turn.problem)
+        return answer
+
+    def _opening(self, call: ChatCall) -> tuple[str, TurnCodec, Opening]:
+        """The digest of a call's tools, what reads and writes its turns, and the tokens before its answer.
+
+        Raises:
+            TooLongError: there is no room for an answer.
+            InputError: the chat template cannot write the messages.
+        """
+        self._check_length(call)
         tools, codec = self.codecs.of(call.tools)
         opening = (
             self.history.opening_after(call.previous.removeprefix("resp_"), call.messages, tools, codec)
             if call.previous
             else self.history.opening(call.messages, tools, codec)
         )
-        room = self.limits.sequence_tokens - len(opening.prompt)
-        if room < 1:
-            raise TooLongError(
-                f"the messages have {len(opening.prompt)} tokens, and with an answer they may have "
-                f"{self.limits.sequence_tokens} (rollout.max_prompt_tokens + rollout.max_tokens): send fewer"
-            )
-        self._num_calls += 1
-        number, limit = self._num_calls, min(room, self.limits.turn_tokens)
-        most = min(limit, call.max_tokens or limit)
-        completion = await self._sampled(opening, most, call.stop)
-        if completion.finish == "error":
-            raise NoMoreCallsError(f"no generator could write the turn: {completion.error}")
-        completion = _until_stop(codec, opening.prompt, completion, call.stop)
-        turn = codec.read(opening.prompt, completion.token_ids)
-        turn = dataclasses.replace(turn, is_cut=completion.finish == "length")
-        num_written = len(completion.token_ids)
-        answer = answer_of(turn, name, model, call.stop, len(opening.prompt), num_written)
-        if not self.is_over:
-            is_cut = turn.is_cut and most == limit
-            self.history.add(opening, completion, tools, turn, answer, number=number, is_cut=is_cut)
-            self._malformed += bool(turn.problem)
-        return answer
+        if len(opening.prompt) >= self.limits.sequence_tokens:
+            raise self._too_long(f"{len(opening.prompt)} tokens")
+        return tools, codec, opening
 
-    def count_tokens(self, call: ChatCall) -> int:
+    def _check_length(self, call: ChatCall) -> None:
+        """Raises TooLongError for what must have too many tokens, before the chat template writes it."""
+        num_characters = _num_characters([call.messages, [*call.tools]])
+        if num_characters > MOST_CHARACTERS * self.limits.sequence_tokens:
+            raise self._too_long(f"{num_characters} characters")
+
+    def _too_long(self, length: str) -> TooLongError:
+        return TooLongError(
+            f"the messages have {length}, and with an answer they may have {self.limits.sequence_tokens} tokens "
+            "(rollout.max_prompt_tokens + rollout.max_tokens): send fewer"
+        )
+
+    async def count_tokens(self, call: ChatCall) -> int:
         """The number of tokens of a call's messages, which leaves no trace.
 
         Args:
             call: the call.
+
+        Raises:
+            TooLongError: there are far too many.
         """
-        _, codec = self.codecs.of(call.tools)
-        return len(codec.opening(call.messages))
+
+        def count() -> int:
+            self._check_length(call)
+            _, codec = self.codecs.of(call.tools)
+            return len(codec.opening(call.messages))
+
+        async with self._turn:
+            return await asyncio.to_thread(count)
 
     async def _sampled(self, opening: Opening, max_tokens: int, stop: tuple[str, ...]) -> Completion:
         digest = digest_of(opening.prompt)
@@ -382,6 +418,27 @@ def identity_of(route: str, body: bytes) -> bytes:
         body: its body.
     """
     return hashlib.sha256(route.encode() + b"\0" + body).digest()
+
+
+def _num_characters(value: Any) -> int:
+    """The least number of characters with which a value of JSON is written, keys left out."""
+    count, waiting = 0, [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list):
+            waiting += one.values() if isinstance(one, dict) else one
+        else:
+            count += len(one) if isinstance(one, str) else 1
+    return count
+
+
+def _read(
+    codec: TurnCodec, opening: Sequence[int], completion: Completion, stop: Sequence[str]
+) -> tuple[Completion, Turn]:
+    """A turn up to its stop text, as it was sampled and as it is read."""
+    completion = _until_stop(codec, opening, completion, stop)
+    turn = codec.read(opening, completion.token_ids)
+    return completion, dataclasses.replace(turn, is_cut=completion.finish == "length")
 
 
 def _until_stop(codec: TurnCodec, opening: Sequence[int], completion: Completion, stop: Sequence[str]) -> Completion:

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from automodel_rl.chat_api.exchange import ChatAnswer, Message
+from automodel_rl.chat_api.messages import with_results_in_order
 from automodel_rl.errors import InputError
 from automodel_rl.generators.protocol import Branch, Completion
 from automodel_rl.rollout.agents.sameness import Told, calls_of, sampled, told
@@ -160,8 +161,10 @@ class History:
         if parent is None:
             raise InputError(f"previous_response_id: there is no answer {name} in this episode: send all messages")
         known = [message for turn in parent.path for message in turn.messages]
-        new = [*messages]
-        if new and new[0]["role"] == "system":  # instructions come with every call
+        instructions = [message for message in messages[:1] if message["role"] == "system"]
+        results = with_results_in_order([*known, *messages[len(instructions) :]])[len(known) :]
+        new = [*instructions, *results]
+        if instructions:  # they come with every call
             own = parent.path[0].told[0]
             if own.role != "system" or not own.is_same(new[0]):
                 rest = known[1:] if own.role == "system" else known
@@ -296,6 +299,8 @@ class History:
         other = next((message["role"] for message in new if message["role"] not in MAY_FOLLOW), None)
         if parent.turn.is_cut:
             reason = "a turn that was cut off was gone on with"
+        elif len(parent.turn.calls) > len(parent.answer.calls):
+            reason = "the agent was given the first of several calls"
         elif not new:
             reason = "the request ends with an answer"
         elif other is not None:

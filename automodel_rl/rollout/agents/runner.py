@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from automodel_rl.config.episodes import VerifiersConfig
-from automodel_rl.errors import InputError
+from automodel_rl.errors import InputError, innermost
 from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
 from automodel_rl.rollout.agents.agent_server import AgentSetup
+from automodel_rl.rollout.agents.frames import FrameReader
 from automodel_rl.rollout.agents.protocol import AgentEndpoint, AgentResult
 from automodel_rl.rollout.episodes.fork_pool import START_SECONDS, ForkPool
 
@@ -72,11 +73,20 @@ class ForkedAgents:
             connection.close()
             self._processes.end(number, at_once=at_once)
 
+        reader = FrameReader(connection)
+
         def take() -> None:
             result, error = AgentResult(None), "its process ended before it returned"
-            with contextlib.suppress(EOFError, OSError):
-                found, error = connection.recv()
+            try:
+                messages = reader.take()
+                if not messages:
+                    return
+                found, error = messages[0]
                 result = found or result
+            except (EOFError, OSError):
+                pass
+            except Exception as problem:  # the agent has written into the connection
+                error = f"its process sent what cannot be read ({innermost(problem)})"
             leave(at_once=bool(error))
             returned(result, error)
 
@@ -113,7 +123,7 @@ class VerifiersAgents:
         self._number = 0
         self._worker: ChildProcess | None
         self._worker, self.num_tasks = self._start()
-        self._is_read = False
+        self._reader: FrameReader | None = None
 
     async def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
         task = example.get("task")
@@ -124,9 +134,9 @@ class VerifiersAgents:
             )
         if self._worker is None:  # it was lost
             self._worker, self.num_tasks = self._start()
-        if not self._is_read:
+        if self._reader is None:
+            self._reader = FrameReader(self._worker.connection)
             asyncio.get_running_loop().add_reader(self._worker.connection.fileno(), self._take)
-            self._is_read = True
         self._number += 1
         number = self._number
         self._returned[number] = returned
@@ -165,22 +175,21 @@ class VerifiersAgents:
         return worker, num_tasks
 
     def _take(self) -> None:
-        assert self._worker is not None
+        assert self._reader is not None
         try:
-            number, reward, metrics, error = self._worker.connection.recv()
-        except (EOFError, OSError):
+            for number, reward, metrics, error in self._reader.take():
+                if number in self._returned:
+                    self._returned.pop(number)(AgentResult(reward, metrics), error)
+        except Exception:  # it has ended, or sent what cannot be read
             self._lose()
-            return
-        if number in self._returned:
-            self._returned.pop(number)(AgentResult(reward, metrics), error)
 
     def _lose(self) -> None:
         """All that run have failed with the worker. The next one starts another."""
         if self._worker is None:
             return
-        if self._is_read:
+        if self._reader is not None:
             asyncio.get_running_loop().remove_reader(self._worker.connection.fileno())
-            self._is_read = False
+            self._reader = None
         worker, self._worker = self._worker, None
         worker.close()
         lost, self._returned = self._returned, {}

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from automodel_rl.chat_api.values import check_depth
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.tool_formats import Format, read_turn
@@ -72,6 +73,8 @@ class ChatTurns:
             calls = tuple(_checked(call["function"]) for call in message.get("tool_calls") or [])
         except Exception as error:  # a model may write what breaks any parser
             return Turn(plain, plain, problem=f"the call cannot be read: {' '.join(str(error).split())[:200]}")
+        if calls and not self.tools:  # nobody asked for calls, so this is a text
+            return Turn(plain, plain)
         thoughts = str(message.get("reasoning_content") or "")
         return Turn(plain, str(message.get("content") or ""), calls, reasoning=thoughts)
 
@@ -112,9 +115,10 @@ def _checked(function: Any) -> dict[str, Any]:
     """A call with a name and arguments.
 
     Raises:
-        ValueError: it has no name or no arguments.
+        ValueError, InputError: it has no name or no arguments, or they are nested too deep.
     """
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
         raise ValueError(f"it should be an object with name and arguments, and is {function!r:.80}")
+    check_depth(function["arguments"], "its arguments")
     json.dumps(function["arguments"], allow_nan=False)  # what is no JSON could not be sent to anybody
     return {"name": function["name"], "arguments": function["arguments"]}

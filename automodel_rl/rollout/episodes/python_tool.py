@@ -115,13 +115,15 @@ def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
     """
     hidden, kept = _hidden_folders() if is_sandboxed else ((), ())
     limits = [max(1, round(seconds) + 1), MEMORY_BYTES, OUTPUT_BYTES, MOST_PROCESSES]
-    arguments = [*map(str, limits), ":".join(hidden), ":".join(kept), filter_program().hex(), code]
-    # The output is no file of a folder, so that the code cannot put another one in its place.
-    with tempfile.TemporaryFile() as output, _working_folder() as folder:
+    arguments = [*map(str, limits), ":".join(hidden), ":".join(kept), filter_program().hex()]
+    # Neither is a file of a folder, so that the code cannot put another one in its place.
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, _working_folder() as folder:
+        given.write(code.encode(errors="replace"))
+        given.seek(0)
         os.fchmod(output.fileno(), 0o666)  # also for code that is nobody and opens /dev/stdout
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(LAUNCHER), "apart" if is_sandboxed else "here", *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=given,  # arguments of programs end at 128 KiB
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,

@@ -1,6 +1,6 @@
 """Starts code in namespaces and limits of its own. Run by path, by a bare interpreter: imports only what that has.
 
-python -I -S sandbox_launcher.py apart|here CPU_SECONDS MEMORY_BYTES FILE_BYTES PROCESSES HIDDEN KEPT FILTER CODE
+python -I -S sandbox_launcher.py apart|here CPU_SECONDS MEMORY_BYTES FILE_BYTES PROCESSES HIDDEN KEPT FILTER < CODE
 
 HIDDEN are folders that the code must not see, KEPT those within them that its interpreter needs, both joined by ":".
 FILTER is a filter of system calls, in hexadecimal digits.
@@ -55,7 +55,7 @@ if sys.platform == "linux":
 
 
 def main() -> None:
-    where, cpu, memory, files, processes, hidden, kept, program, code = sys.argv[1:]
+    where, cpu, memory, files, processes, hidden, kept, program = sys.argv[1:]
     limits = {resource.RLIMIT_CPU: int(cpu), resource.RLIMIT_FSIZE: int(files), resource.RLIMIT_NOFILE: 64}
     # One byte, and not none: with none, kernels still hand a crashed process to the system's collector of core dumps.
     limits[resource.RLIMIT_CORE] = 1
@@ -84,7 +84,7 @@ def main() -> None:
         _install_filter(bytes.fromhex(program))
     else:
         _end_with_parent()
-    os.execv(sys.executable, [sys.executable, "-I", "-u", "-c", code])
+    os.execv(sys.executable, [sys.executable, "-I", "-u", "-"])
 
 
 def _linux() -> tuple[int, ...]:

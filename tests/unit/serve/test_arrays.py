@@ -43,11 +43,18 @@ def test_what_the_client_makes_sparse_is_the_array_again(unlisted: int) -> None:
         ([0, 1], [0], 1, [2, 3]),
         ([0, 1, 2], [0, 1], 1, [2, 3]),
         ([0, 1], [0], 1, [1]),
+        ([0, 2**63 - 1, -2, 2], [0, 1], 2, [3, 3]),
+        ([0, -(2**63), 2**63 - 1, 2], [0, 1], 2, [3, 3]),
     ],
 )
 def test_damaged_places_are_refused(row_ends: list[int], columns: list[int], values: int, shape: list[int]) -> None:
     with pytest.raises(InputError, match="do not fit the shape"):
         array_of(np.ones(values), shape, places(row_ends, columns), 0, MOST, "weights")
+
+
+def test_a_place_that_is_listed_twice_is_refused() -> None:
+    with pytest.raises(InputError, match="weights is sparse, and lists a place twice"):
+        array_of(np.ones(2), [2, 3], places([0, 2, 2], [1, 1]), 0, MOST, "weights")
 
 
 def test_a_small_message_does_not_become_a_huge_array() -> None:

@@ -25,6 +25,7 @@ from automodel_rl.serve.service import Service
 from automodel_rl.serve.wire import INT64, MESSAGES
 
 KEY = "tml-unit-tests"
+ADDRESS = "http://127.0.0.1"
 VOCAB = 50
 NUM_REQUESTS = 1000
 
@@ -69,14 +70,18 @@ def make_ranks() -> Answering:
 
 @pytest.fixture(name="client")
 def make_client(tmp_path: Path, ranks: Answering) -> TestClient:
+    return client_of(tmp_path, ranks)
+
+
+def client_of(tmp_path: Path, ranks: Answering, **limits: Any) -> TestClient:
     config = ServeConfig(
         output=str(tmp_path),
         model=ModelConfig(path="base", lora=LoraConfig(rank=8)),
         microbatch_tokens=32,
-        limits=ServeLimitsConfig(body_mib=0.05, runs=3, sequences=20),
+        limits=ServeLimitsConfig(body_mib=0.05, runs=3, sequences=20, **limits),
     )
     service = Service(config, ranks, SavedWeights(tmp_path, 1e9, LoraConfig(rank=8), "base"))  # type: ignore[arg-type]
-    return TestClient(make_app(service, config, KEY), headers={"X-API-Key": KEY})
+    return TestClient(make_app(service, config, KEY), ADDRESS, headers={"X-API-Key": KEY})
 
 
 def post(client: TestClient, path: str, body: Any, **options: Any) -> Any:
@@ -315,7 +320,7 @@ def test_broken_requests_of_openais_api_are_refused(
                 assert "\n" not in text
         assert client.post("/v1/completions", json=good).json()["usage"]["prompt_tokens"] == 2
         assert client.get("/v1/models", headers={"X-API-Key": "", "Authorization": f"Bearer {KEY}"}).status_code == 401
-        bearer = TestClient(client.app, headers={"Authorization": f"Bearer {KEY}"})
+        bearer = TestClient(client.app, ADDRESS, headers={"Authorization": f"Bearer {KEY}"})
         assert bearer.get("/v1/models").json()["data"][0]["id"] == "base"
         assert bearer.get("/v1/models", headers={"Authorization": "Bearer tml-other"}).status_code == 401
     assert any(isinstance(job, SampleJob) for job in ranks.jobs)

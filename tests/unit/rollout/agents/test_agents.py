@@ -83,6 +83,7 @@ def test_parallel_calls_become_branches_that_share_their_beginning(rollouts_of: 
         ("raising", "the agent failed: ValueError: it went wrong"),
         ("dying", "the agent failed: its process ended before it returned"),
         ("silent", "the agent made no call"),
+        ("many_metrics", "the agent failed: it returned 3000 metrics, and at most 64 are kept: return fewer"),
         ("without_reward", "the agent returned no reward: return a number"),
         ("odd_reward", "the agent failed: TypeError: the agent returned 'many' for steps, which is no finite number"),
     ],

@@ -172,7 +172,8 @@ async def turn_of_its_own(ask: Ask) -> None:
 
 async def answer_left_out(ask: Ask) -> None:  # as mini-swe-agent does with a turn without a call
     m = [user("Ask.")]
-    m += [await ask(m, tools=[LOOK_UP]), result({"id": "x"})]
+    m.append(await ask(m, tools=[LOOK_UP]))
+    m.append(result(m[-1]["tool_calls"][0]))
     await ask(m, tools=[LOOK_UP])
     await ask([*m, user("Call a tool.")], tools=[LOOK_UP])
 
@@ -389,7 +390,8 @@ def test_an_answer_that_is_named_goes_on_with_the_tools_of_its_call() -> None:
     history = run_case(script, agent).history
     for tools, reason in (([LOOK_UP], ""), ([other], "tools changed")):
         digest, codec = script.codecs.of(tools)
-        message = {"role": "tool", "content": "7", "tool_call_id": "x"}
+        (call,) = history.turns[0].answer.calls
+        message = {"role": "tool", "content": "7", "tool_call_id": call.id}
         opening = history.opening_after(history.turns[0].answer.id, [message], digest, codec)
         assert (opening.parent is None, opening.reason) == (bool(reason), reason)
         assert f'"name": "{tools[0]["function"]["name"]}"' in script.tokenizer.decode(opening.prompt)  # type: ignore[index]
@@ -402,3 +404,28 @@ def test_only_limits_of_the_run_cut_an_episode() -> None:
     assert run_case(Script("qwen3", ["Once upon"]), agent).completion.finish == "stop"
     limits = dataclasses.replace(LIMITS, turn_tokens=3)
     assert run_case(Script("qwen3", ["Once upon"]), agent, limits).completion.finish == "length"
+
+
+def test_one_call_is_given_where_one_is_asked_for_and_none_where_no_tool_is_shown() -> None:
+    async def agent(ask: Ask) -> None:
+        m = [user("Ask.")]
+        a = await ask(m, tools=[LOOK_UP], parallel_tool_calls=False)
+        assert len(a["tool_calls"]) == 1
+        await ask([*m, a, result(a["tool_calls"][0])], tools=[LOOK_UP], parallel_tool_calls=False)
+        a = await ask(m, tools=[LOOK_UP], tool_choice="none")
+        assert "tool_calls" not in a
+        assert "look_up" in a["content"]
+
+    script = Script("qwen3", [said("", "Ben", "Ada"), said("Yes."), said("", "Ben")])
+    history = run_case(script, agent).history
+    assert history.turns[1].reason == "the agent was given the first of several calls"
+    assert "look_up" not in script.tokenizer.decode(script.written[2][0].prompt)
+
+
+def test_the_stop_text_that_ended_a_turn_is_known() -> None:
+    async def agent(ask: Ask) -> None:
+        await ask([user("Ask.")], stop=["coins", "seven"])
+
+    history = run_case(Script("qwen3", [said("Or seven coins.")]), agent).history
+    answer = history.turns[0].answer
+    assert (answer.content, answer.stop_text) == ("Or ", "seven")

@@ -46,6 +46,17 @@ def test_python_prints_its_result() -> None:
     assert "HOME" not in run_python("import os; print(*os.environ)", LONG, is_sandboxed=False)
 
 
+LONG_CODE = f"text = {'é' * 300_000!r}\nprint(len(text))\nprint(input())"
+
+
+@pytest.mark.parametrize("is_sandboxed", [False, pytest.param(True, marks=protected)])
+def test_code_may_be_longer_than_an_argument_of_a_program(is_sandboxed: bool) -> None:
+    printed = run_python(LONG_CODE, LONG, is_sandboxed)
+    assert printed.startswith("300000")
+    assert "EOFError" in printed
+    assert "null byte" in run_python("print(1)\0", LONG, is_sandboxed)
+
+
 @protected
 def test_protected_code_does_what_ordinary_code_does() -> None:
     code = """
@@ -293,11 +304,11 @@ def test_code_ends_with_all_that_it_started(what: str) -> None:
 
 
 def sleepers() -> set[str]:
-    """Processes that run code of the test before."""
+    """Processes that run code of the tool."""
     found = set()
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"\0-c\0import ctypes, os, signal, time\nif not" in command.read_bytes():
+            if command.read_bytes().endswith(b"\0-I\0-u\0-\0"):
                 found.add(command.parent.name)
         except OSError:
             continue
