@@ -62,7 +62,7 @@ def endpoint(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def versions(folder: Path) -> Iterator[int]:
-    server = VersionServer(folder, "127.0.0.1", 0)
+    server = VersionServer(folder, "127.0.0.1", 0, b"k" * 32)
     yield server.port
     server.close()
 

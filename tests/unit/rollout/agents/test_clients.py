@@ -2,7 +2,7 @@
 
 `requests.json` was recorded with openai 3.57, openai-agents 0.24, pydantic-ai 2.68, langgraph 1.2.24 with
 langchain-openai 1.7.4, smolagents 1.26, litellm 1.110, mini-swe-agent 2.4.6 and anthropic 2.14, each of which ran
-against the endpoint. Long instructions of clients are left out.
+against the endpoint. Long instructions of clients are left out, and turns of the tests' tokenizers may be longer.
 """
 
 import json
