@@ -353,7 +353,7 @@ def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path)
 )
 @pytest.mark.parametrize("place", [0, 1, -1, 2**70])
 def test_a_generator_that_sends_what_cannot_be_is_lost_and_others_write(
-    start: Any, capfd: pytest.CaptureFixture[str], written: Any, place: int
+    capfd: pytest.CaptureFixture[str], start: Any, written: Any, place: int
 ) -> None:
     fleet, (bad, good) = start(guests=2)
     wait = fleet.submit(requests(2))
