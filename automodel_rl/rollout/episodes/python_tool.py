@@ -117,7 +117,7 @@ def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
     limits = [max(1, round(seconds) + 1), MEMORY_BYTES, OUTPUT_BYTES, MOST_PROCESSES]
     arguments = [*map(str, limits), ":".join(hidden), ":".join(kept), filter_program().hex()]
     # Neither is a file of a folder, so that the code cannot put another one in its place.
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, _working_folder() as folder:
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, _working_folder(is_sandboxed) as folder:
         given.write(code.encode(errors="replace"))
         given.seek(0)
         os.fchmod(output.fileno(), 0o666)  # also for code that is nobody and opens /dev/stdout
@@ -139,8 +139,11 @@ def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
     return text.rstrip("\n") or "(it printed nothing)"
 
 
-def _working_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for code that has no file system of its own. Without rights to its parts it may outlast the call."""
+def _working_folder(is_sandboxed: bool) -> contextlib.AbstractContextManager[str]:
+    """The folder in which the launcher starts. Code with a file system of its own has a folder there, and leaves nothing
+    behind if this process is killed. Without rights to its parts another one may outlast the call."""
+    if is_sandboxed:
+        return contextlib.nullcontext("/")
     return tempfile.TemporaryDirectory(prefix="automodel_rl_python_", ignore_cleanup_errors=True)
 
 

@@ -41,7 +41,7 @@ SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 
 WRITABLE = (os.path.realpath("/tmp"), "/dev/shm")
-"""Folders in which the code may write. They begin empty. It starts in the first one."""
+"""Folders in which the code may write. They hold nothing but folders that its interpreter needs."""
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
@@ -72,7 +72,7 @@ def main() -> None:
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody looks into this process
         _become_child()
         os.setsid()
-        os.chdir(WRITABLE[0])
+        os.chdir(_empty_folder())
         if _linux() >= COUNTS_PROCESSES_OF_A_NAMESPACE:
             limits[resource.RLIMIT_NPROC] = int(processes)
         _give_up_rights()
@@ -182,6 +182,16 @@ def _make_file_system(hidden: Sequence[str], kept: Sequence[str]) -> None:
         mount("proc", "/proc", "proc", flags)
     except OSError:  # a container covers parts of its own, and then no whole one is given
         mount("tmpfs", "/proc", "tmpfs", flags, "size=4k")
+
+
+def _empty_folder() -> str:
+    """A new folder in which the code starts. The interpreter's own may be beside it."""
+    folder = os.path.join(WRITABLE[0], "code")
+    while os.path.exists(folder):
+        folder += "_"
+    os.mkdir(folder)
+    os.chmod(folder, 0o777)
+    return folder
 
 
 def _make_devices(devices: Mapping[str, int], forbidden: int) -> None:

@@ -1,7 +1,10 @@
 """The tool `python`: what code prints, and what the sandbox keeps it from."""
 
 import os
+import site
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import automodel_rl
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.episodes import python_tool
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
@@ -81,6 +85,20 @@ sys.exit(3)
 """
     assert run_python(code, LONG, is_sandboxed=True) == "[0, 1, 2]\n\n(it ended with code 3)"
     assert run_python("import os; print(os.listdir())", LONG, is_sandboxed=True) == "[]"  # each call begins anew
+
+
+@protected
+@pytest.mark.parametrize("parent", ["/tmp", "/var/tmp", str(Path.home())])
+def test_code_begins_in_an_empty_folder_wherever_the_interpreter_is(parent: str) -> None:
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+        (packages,) = Path(folder).glob("lib/*/site-packages")
+        for number, path in enumerate((Path(automodel_rl.__file__).parents[1], *site.getsitepackages())):
+            (packages / f"{number}.pth").write_text(f"{path}\n")
+        call = "from automodel_rl.rollout.episodes.python_tool import run_python as run; "
+        call += 'print(run(\'import os; open("note", "w"); print(os.listdir())\', 60, True))'
+        done = subprocess.run([f"{folder}/bin/python", "-c", call], capture_output=True, text=True, check=True)
+    assert done.stdout == "['note']\n"
 
 
 @pytest.mark.parametrize("is_sandboxed", [False, pytest.param(True, marks=protected)])
@@ -245,7 +263,7 @@ ESCAPES = {
     "uses descriptors of its parent": DESCRIPTORS,
     "keeps memory that no limit counts": SHARED_MEMORY,
     "keeps messages that no limit counts": "check(libc.msgget(0, 0o1666))",
-    "leaves a core dump": "if not os.fork(): os.abort()\nos.wait(); ESCAPED = os.listdir('/tmp') != []",
+    "leaves a core dump": "if not os.fork(): os.abort()\nos.wait(); ESCAPED = os.listdir() != []",
 }
 """Code that raises OSError where it is stopped. Where that does not show it, the code sets ESCAPED."""
 
