@@ -178,7 +178,8 @@ def test_a_missing_file_is_named() -> None:
     ("values", "overrides", "message"),
     [
         ({"algorithm": ["sft"]}, [], "algorithm: \\['sft'\\] is not one of sft, dpo, kto"),
-        ({}, ["--output", "2024-13-45"], "--output: '2024-13-45' is not a YAML value; quote it"),
+        ({}, ["--output", "[a"], r"--output: '\[a' is not a YAML value .not valid YAML: .*: quote it if it is a text"),
+        ({}, ["--model", "{path: m, path: n}"], "is not a YAML value .path stands twice, first in line 1: keep one"),
         ([1, 2], [], "a config is a mapping of keys to values, this is list"),
     ],
 )
