@@ -8,10 +8,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import BaseModel
 
 from automodel_rl.config.keys import describe_keys
+from automodel_rl.config.strict_yaml import parse_yaml
 
 MOST_SHOWN = 12
 """Most keys of a config that are answered. A whole config of another trainer has hundreds."""
@@ -95,7 +95,7 @@ def rows() -> tuple[Elsewhere, ...]:
     text = (files("automodel_rl.config") / "elsewhere.yaml").read_text()
     return tuple(
         Elsewhere(tuple(row["here"]), row.get("note", ""), *(tuple(row.get(trainer, ())) for trainer in TRAINERS))
-        for row in yaml.safe_load(text)
+        for row in parse_yaml(text)
     )
 
 

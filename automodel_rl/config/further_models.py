@@ -101,8 +101,10 @@ class TeacherConfig(FrozenModelConfig):
 
     @model_validator(mode="after")
     def _is_here_or_there(self) -> "TeacherConfig":
-        own = [key for key in ("dtype", "attention", "between") if key in self.model_fields_set]
-        there = [key for key in ("api", "name") if key in self.model_fields_set]
+        # A run's config.yaml has all keys, those with their defaults too.
+        changed = [key for key, info in type(self).model_fields.items() if getattr(self, key) != info.default]
+        own = [key for key in ("dtype", "attention", "between") if key in changed]
+        there = [key for key in ("api", "name") if key in changed]
         if self.is_remote and own:
             raise ValueError(f"{own[0]} with url={self.url}: the server decides that: leave it out")
         if not self.is_remote and there:

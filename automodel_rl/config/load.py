@@ -24,6 +24,7 @@ from automodel_rl.config.generators import EARLIER, generator_of_earlier
 from automodel_rl.config.keys import describe_keys, inner_section, kinds_of
 from automodel_rl.config.run import RunConfig
 from automodel_rl.config.serve import ServeConfig
+from automodel_rl.config.strict_yaml import StrictYAMLError, parse_yaml, read_yaml
 from automodel_rl.errors import InputError, closest
 
 Checked = typing.TypeVar("Checked", bound=Section)
@@ -111,7 +112,7 @@ def _read(
         overrides: as of `load_config`.
         kind_of: the kind of config that the file's values are for.
     """
-    values = _read_yaml(Path(path))
+    values = read_yaml(Path(path))
     rollout = values.get("rollout")
     if isinstance(rollout, dict) and rollout.keys() >= EARLIER_DUMP:
         values = _of_today(values)
@@ -191,7 +192,7 @@ def completed(values: Any, config: RunConfig) -> Any:
         The values as they are if they are no config of this kind.
     """
     try:
-        return yaml.safe_load(dump_config(type(config).model_validate(_of_today(values))))
+        return parse_yaml(dump_config(type(config).model_validate(_of_today(values))))
     except ValidationError:
         return values
 
@@ -218,28 +219,11 @@ def differing_keys(one: Any, other: Any, prefix: str = "") -> list[str]:
     return [] if one == other else [prefix.rstrip(".")]
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the config file ({error.strerror})") from None
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise InputError(f"{path}{line}: not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise InputError(f"{path}: not valid YAML: {error}") from None
-    except RecursionError:
-        raise InputError(f"{path}: not a config, for it is nested too deeply") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: a config is a mapping of keys to values, this is {type(values).__name__}")
-    return values
-
-
 def _parse_value(key: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
-        raise InputError(f"--{key}: {text!r} is not a YAML value; quote it") from None
+        return parse_yaml(text)
+    except StrictYAMLError as error:
+        raise InputError(f"--{key}: {text!r} is not a YAML value ({error.problem}): quote it if it is a text") from None
 
 
 def _assign(values: Any, key: str, value: Any, kind: type[BaseModel] = SFTConfig) -> None:

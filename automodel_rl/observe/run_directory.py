@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from automodel_rl.checkpoint.folder import is_complete, read_marker
 from automodel_rl.config import RunConfig, completed, differing_keys, dump_config
+from automodel_rl.config.strict_yaml import parse_yaml, read_yaml
 from automodel_rl.errors import InputError
 from automodel_rl.files import check_place, write_complete
 from automodel_rl.observe.metrics import read_lines
@@ -138,8 +137,8 @@ class RunDirectory(RunFiles):
             self._lock = None
 
     def _check_run(self, resume: str) -> None:
-        there = completed(yaml.safe_load(self.config_file.read_text()), self.config)
-        given = yaml.safe_load(self.config_text)
+        there = completed(read_yaml(self.config_file), self.config)
+        given = parse_yaml(self.config_text)
         other = [key for key in differing_keys(there, given) if not key.startswith(MAY_DIFFER)]
         if other:
             raise InputError(

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
 from automodel_rl.config.run import ObserveConfig, TrackerName
+from automodel_rl.config.strict_yaml import parse_yaml
 from automodel_rl.errors import InputError
 from automodel_rl.files import write_complete
 from automodel_rl.observe.metrics import step_of_metric
@@ -62,7 +61,7 @@ class Wandb:
 
     def __init__(self, directory: RunDirectory, project: str, first_step: int):
         name = _kept_name(directory)
-        config = yaml.safe_load(directory.config_text)
+        config = parse_yaml(directory.config_text)
         self.module = importlib.import_module("wandb")
         self.module.init(project=project, id=name, name=name, config=config, resume="allow", dir=str(directory.folder))
 
@@ -77,7 +76,7 @@ class Trackio(Wandb):
     """trackio. It has the interface of wandb, except that a run's name is its id."""
 
     def __init__(self, directory: RunDirectory, project: str, first_step: int):
-        config = yaml.safe_load(directory.config_text)
+        config = parse_yaml(directory.config_text)
         self.module = importlib.import_module("trackio")
         self.module.init(project=project, name=_kept_name(directory), config=config, resume="allow")
 

@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from automodel_rl.config.strict_yaml import read_yaml
 from automodel_rl.errors import InputError
 from automodel_rl.observe.metrics import MEASURED, read_lines, step_of_metric
 from automodel_rl.observe.run_files import RunFiles, read_number
@@ -38,8 +37,7 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
     files = RunFiles(folder)
     if not files.config_file.is_file():
         raise InputError(f"{folder}: holds no run: give the output folder of one, with its config.yaml")
-    config_text = files.config_file.read_text()
-    config = yaml.safe_load(config_text)
+    config = read_yaml(files.config_file)
     records = read_lines(files.metrics)
     step = records[-1]["step"] if records else 0
     total = read_number(files.total_steps_file) or config["length"].get("steps")
@@ -57,7 +55,7 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
         "failure": failure,
         "step": step,
         "total_steps": total,
-        "config": config_text,
+        "config": files.config_file.read_text(),
         "settings": dotted(config),
         "versions": json.loads(_text(files.versions) or "{}"),
         "series": _series(records),

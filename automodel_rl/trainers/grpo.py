@@ -37,7 +37,7 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
     """
     config: GRPOConfig = run.config
     loss, readout = choose_loss(config, policy_loss(config)), Readout(config.rollout.temperature, entropy=True)
-    divergence = config.divergence
+    divergence = config.distillation.loss
     teachers = Teachers(config.teachers, run.further, run.tokenizer)
     run.at_end(teachers.close)
     teachers.check_sources([source.path for source in (*config.data.train, *config.data.validation)])

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from automodel_rl.checkpoint.folder import CONFIG, HF_COPY, TEMPLATE, read_json
 from automodel_rl.config import RunConfig, completed, differing_keys
+from automodel_rl.config.strict_yaml import parse_yaml, read_yaml
 from automodel_rl.data.fingerprints import as_json, changes, inputs_of
 from automodel_rl.errors import InputError
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
@@ -398,8 +397,8 @@ class RunCheckpoints:
         return f"{export.folder / HF_COPY} could not be made ({said})"
 
     def _say_differences(self, folder: Path, say: Callable[[str], None]) -> None:
-        with contextlib.suppress(OSError, yaml.YAMLError):
-            there = completed(yaml.safe_load((folder / CONFIG).read_text()), self.directory.config)
-            keys = differing_keys(there, yaml.safe_load(self.directory.config_text))
+        with contextlib.suppress(InputError):
+            there = completed(read_yaml(folder / CONFIG), self.directory.config)
+            keys = differing_keys(there, parse_yaml(self.directory.config_text))
             if keys:
                 say(f"going on from {folder}, of a run that differs in {', '.join(keys[:8])}")

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from automodel_rl.config.algorithms.online import OnlineConfig
-from automodel_rl.config.distillation import DistillLossConfig, OnPolicyDistillationConfig
+from automodel_rl.config.distillation import OnPolicyDistillationConfig
 from automodel_rl.config.further_models import FurtherModel, TeacherConfig, check_can_compare, local
 from automodel_rl.config.losses import AdvantageConfig
 
@@ -38,15 +38,6 @@ class GRPOConfig(OnlineConfig):
         return local(self.teachers, self.model)
 
     @property
-    def divergence(self) -> DistillLossConfig | None:
-        """The divergence from teachers in the loss, at the temperature of rollouts unless it names another; None if
-        there is none."""
-        given = self.distillation.loss
-        if given is None or "temperature" in given.model_fields_set:
-            return given
-        return given.model_copy(update={"temperature": self.rollout.temperature})
-
-    @property
     def compares_completions(self) -> bool:
         """Whether only rewards teach something, by comparison in groups."""
         return not self.teachers
@@ -60,6 +51,17 @@ class GRPOConfig(OnlineConfig):
     def reads_old_logprobs(self) -> bool:
         """Whether advantages need log-probabilities from before the optimizer step."""
         return (bool(self.teachers) and self.distillation.loss is None) or super().reads_old_logprobs
+
+    @field_validator("distillation")
+    @classmethod
+    def _at_the_temperature_of_rollouts(
+        cls, distillation: OnPolicyDistillationConfig, info: ValidationInfo
+    ) -> OnPolicyDistillationConfig:
+        """The divergence has the temperature of rollouts if it names none."""
+        loss, rollout = distillation.loss, info.data.get("rollout")
+        if loss is None or rollout is None or "temperature" in loss.model_fields_set:
+            return distillation
+        return distillation.model_copy(update={"loss": loss.model_copy(update={"temperature": rollout.temperature})})
 
     @model_validator(mode="after")
     def _rewards_alone(self) -> "GRPOConfig":
@@ -75,7 +77,7 @@ class GRPOConfig(OnlineConfig):
     def _teachers_are_asked(self) -> "GRPOConfig":
         if not self.teachers and self.distillation != OnPolicyDistillationConfig():
             raise ValueError("distillation: there are no teachers: name one in teachers, or leave it out")
-        divergence = self.divergence
+        divergence = self.distillation.loss
         check_can_compare(self.teachers, divergence, self.rollout.temperature)
         if divergence is not None and divergence.temperature != self.rollout.temperature:
             raise ValueError(

@@ -140,8 +140,8 @@ def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
 
 
 def _working_folder(is_sandboxed: bool) -> contextlib.AbstractContextManager[str]:
-    """The folder in which the launcher starts. Code with a file system of its own has a folder there, and leaves nothing
-    behind if this process is killed. Without rights to its parts another one may outlast the call."""
+    """The folder in which the launcher starts. Code with a file system of its own has a folder there, and
+    leaves nothing behind if this process is killed. Without rights to its parts another one may outlast the call."""
     if is_sandboxed:
         return contextlib.nullcontext("/")
     return tempfile.TemporaryDirectory(prefix="automodel_rl_python_", ignore_cleanup_errors=True)

@@ -54,6 +54,36 @@ def test_the_resolved_config_reads_back_as_itself(minimal: Path, tmp_path: Path)
     assert load_config(tmp_path / "again.yaml") == config
 
 
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_the_config_that_a_run_writes_reads_back_as_itself(path: Path, tmp_path: Path) -> None:
+    read = load_serve_config if path.stem == "serve" else load_config
+    config = read(path)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert read(tmp_path / "config.yaml") == config
+
+
+TEACHERS = {
+    "here": {"teachers": {"large": {"path": "t", "between": "host"}}},
+    "behind_a_server": {"teachers": {"large": {"path": "t", "url": "http://a:1", "api": "tinker", "name": "n"}}},
+    "both": {
+        "teachers": {"near": {"path": "t", "sources": ["d"]}, "far": {"path": "t", "url": "http://a:1"}},
+        "data": {"train": [{"path": "d"}, {"path": "e"}]},
+    },
+    "divergence": {
+        "teachers": {"large": {"path": "t"}},
+        "distillation": {"loss": {"divergence": "jsd", "beta": 0.2}},
+        "rollout": {"prompts": 4, "temperature": 0.7},
+    },
+}
+
+
+@pytest.mark.parametrize("values", TEACHERS.values(), ids=TEACHERS)
+def test_the_config_of_a_run_with_teachers_reads_back_as_itself(values: dict[str, Any], tmp_path: Path) -> None:
+    config = check_config(GRPOConfig, GRPO | values)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
 def test_overrides_reach_sections_lists_and_missing_sections(minimal: Path) -> None:
     arguments = ["--optimizer.lr", "3e-6", "--data.train.0.path", "b.jsonl", "--parallel.dp-shard=2"]
     config = load_config(minimal, arguments)
@@ -178,7 +208,8 @@ def test_a_missing_file_is_named() -> None:
     ("values", "overrides", "message"),
     [
         ({"algorithm": ["sft"]}, [], "algorithm: \\['sft'\\] is not one of sft, dpo, kto"),
-        ({}, ["--output", "2024-13-45"], "--output: '2024-13-45' is not a YAML value; quote it"),
+        ({}, ["--output", "[a"], r"--output: '\[a' is not a YAML value .not valid YAML: .*: quote it if it is a text"),
+        ({}, ["--model", "{path: m, path: n}"], "is not a YAML value .path stands twice, first in line 1: keep one"),
         ([1, 2], [], "a config is a mapping of keys to values, this is list"),
     ],
 )

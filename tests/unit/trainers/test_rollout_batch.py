@@ -280,7 +280,7 @@ def test_only_gdpo_compares_rewards_alone(kind: str, expected: tuple[float, ...]
 def test_a_divergence_from_teachers_has_the_temperature_of_rollouts(given: dict[str, float]) -> None:
     values = config_of(rollout={"temperature": 0.7}).model_dump(exclude_unset=True)
     teaching = {"teachers": {"large": {"path": "elsewhere"}}, "distillation": {"loss": given}}
-    found = GRPOConfig.model_validate({**values, **teaching}).divergence
+    found = GRPOConfig.model_validate({**values, **teaching}).distillation.loss
     assert found is not None
     assert found.temperature == 0.7
     with pytest.raises(ValueError, match="one pass reads both at one temperature"):
