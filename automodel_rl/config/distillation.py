@@ -43,7 +43,8 @@ class DistillLossConfig(Section):
     move probability outside."""
 
     likelihood: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the negative log-likelihood of the data's tokens, which is added."""
+    """Weight of the negative log-likelihood of the data's tokens, which is added. It is that of the student's logits
+    divided by `temperature`, too, and so not the loss of sft unless that is 1."""
 
     @model_validator(mode="after")
     def _holds_together(self) -> "DistillLossConfig":

@@ -56,7 +56,8 @@ class LoraConfig(Section):
     nf4: in 4.5 bits a weight (QLoRA; Dettmers et al., arXiv:2305.14314); weights that the checkpoint has in nf4, in
     blocks of 64, keep their codes, others are quantized when they are loaded. stored: what the checkpoint has in fp8
     (8.25 bits), MXFP4 (4.25) or nf4 stays so, and computes as if it were plain. Embedding, head and routers stay plain.
-    """
+    Adapters that are gone on with bring their own: plain or stored in place of nf4, and nf4 in place of stored, are
+    refused, for these bases have other values."""
 
     modules_to_save: tuple[str, ...] = ()
     """Names of modules that are trained whole beside the adapters and saved with them, such as embed_tokens and

@@ -1,6 +1,6 @@
 """The weights of decoder layers that a base in few bits is made of: frozen linear layers and stacks of experts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,24 +51,36 @@ def keep_in_few_bits(layers: Mapping[int, nn.Module], base: Mapping[str, Kept]) 
             kept.few_bits[name] = held
 
 
-def all_in_nf4(model: Any) -> dict[str, Kept]:
-    """A base that is all in nf4, of a causal language model with plain weights.
+def all_in_nf4(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Kept]:
+    """A base that is all in nf4.
+
+    Args:
+        weights: names and weights that it is made of.
 
     Raises:
         InputError: a weight's rows are not whole blocks.
     """
-    for name, weight in names_of_base(model):
+    kept = {}
+    for name, weight in weights:
         if weight.shape[-1] % nf4.BLOCK:
             raise InputError(
                 f"model.lora.base=nf4: {name} has rows of {weight.shape[-1]} values, which are not whole blocks of "
                 f"{nf4.BLOCK}: use base=plain"
             )
-    return {name: Kept("nf4") for name, _ in names_of_base(model)}
+        kept[name] = Kept("nf4")
+    return kept
 
 
 def names_of_base(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights that a base in few bits is made of, of a causal language model with plain weights."""
-    for number, layer in enumerate(model.model.layers):
+    """Names and weights that a base in few bits is made of, of a causal language model with plain weights: those of
+    `weights_of_layers` that are frozen."""
+    return ((name, weight) for name, weight in weights_of_layers(model) if not weight.requires_grad)
+
+
+def weights_of_layers(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of linear layers and stacks of experts in the decoder layers of a causal language model with
+    plain weights, but for what stays plain. A further layer (MTP) is not among them."""
+    for number, layer in enumerate(model.model.layers[: model.config.num_hidden_layers]):
         for path, module, name in _places(layer):
             yield _name(number, path), getattr(module, name)
 
@@ -88,7 +100,8 @@ def few_bits_weights(part: nn.Module) -> Iterator[tuple[str, FewBitsWeight, nn.M
 
 
 def _places(layer: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Names of the base's weights in a decoder layer, with the modules that have them and their names there."""
+    """Names of weights of a decoder layer that may be in few bits, with the modules that have them and their names
+    there."""
     for path, module in layer.named_modules():
         if STAY_PLAIN & {*path.split(".")} or is_adapter(f"{path}.weight"):
             continue
@@ -98,6 +111,4 @@ def _places(layer: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
             names = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3]
         else:
             continue
-        for name in names:
-            if not getattr(module, name).requires_grad:
-                yield f"{path}.{name}", module, name
+        yield from ((f"{path}.{name}", module, name) for name in names)

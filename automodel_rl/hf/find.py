@@ -145,7 +145,11 @@ def _lora_of(model: ModelConfig, adapters: AdapterFolder) -> LoraConfig | None:
                 f"model.lora.{key}={_sorted(asked)}: the adapters of {adapters.folder} have {_sorted(there)}: leave "
                 f"model.lora.{key} out, or set model.merge_adapters to true"
             )
-    return adapters.config.model_copy(update={"dropout": model.lora.dropout, "base": model.lora.base})
+    base = adapters.config.base
+    if "base" in model.lora.model_fields_set:
+        base = model.lora.base
+        adapters.check_base(base)
+    return adapters.config.model_copy(update={"dropout": model.lora.dropout, "base": base})
 
 
 def _sorted(value: Any) -> Any:

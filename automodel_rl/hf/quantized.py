@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits import mxfp4
+from automodel_rl.few_bits import mxfp4, nf4
 from automodel_rl.few_bits.formats import FP8_BLOCK, Kept
 from automodel_rl.hf.bitsandbytes import NF4Tensor, nf4_tensors
 from automodel_rl.hf.stored import DTYPES, Opened, PlainTensor, StoredTensor
@@ -44,6 +44,26 @@ class TurnedTensor:
 
     def read(self, opened: Opened, box: Box) -> Tensor:
         return self.stored.read(opened, (box[0], box[2], box[1])).mT
+
+
+@dataclass(frozen=True)
+class RoundedTensor:
+    """A weight whose values are read as nf4 has them.
+
+    Attributes:
+        stored: the weight as it is in its file.
+    """
+
+    stored: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def read(self, opened: Opened, box: Box) -> Tensor:
+        *rows, columns = box
+        whole = self.stored.read(opened, (*rows, slice(0, self.shape[-1])))  # for blocks that are cut
+        return nf4.dequantize(*nf4.quantize(whole)).to(whole.dtype)[..., columns]
 
 
 @dataclass(frozen=True)

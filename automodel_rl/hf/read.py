@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from automodel_rl.config.model import Base
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
 from automodel_rl.families.known import COMPOSITES, SAME_AS, TEXT, checkpoint_family, left_out, text_model_config
-from automodel_rl.few_bits.base import all_in_nf4, few_bits_weights, names_of_base
+from automodel_rl.few_bits.base import all_in_nf4, few_bits_weights, names_of_base, weights_of_layers
 from automodel_rl.few_bits.formats import Kept
-from automodel_rl.few_bits.nf4 import dequantize, quantize
+from automodel_rl.few_bits.nf4 import quantize
 from automodel_rl.few_bits.weight import FewBitsWeight, is_few_bits
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
-from automodel_rl.hf.quantized import TurnedTensor, stored_dtype, stored_tensors
+from automodel_rl.hf.quantized import RoundedTensor, TurnedTensor, stored_dtype, stored_tensors
 from automodel_rl.hf.stored import Opened, PackedTensor, PlainTensor, StoredTensor
 from automodel_rl.hf.weight_files import open_tensors, weight_files
 from automodel_rl.lora.layers import begin_magnitudes, initialise, is_adapter
@@ -126,12 +126,23 @@ class Checkpoint:
         with self._opened() as opened:
             return stored.read(opened, tuple(slice(0, size) for size in stored.shape))
 
-    def read_in_nf4(self, name: str) -> Tensor:
-        """A whole tensor as a base in nf4 has it: as it is if it is stored so, else quantized and made plain again."""
-        tensor, stored = self.read(name), self._tensors[name]
-        if self._kept(stored) == Kept("nf4"):
-            return tensor
-        return dequantize(*quantize(tensor)).to(tensor.dtype)
+    def read_base_in_nf4(self, model: Any, trained: Collection[str]) -> None:
+        """Reads the weights of the base of adapters as they are in nf4 from now on: those that are stored so as they
+        are, others quantized and made plain again. Call it after `check`.
+
+        Args:
+            model: the whole causal language model, without storage.
+            trained: names of the adapters and of modules to save, which were no part of that base.
+
+        Raises:
+            InputError: a weight cannot be in nf4.
+        """
+        base = {name: weight for name, weight in weights_of_layers(model) if name not in trained}
+        for name in all_in_nf4(base.items()):
+            for piece in pieces(name, tuple(base[name].shape), self.family):
+                stored = self._tensors[piece.name]
+                if self._kept(stored) != Kept("nf4"):
+                    self._tensors[piece.name] = RoundedTensor(stored)
 
     @property
     def num_values(self) -> int:
@@ -273,7 +284,7 @@ class Checkpoint:
         if base == "plain":
             return {}
         if base == "nf4":
-            return all_in_nf4(model)
+            return all_in_nf4(names_of_base(model))
         stored = {name: self._stored_base(name, tuple(weight.shape)) for name, weight in names_of_base(model)}
         found = {name: kept for name, kept in stored.items() if kept is not None}
         if not found:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.config.model import LoraConfig
+from automodel_rl.config.model import Base, LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL
 from automodel_rl.families.known import FAMILIES, CheckpointFamily
@@ -40,6 +40,10 @@ from automodel_rl.tokenizer_files import save_tokenizer
 PEFT_PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
+NOTES, BASE = "auto_mapping", "automodel_rl_base"
+"""The key of adapter_config.json for notes, which PEFT keeps, and does not read where there is a `task_type`; and the
+note that says `LoraConfig.base` if it is not plain."""
+
 _OF_STACKS = tuple(f".{EXPERTS}.{ADAPTERS}.{name}" for name in STACKED)
 
 
@@ -51,7 +55,8 @@ class AdapterFolder:
         merges: whether they are merged into the weights; otherwise they are trained.
 
     Attributes:
-        config: their config. Dropout is not part of what they compute, and left out.
+        config: their config, with the kind of base that they were trained on as far as the folder says. Dropout is not
+            part of what they compute, and left out.
         base: the checkpoint that they belong to: a folder or a hub id.
         base_revision: its revision on the hub.
 
@@ -71,6 +76,7 @@ class AdapterFolder:
             self._rank: int = values["r"]
             self._has_magnitudes: bool = values.get("use_dora") or False
             self._is_of_classifier = values.get("task_type") == OF_CLASSIFIER
+            self._noted: Base | None = (values.get(NOTES) or {}).get(BASE)
             if self._rank < 1:
                 raise ValueError(f"r={self._rank}")
             targets = values.get("target_modules") or []
@@ -79,6 +85,7 @@ class AdapterFolder:
                 alpha=values["lora_alpha"],
                 rslora=values.get("use_rslora", False),
                 dora=self._has_magnitudes,
+                base=self._noted or "plain",
                 targets=self._layers
                 if isinstance(targets, str) or self._is_multimodal
                 else self._names(targets, values),
@@ -115,6 +122,15 @@ class AdapterFolder:
         """Number of outputs of a linear head that is saved with them; None if they belong to a model with the
         vocabulary's head."""
         return len(self.tensors[HEAD_IN_MODEL]) if self._is_of_classifier else None
+
+    def check_base(self, base: Base) -> None:
+        """Raises InputError if they were trained on a base with other values. Weights that stay as they are stored have
+        those of plain ones."""
+        if self._noted is not None and (base == "nf4") != (self._noted == "nf4"):
+            raise InputError(
+                f"model.lora.base={base}: the adapters of {self.folder} were trained on base={self._noted}, which has "
+                f"other values: use that, or merge them first, with automodel-rl export {self.folder} NEW --merge"
+            )
 
     def check(self, parts: Sequence[Any]) -> None:
         """Compares the tensors with a model's, by name and shape.
@@ -367,7 +383,8 @@ def _write(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin, targ
         "bias": "none",
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(values | targets, indent=2))
+    notes = {} if origin.config.base == "plain" else {NOTES: {BASE: origin.config.base}}
+    (folder / CONFIG).write_text(json.dumps(values | targets | notes, indent=2))
 
 
 def _peft_targets(layers: list[str], origin: AdapterOrigin) -> dict[str, list[str]]:

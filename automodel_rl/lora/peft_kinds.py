@@ -9,6 +9,7 @@ from typing import Any
 
 FOLLOWED = frozenset(
     (
+        "auto_mapping",
         "base_model_name_or_path",
         "exclude_modules",
         "layers_to_transform",
@@ -27,7 +28,6 @@ FOLLOWED = frozenset(
 
 HARMLESS = frozenset(
     (
-        "auto_mapping",
         "corda_config",
         "eva_config",
         "inference_mode",

@@ -36,7 +36,8 @@ def distill_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DistillL
 
     Returns:
         A sum over tokens, float64. Metrics: means over tokens of train/divergence, and of train/teacher_mass and
-        train/student_mass, the probability that the compared tokens have together.
+        train/student_mass, the probability that the compared tokens have together; with config.likelihood also of
+        train/likelihood_loss, -log p(token) at `config.temperature`.
 
     Raises:
         ValueError: the microbatch or the outputs lack something.

@@ -212,8 +212,7 @@ class ModelHandle:
         if model.indexer is None:
             freeze_indexers(numbered_layers(empty.language).values(), language_family(config))
         lora = None if model.lora is None else _with_adapters(empty, model.lora, checkpoint)
-        if files.adapters is not None:
-            files.adapters.check(empty.parts)
+        _check_files_of_adapters(empty, checkpoint)
         if empty.encoders:
             freeze(empty.language, empty.encoders, model.frozen)
         if not is_trained:
@@ -516,3 +515,13 @@ def _with_adapters(empty: EmptyModel, lora: LoraConfig, checkpoint: Checkpoint) 
     found = add_adapters(empty.language, lora, encoders)
     check_magnitudes(empty.language, checkpoint.family)
     return found
+
+
+def _check_files_of_adapters(empty: EmptyModel, checkpoint: Checkpoint) -> None:
+    """Raises InputError if adapters do not fit the model. Adapters that are merged get the base of their training."""
+    adapters = checkpoint.files.adapters
+    if adapters is None:
+        return
+    adapters.check(empty.parts)
+    if adapters.merges and adapters.config.base == "nf4":
+        checkpoint.read_base_in_nf4(empty.language, adapters.tensors)

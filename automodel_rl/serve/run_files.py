@@ -84,11 +84,15 @@ def load_run(folder: Path, engine: Engine, first: int, with_optimizer: bool) -> 
         with_optimizer: whether to load moments and steps.
 
     Raises:
-        InputError: on every rank; the folder is damaged. The model then has some adapters of it.
+        InputError: on every rank; the folder is damaged, which may leave the model with some adapters of it, or they
+            were trained on another kind of base.
     """
     problem = ""
     try:
-        tensors = AdapterFolder(folder).tensors
+        saved, origin = AdapterFolder(folder), engine.handle.adapter_origin
+        assert origin is not None
+        saved.check_base(origin.config.base)
+        tensors = saved.tensors
         for name, parameter in _trained(engine):
             _fill(name, parameter, tensors[name], first)
         if with_optimizer:
@@ -103,7 +107,9 @@ def load_run(folder: Path, engine: Engine, first: int, with_optimizer: bool) -> 
                             value.copy_(stored)
                     engine.optimizer.set_state(parameter, state)
             engine.step = json.loads((folder / ABOUT).read_text())["step"]
-    except (OSError, SafetensorError, KeyError, ValueError, InputError) as error:
+    except InputError as error:
+        problem = str(error)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         problem = f"the saved weights are damaged ({error})"
     _raise_everywhere(problem, engine)
 

@@ -1,7 +1,7 @@
 """`automodel-rl export`: a Hugging Face folder from any checkpoint of a run, by one process, tensor by tensor."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +20,10 @@ from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import language_config
-from automodel_rl.few_bits.base import names_of_base
 from automodel_rl.files import check_place, new_folder
 from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
 from automodel_rl.hf.find import ModelFiles, find_model
-from automodel_rl.hf.names import pieces, to_hf
+from automodel_rl.hf.names import to_hf
 from automodel_rl.hf.read import TIED_HEAD, Checkpoint, read_config, read_whole_config
 from automodel_rl.hf.tokenizer import load_tokenizer
 from automodel_rl.hf.write import write_description, write_weights
@@ -174,8 +173,11 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
     config = read_config(files.folder, adapters.num_labels)
     tokenizer = load_tokenizer(files.tokenizer_folder, language_config(config).vocab_size)
     dtype = config.dtype or torch.bfloat16
-    adapters.check(empty_parts(config, dtype, ModelConfig(path=str(files.folder))))
+    parts = empty_parts(config, dtype, ModelConfig(path=str(files.folder)))
+    adapters.check(parts)
     weights = open_weights(files, config)
+    if adapters.config.base == "nf4":
+        weights.read_base_in_nf4(parts[0], adapters.tensors)
     tokenizer, ends = _with_ends(files.folder, config, tokenizer, adapters=kind == "per-expert")
     if kind == "per-expert":
         _check_single(weights)
@@ -262,7 +264,7 @@ def _trained(reader: SafetensorsReader) -> dict[str, Tensor]:
 
 
 def merged_tensors(
-    source: Checkpoint, trained: Mapping[str, Tensor], scale: float, dtype: torch.dtype, in_nf4: Collection[str] = ()
+    source: Checkpoint, trained: Mapping[str, Tensor], scale: float, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a checkpoint, by their names in files, with adapters merged in and modules to save in place.
 
@@ -271,7 +273,6 @@ def merged_tensors(
         trained: adapters and modules to save, by the names that they have in the model.
         scale: the factor of the adapters' output.
         dtype: the dtype of the result; buffers of other kinds keep theirs.
-        in_nf4: names of the tensors that the base had in nf4.
     """
     adapted = adapter_pieces(trained, source.family)
     saved = {
@@ -281,8 +282,7 @@ def merged_tensors(
         for piece, tensor in to_hf(name, whole, source.family)
     }
     for name in source.names:
-        read = source.read_in_nf4 if name in in_nf4 else source.read
-        tensor = saved.pop(name) if name in saved else read(name)
+        tensor = saved.pop(name) if name in saved else source.read(name)
         if name in adapted:
             tensor = adapted[name].merged_into(tensor, scale)
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -294,15 +294,10 @@ def _merged_run(
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors by their Hugging Face names, with a run's adapters merged into the base that it had."""
     assert model.lora is not None
-    in_nf4 = _names_in_nf4(config, model, source) if model.lora.base == "nf4" else ()
-    return merged_tensors(source, _trained(reader), model.lora.scale, dtypes_of(model).compute, in_nf4)
-
-
-def _names_in_nf4(config: PretrainedConfig, model: ModelConfig, source: Checkpoint) -> set[str]:
-    """Names in files of the weights that a run's base had in nf4."""
-    part = empty_parts(config, dtypes_of(model).compute, model)[0]
-    names = ((name, tuple(weight.shape)) for name, weight in names_of_base(part))
-    return {piece.name for name, shape in names for piece in pieces(name, shape, source.family)}
+    trained, dtype = _trained(reader), dtypes_of(model).compute
+    if model.lora.base == "nf4":
+        source.read_base_in_nf4(empty_parts(config, dtype, model)[0], trained)
+    return merged_tensors(source, trained, model.lora.scale, dtype)
 
 
 def _model_tensors(

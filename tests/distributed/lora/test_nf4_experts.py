@@ -13,12 +13,12 @@ from automodel_rl.batch import pack_microbatch
 from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
+from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.few_bits.base import few_bits_weights
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import read_whole_config
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.tools.export import _names_in_nf4
 from tests.distributed.lora.test_nf4 import dequantized
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
@@ -92,8 +92,8 @@ def test_mixtures_train_as_with_dequantized_weights(
         for name, tensor in merged.items():
             torch.testing.assert_close(tensor, expected_merged[name], rtol=0, atol=atol, msg=name)
     source = checkpoint(folder)  # as exports read it
-    lora = LoraConfig(base="nf4", targets=("all-linear", "experts"))
-    asked = ModelConfig(path=str(folder), dtype="float64", lora=lora)
-    assert _names_in_nf4(read_whole_config(folder), asked, source) == in_nf4
-    assert all(torch.equal(source.read_in_nf4(name), dequantized(tensors[name])) for name in in_nf4)
+    (part,) = empty_parts(read_whole_config(folder), torch.float64, ModelConfig(path=str(folder)))
+    source.read_base_in_nf4(part, ())
+    for name, tensor in tensors.items():
+        assert torch.equal(source.read(name), dequantized(tensor) if name in in_nf4 else tensor), name
     assert any(not torch.equal(dequantized(tensors[name]), tensors[name]) for name in in_nf4)

@@ -125,3 +125,26 @@ def test_a_run_on_adapters_resumes_on_these_adapters_alone(
     adapted.write_bytes(kept)
     assert main(["plan", write(settings, tmp_path)]) == 0
     assert main(["verify", write(settings, tmp_path)]) == 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_adapters_keep_the_base_in_nf4_that_they_were_trained_on(workspace: Path, tmp_path: Path) -> None:
+    settings = settings_of("sft", workspace, tmp_path / "lora", length={"steps": 2, "validate_every": 2})
+    settings |= {"observe": {"samples": 0}, "checkpoint": {"every_steps": 2}}
+    settings["model"] |= {"dtype": "float64", "lora": LORA | {"dropout": 0.0, "base": "nf4"}}
+    assert main(["sft", write(settings, tmp_path)]) == 0
+    final, step = (tmp_path / "lora" / name for name in ("final", "checkpoints/step_2"))
+    assert main(["export", str(final), str(tmp_path / "of final"), "--merge"]) == 0
+    assert main(["export", str(step), str(tmp_path / "of step"), "--merge", "--model.dtype", "float32"]) == 0
+    assert_same_weights(tmp_path / "of final", tmp_path / "of step")
+    right = [row["val/loss"] for row in metrics_of(tmp_path / "lora") if "val/loss" in row][-1]
+    settings["optimizer"], settings["length"] = {"lr": 1e-12}, {"steps": 1, "validate_every": 1}
+    for name, model in (
+        ("merged", {"path": str(tmp_path / "of final")}),
+        ("adapters", {"path": str(final)}),
+        ("merged here", {"path": str(final), "merge_adapters": True}),
+    ):
+        settings |= {"output": str(tmp_path / name), "model": {"dtype": "float64", **model}}
+        assert main(["sft", write(settings, tmp_path)]) == 0
+        assert metrics_of(tmp_path / name)[-1]["val/loss"] == pytest.approx(right, abs=1e-7)
+    AutoPeftModelForCausalLM.from_pretrained(final)

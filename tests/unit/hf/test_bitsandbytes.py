@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes.functional
+import peft
 import pytest
 import torch
 from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
@@ -12,18 +13,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from automodel_rl.config import ModelConfig
-from automodel_rl.config.model import LoraConfig
+from automodel_rl.config.model import Base, LoraConfig
 from automodel_rl.errors import InputError
-from automodel_rl.estimate.parameter_sizes import causal_model
+from automodel_rl.estimate.parameter_sizes import causal_model, empty_parts
+from automodel_rl.families.known import checkpoint_family
 from automodel_rl.few_bits.base import names_of_base
 from automodel_rl.few_bits.nf4 import dequantize, quantize
 from automodel_rl.hf.bitsandbytes import NF4Tensor
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.opened_model import OpenedModel
+from automodel_rl.hf.quantized import RoundedTensor
 from automodel_rl.hf.read import Checkpoint, read_config, read_whole_config
+from automodel_rl.hf.stored import PlainTensor
 from automodel_rl.hf.weight_files import open_tensors
 from automodel_rl.lora.add import add_adapters
-from automodel_rl.tools.export import _names_in_nf4, merged_tensors
+from automodel_rl.lora.peft import AdapterFolder, AdapterOrigin, write_adapters
+from automodel_rl.tools.export import merged_tensors
 from tests.quantized import NF4_SIZES, save_nf4_model
 from tests.tiny import tiny_config
 
@@ -120,17 +125,21 @@ def test_other_kinds_are_refused(tmp_path: Path, changed: dict[str, torch.Tensor
         checkpoint(tmp_path).check(model)
 
 
+SAVED = "model.layers.1.self_attn.o_proj.weight"
+
+
 def test_exports_have_what_a_base_in_nf4_stands_for(tmp_path: Path) -> None:
     save_nf4_model(tmp_path, is_nested=True)
-    published, plain = checkpoint(tmp_path), checkpoint(tmp_path / "plain")
-    assert torch.equal(published.read_in_nf4(UP), published.read(UP))
-    assert torch.equal(plain.read_in_nf4(UP), dequantize(*quantize(plain.read(UP))).bfloat16())
-    assert not torch.equal(plain.read_in_nf4(UP), plain.read(UP))
-    whole = read_whole_config(tmp_path / "plain")
-    names = _names_in_nf4(whole, ModelConfig(path="x", lora=LoraConfig(base="nf4")), plain)
-    assert names == {name for name in plain.names if name.endswith("proj.weight")}
-    written = dict(merged_tensors(plain, {}, 1.0, torch.bfloat16, names))
-    assert all(torch.equal(written[n], plain.read_in_nf4(n) if n in names else plain.read(n)) for n in plain.names)
+    (part,) = empty_parts(read_whole_config(tmp_path / "plain"), torch.bfloat16, ModelConfig(path="x"))
+    plain = checkpoint(tmp_path / "plain")
+    for folder in (tmp_path, tmp_path / "plain"):
+        before, source = checkpoint(folder), checkpoint(folder)
+        source.read_base_in_nf4(part, {SAVED})
+        for name, tensor in merged_tensors(source, {}, 1.0, torch.bfloat16):
+            in_nf4 = name.endswith("proj.weight") and name != SAVED
+            right = dequantize(*quantize(plain.read(name))).bfloat16() if in_nf4 else plain.read(name)
+            assert torch.equal(tensor, right if folder != tmp_path else before.read(name)), name
+            assert not in_nf4 or not torch.equal(tensor, plain.read(name))
 
 
 def test_adapters_of_a_folder_may_be_trained_on_a_base_in_nf4(tmp_path: Path) -> None:
@@ -148,6 +157,50 @@ def test_adapters_of_a_folder_may_be_trained_on_a_base_in_nf4(tmp_path: Path) ->
     lora = OpenedModel.open(asked).model.lora
     assert lora is not None
     assert (lora.base, lora.rank, lora.targets) == ("nf4", 4, ("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "asked", "goes_on_with"),
+    [
+        ("nf4", {}, "nf4"),
+        ("nf4", {"rank": 4}, "nf4"),
+        ("nf4", {"base": "nf4"}, "nf4"),
+        ("nf4", {"base": "plain"}, None),
+        ("nf4", {"base": "stored"}, None),
+        ("stored", {}, "stored"),
+        ("stored", {"base": "plain"}, "plain"),
+        ("stored", {"base": "nf4"}, None),
+        ("plain", {"base": "nf4"}, "nf4"),  # of which the folder says nothing
+    ],
+)
+def test_a_folder_of_adapters_says_on_which_base_they_were_trained(
+    tmp_path: Path, trained_on: Base, asked: dict[str, Any], goes_on_with: Base | None
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {f"model.layers.0.self_attn.q_proj.lora_{side}.weight": torch.zeros(4, 4) for side in "AB"}
+    origin = AdapterOrigin(LoraConfig(rank=4, base=trained_on), str(tmp_path), checkpoint_family(tiny_config("llama")))
+    (tmp_path / "adapters").mkdir()
+    write_adapters(tmp_path / "adapters", tensors, origin)
+    peft.LoraConfig.from_pretrained(tmp_path / "adapters").save_pretrained(tmp_path / "adapters")
+    assert AdapterFolder(tmp_path / "adapters").config.base == trained_on  # PEFT's own files keep it
+    model = ModelConfig(path=str(tmp_path / "adapters"), lora=LoraConfig(**asked) if asked else None)
+    if goes_on_with is None:
+        with pytest.raises(InputError, match=f"base={asked['base']}: .* were trained on base={trained_on},"):
+            find_model(model)
+    else:
+        lora = find_model(model).lora
+        assert lora is not None
+        assert lora.base == goes_on_with
+
+
+def test_a_part_of_a_weight_is_read_as_the_whole_is_in_nf4(tmp_path: Path) -> None:
+    values = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    file = tmp_path / "weights.safetensors"
+    save_file({"weight": values}, file)
+    rounded = RoundedTensor(PlainTensor("weight", file, (4, 128), "F32"))
+    with open_tensors(file) as tensors:
+        part = rounded.read(lambda _: tensors, (slice(1, 3), slice(32, 100)))
+    assert torch.equal(part, dequantize(*quantize(values))[1:3, 32:100])
 
 
 def test_a_model_that_is_not_trained_keeps_its_adapters_plain(tmp_path: Path) -> None:
