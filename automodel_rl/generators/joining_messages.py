@@ -112,7 +112,7 @@ class HasEnded(Message):
 
 
 @dataclass(frozen=True)
-class _Written:
+class _Reported:
     """The part of a `Completion` that a generator which has joined reports."""
 
     token_ids: list[int]
@@ -123,7 +123,7 @@ class _Written:
     num_cached: int | None = None
 
 
-_WRITTEN = TypeAdapter(_Written)
+_WRITTEN = TypeAdapter(_Reported)
 _FROM_GENERATOR: dict[str, TypeAdapter[Any]] = {
     kind.__name__: TypeAdapter(kind) for kind in (Joining, HasStarted, IsReading, Leaving, Finished, Failed)
 }
@@ -181,7 +181,7 @@ class MessageConnection:
     def send(self, message: Message) -> None:
         """Sends a message. Raises OSError if the other end is gone, TypeError if it has parts that are not sent."""
         if isinstance(message, Finished) and isinstance(message.written, Completion):
-            parts = {part.name: getattr(message.written, part.name) for part in dataclasses.fields(_Written)}
+            parts = {part.name: getattr(message.written, part.name) for part in dataclasses.fields(_Reported)}
             message = dataclasses.replace(message, written=parts)
         is_welcome = isinstance(message, Welcome)
         content = pickle.dumps(message) if is_welcome else json.dumps(message, default=_fields).encode()
