@@ -171,6 +171,8 @@ class JoinedMembers:
 
 
 def _say(text: str) -> None:
-    """Prints a line at once, for other threads print, too."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+    """Prints a line at once, for other threads print, too. A generator may have chosen parts of it."""
+    printed = "".join(character if character.isprintable() else "?" for character in text)
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it, or its encoding lacks a character
+        sys.stdout.write(f"{printed}\n")
+        sys.stdout.flush()

@@ -25,7 +25,7 @@ from automodel_rl.generators.joining_messages import (
 )
 from automodel_rl.generators.run_places import JOIN_FILE, address_in
 from automodel_rl.launch.authenticated import AuthenticatedConnection
-from automodel_rl.launch.door import Door
+from automodel_rl.launch.door import HANDSHAKE_SECONDS, Door
 
 
 class JoiningDoor:
@@ -97,6 +97,8 @@ class JoiningDoor:
     def _greet(self, proven: AuthenticatedConnection) -> None:
         connection = MessageConnection(proven, FromGenerator())
         try:
+            if not connection.poll(HANDSHAKE_SECONDS):
+                raise EOFError
             first = connection.recv()
             if not isinstance(first, Joining) or first.release != release():
                 theirs = first.release if isinstance(first, Joining) else "another one"

@@ -143,6 +143,8 @@ class FromGenerator:
         match message:
             case Finished(number, place, written):
                 checked = _WRITTEN.validate_json(json.dumps(written), strict=True)
+                if not all(0 <= number < 2**63 for number in (*(checked.versions or ()), checked.num_cached or 0)):
+                    raise ValueError("a count that is none")
                 return Finished(number, place, Completion(**{**vars(checked), "error": checked.error[:LONGEST_TEXT]}))
             case Failed(number, text):
                 return Failed(number, text[:LONGEST_TEXT])

@@ -23,7 +23,7 @@ HANDSHAKE_SECONDS = 10.0
 MAX_UNPROVEN = 256
 """Most connections whose client has not proved yet that it knows the key."""
 
-MAX_UNPROVEN_BY_ADDRESS = 32
+MAX_UNPROVEN_BY_ADDRESS = 128
 """The same of clients at one address. An IPv6 network of 64 bits counts as one."""
 
 BACKLOG = 256
@@ -138,8 +138,11 @@ class Door:
                 except OSError:  # it is gone already, or this process has too many files open for now
                     time.sleep(PAUSE)
                     continue
-                # In a thread of its own, for a client may come and say nothing.
-                threading.Thread(target=self._admit, args=(end, address), daemon=True).start()
+                try:  # in a thread of its own, for a client may come and say nothing
+                    threading.Thread(target=self._admit, args=(end, address), daemon=True).start()
+                except RuntimeError:  # this process has too many threads for now
+                    end.close()
+                    time.sleep(PAUSE)
 
     def _admit(self, end: socket.socket, address: str) -> None:
         try:

@@ -174,7 +174,7 @@ def _dtype_of(name: Any) -> torch.dtype:
 
 def _check_fits(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, int]]) -> None:
     """Raises ValueError if tensors take more memory than this machine has."""
-    needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in tensors.values())
+    needed = sum(math.prod(max(size, 1) for size in shape) * dtype.itemsize for shape, dtype, _ in tensors.values())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
         raise ValueError(f"its tensors take {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} GiB")
@@ -307,6 +307,12 @@ class PublishedWeights:
                 held = tensors.get(name)
                 if held is None or held.shape != shape or held.dtype != dtype:
                     tensors[name] = torch.empty(shape, dtype=dtype)
+        lacking = sorted(version.tensors.keys() - tensors.keys())
+        if lacking:
+            raise InputError(
+                f"{self.files.where(version.number)}: changes tensors that the version before lacks, the first "
+                f"{lacking[0]}: use nothing of it"
+            )
         for name, stored in version.files.items():
             where = self.files.where(version.number, name)
             try:
@@ -363,6 +369,8 @@ def _load_block(packed: tuple[dict[str, Any], bytes], tensors: Mapping[str, Tens
     dtype = _dtype_of(block["dtype"])
     stretches = [_stretch(tensors[name], dtype, start, count) for name, start, count in block["chunks"]]
     itemsize, numel = dtype.itemsize, sum(len(stretch) for stretch in stretches)
+    if numel > sum(tensors[name].numel() for name in {name for name, *_ in block["chunks"]}):
+        raise ValueError("a block has some numbers twice")
     content = _unpacked(packed[1], itemsize * numel, is_whole=bool(block["whole"]), numel=numel)
     ends = np.cumsum([len(stretch) for stretch in stretches])
     if block["whole"]:

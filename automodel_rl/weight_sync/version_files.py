@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ NUMBERED = re.compile(r"\d{8,19}", re.ASCII)
 
 MAX_DESCRIPTION_BYTES = 2**28
 """Largest file that describes a version, in bytes: that of 100,000 tensors takes 10 MB."""
+
+MAX_NEWEST_BYTES = 2**20
+"""Largest file that names the newest version, in bytes."""
 
 TRIES = 5
 """Attempts to read something from elsewhere, each after twice as long a wait as the one before, from half a second."""
@@ -81,12 +85,17 @@ class VersionFiles:
         Raises:
             InputError: it cannot be read.
         """
-        if self._is_here:
-            return max(numbers_in(Path(self._root)), default=None)
         try:
-            content = self._tried(self._system.cat_file, f"{self._root.rstrip('/')}/{NEWEST_FILE}")
+            if self._is_here:
+                return max(numbers_in(Path(self._root)), default=None)
+            with self._copied(f"{self._root.rstrip('/')}/{NEWEST_FILE}", MAX_NEWEST_BYTES) as file:
+                content = file.read()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise InputError(
+                f"{self.place}: cannot be read ({error.strerror}): see whether it is yours to read"
+            ) from None
         try:
             return int(json.loads(content)["version"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -118,6 +127,7 @@ class VersionFiles:
         """
         at = self.where(number, name)
         if self._is_here and is_shared:
+            _check_file(at, num_bytes)
             with open(at, "rb") as file:
                 yield file
             return
@@ -128,7 +138,7 @@ class VersionFiles:
     def _copied(self, at: str, max_bytes: int) -> Iterator[BufferedReader]:
         """A copy of a file. Raises InputError if that is larger than it may be."""
         if self._is_here:
-            _check_size(at, os.stat(at).st_size, max_bytes)
+            _check_file(at, max_bytes)
         with tempfile.NamedTemporaryFile(prefix="version_") as copy:
             self._tried(
                 lambda at, **options: self._system.get_file(at, copy.name, callback=_Bound(at, max_bytes), **options),
@@ -167,6 +177,14 @@ class _Bound(Callback):
     def relative_update(self, inc: int = 1) -> None:
         super().relative_update(inc)
         _check_size(self.at, self.value, self.max_bytes)
+
+
+def _check_file(at: str, max_bytes: int) -> None:
+    """Raises InputError for a file of this machine that is too large, or none that ends, such as a pipe."""
+    about = os.stat(at)
+    if not stat.S_ISREG(about.st_mode):
+        raise InputError(f"{at}: is no ordinary file: use nothing of it")
+    _check_size(at, about.st_size, max_bytes)
 
 
 def _check_size(at: str, num_bytes: int, max_bytes: int) -> None:

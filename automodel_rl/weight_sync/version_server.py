@@ -30,6 +30,8 @@ MAX_NONCES = 2**17
 
 SCHEME = "automodel_rl"
 
+NONCE = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
 
 class RequestSigner:
     """Signs requests for one path each, so that the secret itself is never sent, not even to a false server.
@@ -51,8 +53,9 @@ class RequestSigner:
         """The nonce of a request that was signed for this path; None if it was not."""
         scheme, _, rest = authorization.partition(" ")
         nonce, _, proof = rest.partition(" ")
-        is_right = hmac.compare_digest(proof.encode(), self._proof(path, nonce).encode())
-        return nonce if scheme == SCHEME and is_right else None
+        if scheme != SCHEME or not NONCE.fullmatch(nonce):
+            return None
+        return nonce if hmac.compare_digest(proof.encode(), self._proof(path, nonce).encode()) else None
 
     def _proof(self, path: str, nonce: str) -> str:
         return hmac.digest(self._secret, f"{nonce} {path}".encode(), "sha256").hex()
@@ -125,11 +128,15 @@ class _Request(http.server.BaseHTTPRequestHandler):
             self._until_signed = contextlib.ExitStack()
             with self._until_signed:
                 self._until_signed.enter_context(self.server.unproven.counted(self.connection, self.client_address[0]))
-                late = threading.Timer(HANDSHAKE_SECONDS, self.connection.shutdown, (socket.SHUT_RDWR,))
+                late = threading.Timer(HANDSHAKE_SECONDS, self._hang_up)
                 late.daemon = True
                 self._until_signed.callback(late.cancel)
                 late.start()
                 super().handle()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # the reader is gone
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         why = why_foreign(self.server.host, self.headers.get("Host", ""), self.headers.get("Origin"))

@@ -348,6 +348,8 @@ def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path)
         Completion([1.5], [0.0], "stop"),  # type: ignore[list-item]
         Completion([1], ["x"], "stop"),  # type: ignore[list-item]
         Completion([1], [0.0], "done"),  # type: ignore[arg-type]
+        Completion([1], [0.0], "stop", versions=(10**400, 1)),
+        Completion([1], [0.0], "stop", num_cached=10**400),
     ],
     ids=str,
 )

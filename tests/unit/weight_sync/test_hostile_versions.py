@@ -1,6 +1,7 @@
 """Published weights in a folder that others may write to: what a stranger's version can do to a reader."""
 
 import json
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,7 @@ def test_a_version_that_is_right_is_read(tmp_path: Path) -> None:
         [[10**15], "bfloat16", 0],
         [[2**40, 2**40], "bfloat16", 0],
         [[-1], "bfloat16", 0],
+        [[0, 2**47, 2**47], "bfloat16", 0],
         [["8"], "bfloat16", 0],
         ["8", "bfloat16", 0],
         [[8.5], "bfloat16", 0],
@@ -114,6 +116,7 @@ def test_a_description_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         ({"chunks": [["weight", 8, -8]]}, None),
         ({"chunks": [["weight", 2**70, 8]]}, None),
         ({"chunks": [["another", 0, 8]]}, None),
+        ({"chunks": [["weight", 0, 8]] * 1000}, None),
         ({"chunks": "weight"}, None),
         ({"whole": False}, None),
         (b"[" * 200_000, None),
@@ -135,6 +138,36 @@ def test_what_unpacks_to_more_than_is_due_is_not_unpacked(tmp_path: Path, says_s
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert "is no file of a published version" in refusal(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    version(tmp_path)
+    file = folder_of(tmp_path, 1) / "sender_0.bin"
+    file.unlink()
+    os.mkfifo(file)
+    assert "is no ordinary file" in refusal(tmp_path)
+
+
+def test_a_version_that_changes_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    version(tmp_path)
+    tensors = dict[str, Tensor]()
+    weights = PublishedWeights(tmp_path)
+    weights.bring(tensors)
+    assert weights.version is not None
+    second = tmp_path / "00000002"
+    second.mkdir()
+    described = {"weight": [[8], "bfloat16", int(checksum(WEIGHT))], "new": [[8], "bfloat16", 0]}
+    whole = {
+        "format": 2,
+        "version": 2,
+        "before": [1, weights.version.hash],
+        "tensors": described,
+        "changed": 0,
+        "files": {},
+    }
+    (second / VERSION_FILE).write_text(json.dumps(whole | {"hash": _hash_values(whole), "signature": None}))
+    with pytest.raises(InputError, match="changes tensors that the version before lacks, the first new"):
+        weights.bring(tensors)
 
 
 @pytest.mark.parametrize("name", ["²²²²²²²²", "٠٠٠٠٠٠٠١", "1", "00000001x", "-0000001"])
