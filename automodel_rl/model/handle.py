@@ -1,6 +1,7 @@
 """ModelHandle: a Hugging Face model on its layout, whole or in pipeline stages, loaded and saved."""
 
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -98,6 +99,8 @@ class ModelHandle:
         >>> name, embedding = next(handle.named_hf_tensors())
         >>> name, embedding.dtype
         ('model.embed_tokens.weight', torch.bfloat16)
+
+    A program that loads one model after the other closes each, by `close` or as a context manager.
     """
 
     def __init__(
@@ -225,6 +228,19 @@ class ModelHandle:
         handle._checkpoint, handle.unused_tensors = checkpoint, unused
         handle._fill(checkpoint)
         return handle
+
+    def close(self) -> None:
+        """Destroys this model's process groups, with their threads and connections. A collective: every rank calls it,
+        after the last use of the model. The end of the process does the same. Threads end once nothing refers to the
+        model."""
+        self.meshes.close()
+        gc.collect()  # modules and hooks of models that were closed before refer to each other
+
+    def __enter__(self) -> "ModelHandle":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _fill(self, checkpoint: Checkpoint) -> None:
         dtypes = dtypes_of(self.model)

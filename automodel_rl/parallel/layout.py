@@ -149,6 +149,17 @@ class Layout:
     def ranks_per_stage(self) -> int:
         return self.parallel.world_size // self.parallel.pp
 
+    def close(self) -> None:
+        """Destroys this layout's process groups, but not the job's own group. A collective of the job."""
+        meshes = [] if self.is_outsider else [self.mesh] + ([self.expert_mesh] if self.expert_mesh else [])
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        groups += [self.world_control, self.stage_control, self.data_control, self.pp_control]
+        groups += [group for group in (self.cp_group, self.ends_group, self.outsiders_control) if group is not None]
+        groups += self.message_groups.values()
+        for group in dict.fromkeys(groups):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
 
 @dataclass(frozen=True)
 class Meshes:
@@ -163,6 +174,11 @@ class Meshes:
     language: Layout
     encoders: dict[str, Layout] = field(default_factory=dict)
     components: ComponentsConfig | None = None
+
+    def close(self) -> None:
+        """Destroys the process groups of all layouts. A collective of the job."""
+        for layout in (self.language, *self.encoders.values()):
+            layout.close()
 
 
 def build_meshes(

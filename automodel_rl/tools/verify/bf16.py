@@ -63,7 +63,11 @@ def compare_bf16(case: Case, memory: MemoryConfig, model: ModelConfig, folder: P
         For each kind the error of the layout, relative to the exact numbers, and the tolerance.
     """
     asked = model_of(case, folder).model_copy(update={"dtype": "bfloat16", "attention": model.attention})
-    handle = ModelHandle.from_pretrained(asked, case.parallel, memory)
+    with ModelHandle.from_pretrained(asked, case.parallel, memory) as handle:
+        return _compared(handle, case, folder)
+
+
+def _compared(handle: ModelHandle, case: Case, folder: Path) -> dict[str, tuple[float, float]]:
     layout, ranks = handle.layout, range(handle.layout.parallel.num_data_ranks)
     # Tokens of a mixture follow routes: rounding makes a router choose other experts now and then, which is no error.
     of_ranks = [microbatches_of(0, rank, 3, handle, replay=True) for rank in ranks]

@@ -151,12 +151,15 @@ def compare(case: Case, folder: Path, scratch: Path) -> Differences:
     Returns:
         The largest differences on any rank.
     """
-    with small_blocks():
-        return _compare(case, folder, scratch)
+    asked = model_of(case, folder)
+    with (
+        small_blocks(),
+        ModelHandle.from_pretrained(asked, case.parallel, case.memory, case.components) as handle,
+    ):
+        return _compare(case, handle, folder, scratch)
 
 
-def _compare(case: Case, folder: Path, scratch: Path) -> Differences:
-    handle = ModelHandle.from_pretrained(model_of(case, folder), case.parallel, case.memory, case.components)
+def _compare(case: Case, handle: ModelHandle, folder: Path, scratch: Path) -> Differences:
     engine = Engine(handle, case.training.config, case.training.total_steps)
     expected = OneProcess(folder, handle.dtype, case.training, handle.layout.device)
     everywhere, named = handle.layout.world_control, [*handle.named_parameters()]

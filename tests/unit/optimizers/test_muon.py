@@ -17,27 +17,30 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_steps_on_matrices_in_float32_are_those_of_torch_bit_for_bit(settings: MuonConfig) -> None:
+def test_steps_on_matrices_are_those_of_torch(settings: MuonConfig, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    starts = [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
+    ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
     muon = Muon(
         [*zip("abcdefgh", ours, strict=False)],
         OptimizerConfig(name="muon", lr=0.1, weight_decay=0.01, muon=settings),
         no_groups,
     )
     names = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
-    expected = torch.optim.Muon(
+    expected = PlainMuon(
         theirs, lr=settings.lr or 0.1, weight_decay=0.01, **{name: getattr(settings, name) for name in names}
     )
     for _ in range(3):
         for own, other in zip(ours, theirs, strict=True):
-            own.grad = torch.randn(own.shape, generator=generator)
+            own.grad = torch.randn(own.shape, generator=generator, dtype=dtype)
             other.grad = own.grad.clone()
         muon.step()
         expected.step()
-    assert all(torch.equal(own, other) for own, other in zip(ours, theirs, strict=True))
+    for start, own, other in zip(starts, ours, theirs, strict=True):
+        allowed = 1e-12 if dtype == torch.float64 else 0.01 * (start - own).abs().max()  # sums in bf16
+        assert (own - other).abs().max() <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -51,7 +54,7 @@ def test_every_expert_of_a_stack_is_a_matrix_of_its_own(dtype: torch.dtype) -> N
         other.grad = stack.grad.clone()
         muon.step()
         plain.step()
-    torch.testing.assert_close(stack, other, rtol=0, atol=1e-12 if dtype == torch.float64 else 0)
+    torch.testing.assert_close(stack, other, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-3)
 
 
 def test_a_transposed_stack_takes_the_steps_of_its_transpose() -> None:
