@@ -1,5 +1,6 @@
 """Tiny models and data, made at run time."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -38,6 +39,27 @@ def tiny_config(family: str, num_layers: int = 2, **sizes: object) -> Pretrained
     return AutoConfig.for_model(family, **{**of_layers(SIZES[family], num_layers), **sizes})
 
 
+NOT_COMPUTED_WITH = re.compile(r"drop|initializer|coef|jitter|_dt_|a_log|time_step_(min|max|floor)|block_ffn|partial_ro")
+"""Numbers of configs that a forward in training does not use, or that decide on shapes."""
+
+UNUSUAL = {"eps": 0.02, "norm_min": 0.9, "time_step_limit": (0.4, 0.9)}
+"""Values for numbers whose names have these parts, where a factor would change nothing that shows."""
+
+
+def unusual(name: str, value: object) -> object:
+    """A value of a config's entry that no model has: numbers that are no integers are others."""
+    if isinstance(value, dict):
+        return {key: unusual(str(key), of_key) for key, of_key in value.items()}
+    found = next((of_part for part, of_part in UNUSUAL.items() if part in name), None)
+    if NOT_COMPUTED_WITH.search(name):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(number, float) for number in value):
+        return found or [1.2 * number for number in value]
+    if isinstance(value, float):
+        return found or 1.2 * value
+    return value
+
+
 def save_tiny_model(
     folder: Path,
     family: str = "qwen3",
@@ -45,10 +67,25 @@ def save_tiny_model(
     tied: bool = False,
     num_layers: int = 4,
     dtype: torch.dtype = torch.float64,
+    has_unusual_numbers: bool = False,
     **sizes: object,
 ) -> None:
-    """A checkpoint with livelier weights than the default initialisation, so that differences show."""
+    """A checkpoint with livelier weights than the default initialisation, so that differences show.
+
+    Args:
+        folder: is made.
+        family: of the model.
+        tied: whether embedding and head share their weight.
+        num_layers: of the model.
+        dtype: of the files.
+        has_unusual_numbers: whether every number of the config that is no size has a value that no model has.
+        sizes: other entries of the config.
+    """
     config = tiny_config(family, num_layers, tie_word_embeddings=tied, **sizes)
+    if has_unusual_numbers:
+        for name, value in config.to_dict().items():
+            if (other := unusual(name, value)) != value:
+                setattr(config, name, other)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     save_lively(model, folder, dtype, plain_norms="gemma" not in family)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 from typing import Any
 from unittest import mock
 
@@ -121,6 +122,28 @@ def _keys_of_the_first_group() -> Any:
     )
 
 
+def _limits_of_steps_ignored() -> Any:
+    from automodel_rl.model.token_mixers.mamba2 import StateDecay
+
+    def unlimited(module: StateDecay, *parameters: Any) -> None:
+        making(module, *parameters[:3], (0.0, math.inf))
+
+    making = StateDecay.__init__
+    return patch("model.token_mixers.mamba2.StateDecay.__init__", unlimited)
+
+
+def _state_of_the_last_chunk_alone() -> Any:
+    """A chunk of Kimi Delta Attention reads no state of the chunks before."""
+    from automodel_rl.model.token_mixers import kimi_delta
+
+    def of_chunks(*parts: Tensor) -> Tensor:
+        chunks = zip(*(part.split(kimi_delta.CHUNK, dim=1) for part in parts), strict=True)
+        return torch.cat([of_one_sequence(*chunk) for chunk in chunks], dim=1)
+
+    of_one_sequence = kimi_delta._one_sequence
+    return patch("model.token_mixers.kimi_delta._one_sequence", of_chunks)
+
+
 def _short_convolutions_that_leak() -> Any:
     from automodel_rl.model.token_mixers.whole_sequences import convolve
 
@@ -226,6 +249,15 @@ FAULTS: dict[str, Fault] = {
     ),
     "states of Mamba-2 leak into the next sequence": Fault(
         lambda: _states_that_leak("mamba2"), Verified("granitemoehybrid")
+    ),
+    "limits of Mamba-2's steps ignored": Fault(
+        _limits_of_steps_ignored,
+        "distributed/parallel/test_parity.py::test_every_other_family_equals_one_process[granitemoehybrid]",
+    ),
+    "chunks of Kimi Delta Attention without the state before them": Fault(
+        _state_of_the_last_chunk_alone,
+        "unit/model/test_token_mixers.py::"
+        "test_sequences_of_many_chunks_and_of_one_token_equal_the_rule_token_by_token[Kimi delta]",
     ),
     "heads of Mamba-2 take keys of another group": Fault(_keys_of_the_first_group, Verified("granitemoehybrid")),
     "short convolutions leak into the next sequence": Fault(_short_convolutions_that_leak, Verified("lfm2")),

@@ -32,10 +32,10 @@ def test_every_dense_family_has_an_mlp_that_is_the_same_in_tiles(family: str) ->
     torch.manual_seed(0)
     config = tiny_config(family)
     layer = AutoModelForCausalLM.from_config(config, dtype=torch.float64).model.layers[-1]
-    hidden = torch.randn(1, 17, config.hidden_size, dtype=torch.float64)
-    whole = run(layer, hidden)
+    rows = [torch.randn(1, length, config.hidden_size, dtype=torch.float64) for length in (17, 1, 5, 6, 15, 16)]
+    whole = [run(layer, hidden) for hidden in rows]
     tile_mlps([layer], 5)
-    torch.testing.assert_close(run(layer, hidden), whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([run(layer, hidden) for hidden in rows], whole, rtol=1e-10, atol=1e-12)
 
 
 def qwen(dtype: torch.dtype) -> tuple[torch.nn.Module, int]:
