@@ -156,6 +156,7 @@ def main() -> None:
 def _answer(pipe: Connection) -> None:
     import torch
 
+    from automodel_rl.compat.process_groups import forget_meshes
     from automodel_rl.launch.process_group import leave_process_group
     from automodel_rl.launch.quiet import quiet_libraries
     from tests.faults.table import PLANTED, planted
@@ -173,6 +174,7 @@ def _answer(pipe: Connection) -> None:
                 result = function(*args)
             # Every gloo group has threads that wake up; over many tests they would add up.
             leave_process_group()
+            forget_meshes()
             gc.collect()
             sys.stdout.flush()
             pipe.send((None, result))

@@ -39,7 +39,9 @@ def tiny_config(family: str, num_layers: int = 2, **sizes: object) -> Pretrained
     return AutoConfig.for_model(family, **{**of_layers(SIZES[family], num_layers), **sizes})
 
 
-NOT_COMPUTED_WITH = re.compile(r"drop|initializer|coef|jitter|_dt_|a_log|time_step_(min|max|floor)|block_ffn|partial_ro")
+NOT_COMPUTED_WITH = re.compile(
+    r"drop|initializer|coef|jitter|_dt_|a_log|time_step_(min|max|floor)|block_ffn|partial_ro"
+)
 """Numbers of configs that a forward in training does not use, or that decide on shapes."""
 
 UNUSUAL = {"eps": 0.02, "norm_min": 0.9, "time_step_limit": (0.4, 0.9)}

@@ -1,16 +1,19 @@
-"""Timeouts of process groups, and process groups across several jobs.
+"""Timeouts of process groups, what keeps them alive, and process groups across several jobs.
 
 Checked with torch 2.11, 2.13 and 2.15.
 """
 
 import contextlib
 import datetime
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute, debug
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from automodel_rl.compat.versions import TORCH
 
@@ -22,6 +25,15 @@ def limit_waits(groups: Iterable[dist.ProcessGroup], longest: datetime.timedelta
             dist.distributed_c10d._set_pg_timeout(longest, group)
         else:
             dist.set_timeout(longest, group)  # type: ignore[attr-defined]
+
+
+def forget_meshes() -> None:
+    """Empties torch's caches of how to shard: their keys keep meshes alive, and with them groups that were destroyed,
+    with their threads and connections."""
+    debug._clear_sharding_prop_cache()
+    for method in (*vars(ShardingPropagator).values(), *vars(_redistribute).values()):
+        if isinstance(method, functools._lru_cache_wrapper):
+            method.cache_clear()
 
 
 def group_outside_of_jobs(store: dist.Store, rank: int, size: int, device: torch.device, seconds: float) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.compat.fsdp import keep_gradients
+from automodel_rl.compat.process_groups import forget_meshes
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig
@@ -234,6 +235,7 @@ class ModelHandle:
         after the last use of the model. The end of the process does the same. Threads end once nothing refers to the
         model."""
         self.meshes.close()
+        forget_meshes()
         gc.collect()  # modules and hooks of models that were closed before refer to each other
 
     def __enter__(self) -> "ModelHandle":

@@ -81,7 +81,7 @@ def _kept_scales_of_another_row() -> Any:
 
 EXPERTS = "distributed/lora/test_nf4_experts.py::test_mixtures_train_as_with_dequantized_weights"
 STORED = "distributed/lora/test_stored_base.py::test_training_is_that_on_plain_weights"
-TRAINING = "distributed/lora/test_nf4.py::test_training_is_that_of_peft_on_dequantized_weights[sizes0-memory0]"
+TRAINING = "distributed/lora/test_nf4.py::test_training_is_that_of_peft_on_dequantized_weights[sizes0-memory0-lora0]"
 
 FAULTS: dict[str, Fault] = {
     "halves of nf4's bytes swapped": Fault(_halves_swapped, TRAINING),
