@@ -50,7 +50,7 @@ check: setup
 	$(BIN)/python -m pytest -q tests/lints
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not longer" --ignore tests/lints
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not longer" --ignore tests/lints --check-durations
 
 longer: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m longer

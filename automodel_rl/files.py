@@ -1,10 +1,13 @@
-"""Files and folders that get their names only when they are complete, so that nobody sees unfinished ones."""
+"""Files and folders that get their names only when they are complete, and temporary folders."""
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +20,46 @@ if TYPE_CHECKING:
 
 IN_RUST = re.compile(r"\(os error \d+\)")
 """What errors of files say in libraries that are written in Rust, such as tokenizers and safetensors."""
+
+
+TEMPORARY_PREFIX = "automodel_rl_"
+
+SETTLED_SECONDS = 60
+"""Age from which a temporary folder that nobody has locked counts as abandoned: a new one is locked a moment later."""
+
+
+class TemporaryFolder(tempfile.TemporaryDirectory[str]):
+    """A temporary folder of this process. Folders of processes that were killed are removed with the next one.
+
+    Args:
+        parent: the folder to make it in; the system's by default.
+    """
+
+    def __init__(self, parent: Path | None = None):
+        _remove_abandoned(Path(parent or tempfile.gettempdir()))
+        super().__init__(prefix=TEMPORARY_PREFIX, dir=parent, ignore_cleanup_errors=True)
+        self._lock: int | None = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{TEMPORARY_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                state = os.fstat(descriptor)
+                if state.st_uid == os.getuid() and time.time() - state.st_mtime > SETTLED_SECONDS:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def is_of_files(error: Exception) -> bool:

@@ -9,14 +9,41 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cpu_seconds import RECORD, WORKER, CpuSeconds, read_record, unrecorded, write_record
 from tests.faults.table import PLANTED, planted
 from tests.longer import is_longer
 from tests.rank_pool import RankPool
 from tests.vllm_environment import why_missing
 from tests.warm import start_children_warm
 
+PLUGIN = "cpu seconds"
+UNRECORDED = pytest.StashKey[list[str]]()
+
 UNIT = Path(__file__).parent / "unit"
 REAL_VLLM = "test_real_vllm.py::"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", metavar="MACHINE", help="write tests/durations.json, measured on a machine")
+    parser.addoption("--check-durations", action="store_true", help="fail if tests without a record take long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds(config), PLUGIN)
+
+
+@pytest.hookimpl(trylast=True)  # after those of xdist, which collects what the other processes have measured
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Records CPU seconds, or fails a whole run whose new tests take too many."""
+    if WORKER in os.environ:
+        return
+    seconds = session.config.pluginmanager.get_plugin(PLUGIN).seconds
+    machine = session.config.getoption("--record-durations")
+    if machine:
+        write_record({**(read_record() if RECORD.is_file() else {}), **seconds}, machine)
+    elif session.config.getoption("--check-durations") and (problems := unrecorded(seconds, read_record())):
+        session.config.stash[UNRECORDED] = problems
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +63,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says how many tests ran a real vLLM, or why none did."""
+    """Says how many tests ran a real vLLM, or why none did; and which tests take CPU seconds without a record."""
+    for line in terminalreporter.config.stash.get(UNRECORDED, ()):
+        terminalreporter.write_line(line)
     of_vllm = {
         outcome: sum(REAL_VLLM in report.nodeid.partition("[")[0] for report in terminalreporter.stats.get(outcome, ()))
         for outcome in ("passed", "failed", "skipped")

@@ -6,12 +6,12 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from automodel_rl.errors import EXIT_OK
+from automodel_rl.files import TemporaryFolder
 from automodel_rl.launch.rank_processes import NodeShare, RankProcesses
 from automodel_rl.launch.record import show
 from automodel_rl.launch.stop_signal import stop_signals
@@ -53,7 +53,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None
     Rank 0 shares this terminal. The other ranks write to files, which are shown only if no record tells the cause of a
     failure. The first rank that fails ends all others. Signals are passed on, so that ranks can save and stop.
     """
-    with tempfile.TemporaryDirectory(prefix="automodel_rl_") as folder:
+    with TemporaryFolder() as folder:
         ranks, terminal = RankProcesses(Path(folder), flights), Terminal()
 
         def pass_on(number: int, _: object) -> None:

@@ -4,13 +4,13 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
+from automodel_rl.files import TemporaryFolder
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.rank_processes import Ends, NodeShare, RankProcesses
 from automodel_rl.launch.stop_signal import stop_signals
@@ -52,7 +52,7 @@ class NodeAgent:
     """Starts and ends the ranks of its node. If the agent ends, however it does, its ranks end with it."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="automodel_rl_")
+        self._folder = TemporaryFolder()
 
     def place(self) -> Place:
         return Place(socket.gethostname(), ray.util.get_node_ip_address(), free_port())

@@ -3,14 +3,13 @@
 vLLM reads adapters from files only. It takes them while requests run, which end with the adapter that they began with.
 """
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from automodel_rl.files import TemporaryFolder
 from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.adapter_pieces import write_for_vllm
 from automodel_rl.hf.buckets import Plan
@@ -60,13 +59,10 @@ class VllmAdapters(Transport):
             self.tensors[spec.name] = flat.view(spec.dtype).view(spec.shape).clone()
 
     def commit(self, version: int, *, sums: bool) -> Committed:
-        folder = Path(tempfile.mkdtemp(prefix="automodel_rl_", dir=IN_MEMORY if IN_MEMORY.is_dir() else None))
-        try:
-            write_for_vllm(folder, self.tensors, self.origin)
-            committed: Committed = call(self.channel, "load_adapter", version, str(folder), seconds=self.seconds)
+        with TemporaryFolder(IN_MEMORY if IN_MEMORY.is_dir() else None) as folder:
+            write_for_vllm(Path(folder), self.tensors, self.origin)
+            committed: Committed = call(self.channel, "load_adapter", version, folder, seconds=self.seconds)
             return committed
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
     def give_up(self) -> None:
         """Forgets the adapters: the generator keeps those that it has, of an older version."""

@@ -102,6 +102,17 @@ def _parts_are_turns() -> Any:
     return patch("chat_api.responses.joined_turns", lambda messages: [*messages])
 
 
+def _only_limits_of_the_run_cut() -> Any:
+    """Turns that a limit of the agent has cut are gone on with, as if they had ended."""
+    after = History._after
+
+    def lenient(history: History, parent: SampledTurn, *arguments: Any) -> Any:
+        parent.turn = dataclasses.replace(parent.turn, is_cut=parent.is_cut)
+        return after(history, parent, *arguments)
+
+    return mock.patch.object(History, "_after", lenient)
+
+
 HISTORY = "unit/rollout/agents/test_history.py::test_rows_are_what_was_sampled_whatever_an_agent_sends"
 COUNTS = "unit/trainers/test_rollout_batch.py::test_an_episode_counts_once_however_many_rows_it_has"
 
@@ -113,6 +124,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "calls are compared by their JSON": Fault(lambda: _same_by(_calls_by_their_json), HISTORY),
     "turns that were asked for again are trained": Fault(_all_that_nothing_follows, HISTORY),
+    "turns that the agent's own limit has cut are gone on with": Fault(_only_limits_of_the_run_cut, HISTORY),
     "a history goes on with other tools": Fault(_whatever_the_tools, HISTORY),
     "an agent's history is encoded again": Fault(_encoded_again, HISTORY),
     "calls with the same messages have the same seed": Fault(_twins_alike, HISTORY),

@@ -87,6 +87,17 @@ def _frozen_weights_move() -> Any:
 FAILED = "distributed/step/test_failed_steps.py"
 PRECISION = "distributed/model/test_precision.py"
 
+def _reduced_at_the_end_alone() -> Any:
+    """Whole gradients are kept until the last backward, however weights are sharded: numbers are equal, memory is
+    not."""
+    from automodel_rl.parallel.sharding import begin_backward
+
+    def late(part: Any, is_last: bool, *, reduces: bool, reshards: bool) -> None:
+        begin_backward(part, is_last, reduces=False, reshards=reshards)
+
+    return everywhere(late, "step.drivers.begin_backward", "encoder.encoding.begin_backward")
+
+
 FAULTS: dict[str, Fault] = {
     "tied gradient counted once": Fault(
         lambda: patch("parallel.gradients.TiedEmbedding.sum_gradients", return_value=None),
@@ -134,5 +145,9 @@ FAULTS: dict[str, Fault] = {
     "FSDP left as it was in a failed step": Fault(
         lambda: patch("parallel.sharding.reset_fsdp", return_value=None),
         f"{FAILED}::test_a_step_that_is_interrupted_anywhere_leaves_no_trace",
+    ),
+    "gradients in shards reduced at the end of a step alone": Fault(
+        _reduced_at_the_end_alone,
+        "distributed/parallel/test_resharding.py::test_units_are_gathered_no_oftener_than_they_are_needed[reshard]",
     ),
 }

@@ -2,13 +2,23 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from automodel_rl.errors import InputError
-from automodel_rl.files import check_place, complete_folder, new_folder, write_complete, write_for_owner, written
+from automodel_rl.files import (
+    SETTLED_SECONDS,
+    TemporaryFolder,
+    check_place,
+    complete_folder,
+    new_folder,
+    write_complete,
+    write_for_owner,
+    written,
+)
 from automodel_rl.launch.process_group import join_process_group, leave_process_group
 
 
@@ -92,3 +102,23 @@ def test_a_file_for_its_owner_alone_is_whole_and_replaces_only_what_it_may(tmp_p
         write_for_owner(file, "third", replaces=False)
     assert [path.name for path in file.parent.iterdir()] == ["key"]
     assert file.read_text() == "second"
+
+
+def test_temporary_folders_of_killed_processes_are_removed_with_the_next_one(tmp_path: Path) -> None:
+    long_ago = time.time() - 2 * SETTLED_SECONDS
+    abandoned, begun, linked = (tmp_path / f"automodel_rl_{name}" for name in ("abandoned", "begun", "linked"))
+    abandoned.mkdir()
+    (abandoned / "file").write_text("left")
+    begun.mkdir()
+    (tmp_path / "of others").mkdir()
+    linked.symlink_to(tmp_path / "of others")
+    with TemporaryFolder(tmp_path) as used:
+        for folder in (abandoned, Path(used), tmp_path / "of others"):
+            os.utime(folder, (long_ago, long_ago))
+        with TemporaryFolder(tmp_path) as next_one:
+            assert not abandoned.exists()
+            assert Path(used).is_dir(), "its process lives"
+            assert begun.is_dir(), "it may be locked in a moment"
+            assert (tmp_path / "of others").is_dir()
+            assert Path(next_one).is_dir()
+    assert not Path(used).exists()

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from automodel_rl.errors import InputError
+from automodel_rl.files import TemporaryFolder
 from automodel_rl.rollout.episodes.system_call_filter import filter_program
 
 MEMORY_BYTES = 2**31
@@ -140,11 +141,10 @@ def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
 
 
 def _working_folder(is_sandboxed: bool) -> contextlib.AbstractContextManager[str]:
-    """The folder in which the launcher starts. Code with a file system of its own has a folder there, and
-    leaves nothing behind if this process is killed. Without rights to its parts another one may outlast the call."""
+    """The folder in which the launcher starts. Code with a file system of its own has a folder there."""
     if is_sandboxed:
         return contextlib.nullcontext("/")
-    return tempfile.TemporaryDirectory(prefix="automodel_rl_python_", ignore_cleanup_errors=True)
+    return TemporaryFolder()
 
 
 @functools.cache

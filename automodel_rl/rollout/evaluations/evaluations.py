@@ -5,7 +5,6 @@ import os
 import queue
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.validation import InspectConfig, LmEvalConfig, ValidationConfig
 from automodel_rl.errors import InputError
+from automodel_rl.files import TemporaryFolder
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.evaluations.endpoint import AskedPrompts, EvaluationEndpoint
@@ -90,7 +90,7 @@ class Evaluations:
 
     def _run(self, name: str, config: LmEvalConfig | InspectConfig) -> dict[str, float]:
         began = time.monotonic()
-        with self._endpoint() as endpoint, tempfile.TemporaryDirectory(prefix="automodel_rl_") as folder:
+        with self._endpoint() as endpoint, TemporaryFolder() as folder:
             if isinstance(config, LmEvalConfig):
                 command = lm_eval_command(config, endpoint.url, self.folder, self.longest, Path(folder))
             else:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from automodel_rl.config import ModelConfig, ParallelConfig, RunConfig, Section
 from automodel_rl.config.model import Dtype
 from automodel_rl.errors import VerificationError
 from automodel_rl.families.known import is_exact
+from automodel_rl.files import TemporaryFolder
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.support.attention import ATTENTION
@@ -76,7 +76,7 @@ def verify(config: RunConfig, as_json: bool) -> None:
     join_process_group(ranks_to_verify(config))
     dtype, tolerances = precision(config.model, full, config.parallel.tp)
     is_first = dist.get_rank() == 0
-    with tempfile.TemporaryDirectory(prefix="automodel_rl_verify_") as own_folder:
+    with TemporaryFolder() as own_folder:
         folder = Path(_from_first_rank(own_folder))
         if is_first:
             if not as_json:

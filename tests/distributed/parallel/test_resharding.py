@@ -84,8 +84,8 @@ def test_recomputed_layers_equal_one_process(
     assert_equal(differences(ranks, tmp_path, case), FLOAT64 if FAMILIES[family].is_exact(1) else FLOAT32)
 
 
-def gathers_of_a_step(folder: Path, fsdp: Fsdp, num_microbatches: int) -> Counter[str]:
-    """How often a step gathers each FSDP unit."""
+def exchanges_of_a_step(folder: Path, fsdp: Fsdp, num_microbatches: int) -> tuple[Counter[str], Counter[str]]:
+    """How often a step gathers each FSDP unit, and how often it reduces its gradients."""
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder)), ParallelConfig(dp_shard=2, fsdp=fsdp))
     engine = Engine(handle, OptimizerConfig(lr=1e-2, decay="constant"))
     microbatches = [pack_microbatch(make_sequences(2, number)) for number in range(num_microbatches)]
@@ -93,13 +93,20 @@ def gathers_of_a_step(folder: Path, fsdp: Fsdp, num_microbatches: int) -> Counte
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         engine.train_step(microbatches, sft_loss)
     names = [event.name for event in profile.events()]
-    return Counter(match[1] for name in names if (match := re.fullmatch(r"FSDP::all_gather \((\S+)\)", name)))
+    gathers, reductions = (
+        Counter(match[1] for name in names if (match := re.fullmatch(rf"FSDP::{kind} \((\S+)\)", name)))
+        for kind in ("all_gather", "post_backward_reduce")
+    )
+    return gathers, reductions
 
 
 @pytest.mark.parametrize("fsdp", ["keep", "reduce", "reshard"])
 def test_units_are_gathered_no_oftener_than_they_are_needed(ranks: RankPool, tmp_path: Path, fsdp: Fsdp) -> None:
+    """And keep whole gradients no longer than one microbatch, unless they are to be kept."""
     save_tiny_model(tmp_path, "qwen3", num_layers=3)
     once, layer = (3, 6) if fsdp == "reshard" else (1, 1)
-    layers = {f"model.layers.{number}": layer for number in range(3)}
-    for found in ranks(2).run(gathers_of_a_step, tmp_path, fsdp, 3):
-        assert found == {"model.embed_tokens": once, "lm_head": once, **layers}
+    layers = [f"model.layers.{number}" for number in range(3)]
+    units = ["model.embed_tokens", "lm_head", *layers]
+    for gathers, reductions in ranks(2).run(exchanges_of_a_step, tmp_path, fsdp, 3):
+        assert gathers == {unit: layer if unit in layers else once for unit in units}
+        assert reductions == dict.fromkeys(units, 1 if fsdp == "keep" else 3)

@@ -164,6 +164,12 @@ async def goes_on_after_a_cut_turn(ask: Ask) -> None:
     await ask(m)
 
 
+async def goes_on_after_a_turn_cut_by_its_own_limit(ask: Ask) -> None:
+    m = [user("Ask.")]
+    m += [await ask(m, max_tokens=3), user("Go on.")]
+    await ask(m)
+
+
 async def turn_of_its_own(ask: Ask) -> None:
     m = [user("Ask.")]
     m += [await ask(m), {"role": "assistant", "content": "agent wrote this"}, user("Sure?")]
@@ -241,6 +247,12 @@ CASES = {
     tools_changed: ([said("", "Ben"), SEVEN], 2, 0, {"tools changed": 1}),
     system_changed: ([SEVEN, YES], 2, 0, {"the system text changed": 1}),
     goes_on_after_a_cut_turn: (["Once upon", YES], 2, 0, {"a turn that was cut off was gone on with": 1}),
+    goes_on_after_a_turn_cut_by_its_own_limit: (
+        ["Once upon", YES],
+        2,
+        0,
+        {"a turn that was cut off was gone on with": 1},
+    ),
     turn_of_its_own: ([SEVEN, YES], 2, 0, {"a message of assistant was added to the history": 1}),
     answer_left_out: ([said("", "Ben"), SEVEN, YES], 2, 0, {"one history went on in two ways": 1}),
 }
