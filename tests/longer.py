@@ -109,10 +109,10 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_a_family_scores_as_in_transformers": COVERING,
     },
     "distributed/model/test_compiled.py": {
-        "test_a_warm_up_leaves_no_graph_to_steps_and_changes_none": ("pp",),
+        "test_a_warm_up_leaves_no_graph_to_steps_and_changes_none": ALL,
         "test_microbatches_of_any_size_need_no_graph_of_their_own": ("qwen3_moe-{}-full",),
         "test_layers_with_fsdp_units_within_recompute_what_they_had": ALL,
-        "test_recomputed_layers_keep_no_tensor_that_ranks_exchange": ("all_to_all",),
+        "test_recomputed_layers_keep_no_tensor_that_ranks_exchange": ALL,
         "test_ranks_of_an_encoder_take_part_in_a_warm_up": ALL,
     },
     "distributed/model/test_composites.py": {

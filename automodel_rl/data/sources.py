@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import pyarrow
-from pyarrow import parquet
-
 from automodel_rl.config import SourceConfig
 from automodel_rl.data.json_files import COMPRESSED, open_json
 from automodel_rl.data.sampler import Draw
@@ -168,7 +165,9 @@ def _open_file(path: Path) -> RecordSource:
 
 def _readable_columns(path: Path) -> list[str]:
     """The columns of a parquet file whose types `datasets` reads, if it has others, such as maps; else none."""
+    import pyarrow  # starts a thread, and only some sources need it
     from datasets import Features
+    from pyarrow import parquet
 
     try:
         schema = parquet.read_schema(path)
@@ -185,6 +184,7 @@ def _readable_columns(path: Path) -> list[str]:
 def _without_other_columns(path: Path, readable: list[str]) -> Any:
     """The dataset of some columns of a parquet file, in memory."""
     from datasets import Dataset
+    from pyarrow import parquet
 
     return Dataset(parquet.read_table(path, columns=readable))
 

@@ -42,8 +42,8 @@ def distill(policy: Policy, run: Run) -> Path:
         draws = [draw for loaded in data.every_record(config.data.validation) for draw in loaded.draws]
         names = [of_held_out[source] for source, _ in draws]
     run.resume(Goal(data.total_steps), {"data": data.train})
-    run.save_examples(data.examples)
     batches = data.steps()
+    run.save_examples(data.examples)
     for step in run.steps(f"{data.per_step} chats a step, of {data.num_records:,}"):
         with step.time("data"):
             loaded = next(batches)

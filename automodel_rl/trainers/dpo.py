@@ -35,8 +35,8 @@ def dpo(policy: Policy, run: Run) -> Path:
     held_out = data.held_out()
     reference.score(held_out)
     run.resume(Goal(data.total_steps), {"data": data.train})
-    run.save_examples(data.examples)
     batches = data.steps()
+    run.save_examples(data.examples)
     for step in run.steps(f"{data.per_step} pairs a step, of {data.num_records:,}"):
         with step.time("data"):
             loaded = next(batches)

@@ -31,8 +31,8 @@ def kto(policy: Policy, run: Run) -> Path:
     policy.keep_weights(REFERENCE)  # the model's first weights, before a checkpoint replaces them
     held_out = data.held_out()
     run.resume(Goal(data.total_steps), {"data": data.train})
-    run.save_examples(data.examples)
     batches = data.steps()
+    run.save_examples(data.examples)
     for step in run.steps(f"{data.per_step} completions a step, of {data.num_records:,}"):
         with step.time("data"):
             loaded = next(batches)
