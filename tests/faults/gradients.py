@@ -87,6 +87,7 @@ def _frozen_weights_move() -> Any:
 FAILED = "distributed/step/test_failed_steps.py"
 PRECISION = "distributed/model/test_precision.py"
 
+
 def _reduced_at_the_end_alone() -> Any:
     """Whole gradients are kept until the last backward, however weights are sharded: numbers are equal, memory is
     not."""

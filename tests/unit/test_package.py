@@ -25,8 +25,9 @@ def test_help_needs_no_torch_and_under_a_second_of_the_processor() -> None:
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 1.0
     assert "usage: automodel-rl COMMAND" in result.stdout
-    traced = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, check=True)
-    assert not any(line.endswith((" torch", " numpy", " transformers")) for line in traced.stderr.splitlines())
+    traced = [sys.executable, "-X", "importtime", *arguments]
+    imports = subprocess.run(traced, capture_output=True, text=True, check=True).stderr
+    assert not any(line.endswith((" torch", " numpy", " transformers")) for line in imports.splitlines())
 
 
 def test_importing_the_library_prints_nothing() -> None:
