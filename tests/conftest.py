@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu_seconds import RECORD, WORKER, CpuSeconds, read_record, unrecorded, write_record
+from tests.cpu_seconds import QUICK_SECONDS, WORKER, CpuSeconds, read_record, unrecorded, write_record
 from tests.faults.table import PLANTED, planted
 from tests.longer import is_longer
 from tests.rank_pool import RankPool
@@ -40,17 +40,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     seconds = session.config.pluginmanager.get_plugin(PLUGIN).seconds
     machine = session.config.getoption("--record-durations")
     if machine:
-        write_record({**(read_record() if RECORD.is_file() else {}), **seconds}, machine)
+        write_record({**read_record(), **seconds}, machine)
     elif session.config.getoption("--check-durations") and (problems := unrecorded(seconds, read_record())):
         session.config.stash[UNRECORDED] = problems
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    record = read_record()
     for item in items:
-        if UNIT in item.path.parents:
+        name = item.nodeid.removeprefix("tests/")
+        if UNIT in item.path.parents and record.get(name.partition("[")[0], 0.0) <= QUICK_SECONDS:
             item.add_marker("quick")
-        if is_longer(item.nodeid.removeprefix("tests/")):
+        if is_longer(name):
             item.add_marker("longer")
     if not torch.cuda.is_available():
         for item in items:
