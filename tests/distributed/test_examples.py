@@ -55,5 +55,5 @@ def test_the_script_of_the_page_on_losses(ranks: RankPool, tmp_path: Path) -> No
     page = (PACKAGE / "losses" / "README.md").read_text()
     (script,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
     for result in ranks(2).run(run_script, script, tmp_path):
-        assert result == {"num_tokens": 2, "logprobs": [4]}
+        assert result == {"num_tokens": 4, "logprobs": [3, 4]}
     assert (tmp_path / "out" / "config.json").is_file()

@@ -49,7 +49,11 @@ def test_completions_that_were_cut_off_may_count_nothing(ranks: RankPool, worksp
     (row,) = metrics_of(tmp_path / "run")
     assert 0 < row["rollout/truncated"] < 1
     rollouts = rollouts_of(tmp_path / "run", 1)
-    assert row["train/num_tokens"] == sum(rollout["tokens"] for rollout in rollouts if rollout["finish"] == "stop") > 0
+    groups = [rollouts[start : start + 4] for start in range(0, len(rollouts), 4)]
+    whole = [[rollout for rollout in group if rollout["finish"] == "stop"] for group in groups]
+    assert [len(group) for group in whole if len(group) < 2] == [1], "alone in its group, it teaches nothing"
+    trained = [rollout for group in whole if len(group) > 1 for rollout in group]
+    assert row["train/num_tokens"] == sum(rollout["tokens"] for rollout in trained) > 0
 
 
 class Silent(TransformersGenerator):
