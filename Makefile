@@ -1,7 +1,7 @@
 # make setup   an environment in .venv with everything (repeatable)
 # make demo    warm up a small chat model and train it with rewards, on this machine
 # make test    lint, types, import contracts, tests
-# make quick   lint, unit tests that take little, and a few layouts against one process (about a minute and a half on 2 cores)
+# make quick   lint, unit tests that take little, and a few layouts against one process (about two minutes on 2 cores)
 # make longer  the tests that others of each commit stand for, and those that take a minute or more (about an hour and a half)
 # make check   lint, types, import contracts, pages
 # make pages   README's generated parts and API.md
