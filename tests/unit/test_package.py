@@ -15,19 +15,23 @@ def test_public_names_are_listed_and_others_unknown() -> None:
         automodel_rl.nonsense  # noqa: B018
 
 
-def test_help_needs_no_torch_and_under_a_second_of_the_processor() -> None:
+def test_help_needs_no_torch_and_less_than_half_of_its_processor_time() -> None:
+    """About 0.7 of 2.2 seconds on an idle machine. A loaded one takes longer for both."""
     arguments = ["-m", "automodel_rl", "--help"]
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 1.0
-    assert "usage: automodel-rl COMMAND" in result.stdout
+    commands = {"help": [sys.executable, *arguments], "torch": [sys.executable, "-c", "import torch"]}
+    seconds = {name: min(processor_seconds(command) for _ in range(2)) for name, command in commands.items()}
+    assert seconds["help"] < 0.5 * seconds["torch"]
     traced = [sys.executable, "-X", "importtime", *arguments]
-    imports = subprocess.run(traced, capture_output=True, text=True, check=True).stderr
-    assert not any(line.endswith((" torch", " numpy", " transformers")) for line in imports.splitlines())
+    result = subprocess.run(traced, capture_output=True, text=True, check=True)
+    assert "usage: automodel-rl COMMAND" in result.stdout
+    assert not any(line.endswith((" torch", " numpy", " transformers")) for line in result.stderr.splitlines())
+
+
+def processor_seconds(command: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_importing_the_library_prints_nothing() -> None:
