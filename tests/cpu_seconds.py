@@ -48,8 +48,9 @@ class CpuSeconds:
             self.config.workeroutput["cpu_seconds"] = dict(self.seconds)  # type: ignore[attr-defined]
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        self.seconds.update(node.workeroutput["cpu_seconds"])
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        if not error:  # a process that has crashed tells nothing, and xdist starts another one
+            self.seconds.update(node.workeroutput["cpu_seconds"])
 
 
 def seconds_of_tree(pid: int) -> float:
