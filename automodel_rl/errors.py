@@ -64,7 +64,7 @@ class JobEndedError(RuntimeError):
 
 
 class StoppedError(JobEndedError):
-    """The run was asked to stop and has saved a checkpoint."""
+    """The run was asked to stop, and goes on from its newest checkpoint."""
 
 
 class VerificationError(JobEndedError):

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
-from automodel_rl.errors import InputError, RolloutError
+from automodel_rl.errors import InputError, RolloutError, StoppedError
 from automodel_rl.generator_messages import Failed, Finished, ProtocolError, Request, UseVersion
 from automodel_rl.generators import jobs
 from automodel_rl.generators.dealing import deal
@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 LOOK_SECONDS = 30.0
 """Seconds between two looks whether all ranks and members are there, while a program waits for completions."""
+
+STOP_SECONDS = 1.0
+"""Seconds between two looks whether the run is asked to stop, while a program waits for completions."""
 
 
 class Fleet:
@@ -187,16 +190,31 @@ class Fleet:
 
         Args:
             wait: the function.
+
+        Raises:
+            StoppedError: the run is asked to stop, and no generator is there to finish the step.
         """
         if not self.works_alone:
             return wait()
-        result = in_thread(wait, "waiting")
-        while not futures.wait([result], self._look_seconds).done:
+        result, looked = in_thread(wait, "waiting"), time.monotonic()
+        while not futures.wait([result], min(STOP_SECONDS, self._look_seconds)).done:
+            self._stop_if_alone()
+            if time.monotonic() - looked < self._look_seconds:
+                continue
             with flight.phase("asking whether all ranks are there"):
                 self.crew.ask(Job())
             self._lose_those_that_are_silent()
             self._end_long_waits()
+            looked = time.monotonic()
         return result.result()
+
+    def _stop_if_alone(self) -> None:
+        """Ends a step that waits for a generator to join, if the run is asked to stop."""
+        if self._joined is not None and self.crew.signals and not self.members:
+            raise StoppedError(
+                f"stopped by {self.crew.signals[0]} while no generator was there, so the step that waited for one is "
+                "not done: --resume auto goes on from the newest checkpoint"
+            )
 
     @property
     def _look_seconds(self) -> float:
@@ -478,6 +496,7 @@ class Fleet:
     def _take(self, member: Member, message: Finished | Failed | Leaving | IsReading) -> None:
         """Takes what a member sends. Its thread calls it. Raises ProtocolError if nobody asked for that."""
         if isinstance(message, IsReading):
+            member.note_reading()
             return
         if isinstance(message, Leaving):
             with self._news:
@@ -493,6 +512,7 @@ class Fleet:
             if assignment is None:  # others write it now
                 return
             self._check(member, assignment, message)
+            member.note_completion()
             place = assignment.places[message.place]
             if place in assignment.submission.claimed:
                 return

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import queue
 import signal
 import socket
 import threading
@@ -227,6 +228,7 @@ class JoinedGenerator:
     ):
         self.connection, self.generator, self.sync, self.vocab_size = connection, generator, sync, vocab_size
         self._sending = threading.RLock()  # a signal may come while this thread sends
+        self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._problem, self._has_written = "", False
 
     def run(self) -> bool:
@@ -236,10 +238,13 @@ class JoinedGenerator:
             _WriterLostError: the generator cannot write, or a version cannot be read. The program has been told.
         """
         self._send(HasStarted())
+        threading.Thread(target=self._receive, daemon=True, name="receiving").start()
         try:
-            while (message := self._next()) is not None:
+            while (message := self._received.get()) is not None:
                 if isinstance(message, HasEnded):
                     return True
+                if isinstance(message, Exception):
+                    raise message
                 self._take(message)
         except _StopRequest:
             self._send(Leaving("it was asked to stop"))
@@ -248,12 +253,16 @@ class JoinedGenerator:
             raise _WriterLostError(f"this generator cannot write: {self._problem}", self._has_written)
         return False
 
-    def _next(self) -> Any:
-        """What the program sends next; None after the end."""
+    def _receive(self) -> None:
+        """Queues what the program sends, and None after the end. It does so also while a version is read, which may
+        take longer than the program's socket waits for room."""
         try:
-            return self.connection.recv()
+            while True:
+                self._received.put(self.connection.recv())
         except (EOFError, OSError):
-            return None
+            self._received.put(None)
+        except Exception as error:  # what cannot be read here
+            self._received.put(error)
 
     def _take(self, message: UseVersion | Generate) -> None:
         try:

@@ -14,6 +14,9 @@ from automodel_rl.launch.authenticated import AuthenticatedConnection
 IS_GONE = "its process is gone"
 """Why a member is lost whose connection has ended."""
 
+LONGEST_READING = 3600.0
+"""Longest time in seconds for which a member counts as alive because it says that it reads a version of the weights."""
+
 LONGEST_FAREWELL = 5.0
 """Longest wait in seconds until a member has been told that the run has ended."""
 
@@ -36,7 +39,8 @@ class Member:
         problem: why it is lost, "" if it is not.
         broke_off: whether its connection ended without a reason, or for what it sent.
         queued: requests that it has not got yet: they wait for a job.
-        heard: time at which it last sent something, by the monotonic clock.
+        heard: time at which it last sent a completion that it was asked for, or was reading weights, by the monotonic
+            clock.
         first_number: the first number of what its generator was asked. Earlier requests went to generators before it.
         num_given_up: how often it did not come back, in a row.
         tried_again_at: the policy version from which on another start is tried.
@@ -53,7 +57,7 @@ class Member:
         self.number, self.works_alone, self.has_joined = number, works_alone, has_joined
         self.problem, self.broke_off = "", False
         self.queued: list[Generate] = []
-        self.heard = time.monotonic()
+        self.heard = self._told_to_read = time.monotonic()
         self.first_number = self.num_given_up = self.tried_again_at = 0
         self._connection, self._take = connection, take
         self._outgoing: queue.SimpleQueue[Generate | UseVersion | HasEnded | None] = queue.SimpleQueue()
@@ -74,7 +78,18 @@ class Member:
         Args:
             version: the version.
         """
+        self._told_to_read = time.monotonic()
         self._outgoing.put(version)
+
+    def note_completion(self) -> None:
+        """Notes that it has sent a completion that it was asked for."""
+        self.heard = time.monotonic()
+
+    def note_reading(self) -> None:
+        """Notes that it reads weights, as long as that may take."""
+        now = time.monotonic()
+        if now - self._told_to_read < LONGEST_READING:
+            self.heard = now
 
     def ask(self, number: int, requests: Sequence[Request]) -> None:
         """Gives it requests. If it is gone, `take` learns of it.
@@ -130,7 +145,6 @@ class Member:
         try:
             while True:
                 message: Any = self._connection.recv()
-                self.heard = time.monotonic()
                 self._take(self, message)
         except (EOFError, OSError):  # its rank has ended, or the program
             pass

@@ -20,6 +20,9 @@ LONGEST_WAIT = 60.0
 HANDSHAKE_SECONDS = 10.0
 """Longest time that a client may take for the whole handshake."""
 
+MOST_HANDSHAKES = 5
+"""Most times that a client tries one."""
+
 MAX_UNPROVEN = 256
 """Most connections whose client has not proved yet that it knows the key."""
 
@@ -47,13 +50,21 @@ class DoorAddress:
     key: bytes
 
     def knock(self) -> AuthenticatedConnection:
-        """A connection to the program, whose first message is due from here.
+        """A connection to the program, whose first message is due from here. A handshake that the program breaks off,
+        to make room for others, is tried again.
 
         Raises:
             AuthenticationError: what listens there does not know the key.
             OSError, EOFError: the program cannot be reached.
         """
         deadline = time.monotonic() + LONGEST_WAIT
+        for _ in range(MOST_HANDSHAKES - 1):
+            with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+                return self._connect(deadline)
+            time.sleep(PAUSE)
+        return self._connect(deadline)
+
+    def _connect(self, deadline: float) -> AuthenticatedConnection:
         end = socket.create_connection((self.host, self.port), LONGEST_WAIT)
         try:
             _keep_alive(end)

@@ -16,10 +16,14 @@ class StopSignal:
     """A request to stop, true once a signal has come. A second signal interrupts at once. Use as a context manager.
 
     A closed terminal sends SIGHUP, and its shell may send it again. SIGHUP never interrupts.
+
+    Args:
+        received: gets the signal's name, for those who wait for something that a stop ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, received: list[str] | None = None) -> None:
         self.name: str | None = None
+        self._received = received
         self._terminal = Terminal()
 
     def __enter__(self) -> "StopSignal":
@@ -38,4 +42,7 @@ class StopSignal:
             self._terminal.outlive()
         elif self.name is not None:
             raise KeyboardInterrupt
-        self.name = self.name or signal.Signals(number).name
+        if self.name is None:
+            self.name = signal.Signals(number).name
+            if self._received is not None:
+                self._received.append(self.name)

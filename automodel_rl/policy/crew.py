@@ -94,7 +94,7 @@ class TreeCrew:
         do: does a job with this rank's share, on every rank.
 
     Attributes:
-        signals: on rank 0, names of the signals to stop that other ranks got.
+        signals: on rank 0, names of the signals to stop that ranks got.
         is_intact: on rank 0, whether the ranks take jobs. They do not after a job has failed.
         host: the name of rank 0's machine for the other ranks.
     """

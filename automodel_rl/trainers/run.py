@@ -245,7 +245,7 @@ class Run:
         if self.is_finished:
             return
         self.progress = Progress(self.total_steps, self.step)
-        with StopSignal() as stop, self.progress, self._tracking(), _short_collections():
+        with StopSignal(self.policy.crew.signals) as stop, self.progress, self._tracking(), _short_collections():
             if self.directory.begins_anew:
                 self.progress.say(
                     f"{self.directory.folder} holds a run that finished no step; this one takes its place"

@@ -100,6 +100,25 @@ def test_it_shows_that_it_is_alive_while_it_reads(
     assert (thread.is_alive(), raised) == (False, [])
 
 
+def test_it_takes_what_comes_while_it_reads(ends: tuple[MessageConnection, MessageConnection]) -> None:
+    """The run's socket has room for a part of it, and counts a generator as gone that takes nothing for two minutes."""
+    ours, theirs = ends
+    sync, is_read = mock.Mock(), threading.Event()
+    sync.bring.side_effect = lambda *_: is_read.wait(SOON) and BROUGHT
+    _, thread, raised = started(theirs, sync)
+    assert isinstance(take(ours), HasStarted)
+    ours.send(UseVersion(1, "hash", 1))
+    sent = threading.Thread(target=lambda: ours.send(Generate(4, [Request([1] * 2_000_000, 0, Sampling(2))])))
+    sent.start()
+    sent.join(SOON)
+    assert not sent.is_alive()
+    is_read.set()
+    assert isinstance(take(ours), Finished)
+    ours.send(HasEnded())
+    thread.join(SOON)
+    assert (thread.is_alive(), raised) == (False, [])
+
+
 def test_another_key_is_told_at_once(tmp_path: Path) -> None:
     door = Door("localhost", 0, b"key", lambda connection: connection.close())
     with pytest.raises(InputError, match="the run has another key"):

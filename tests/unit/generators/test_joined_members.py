@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -16,15 +17,17 @@ import pytest
 from automodel_rl.config import WeightSyncConfig
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
-from automodel_rl.errors import InputError, RolloutError
+from automodel_rl.errors import InputError, RolloutError, StoppedError
 from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Request, Sampling, UseVersion
 from automodel_rl.generators import jobs, joined_members
+from automodel_rl.generators import member as member_module
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.joined_members import JoinedMembers
 from automodel_rl.generators.joining_messages import (
     FromRun,
     HasEnded,
     HasStarted,
+    IsReading,
     Joining,
     Leaving,
     MessageConnection,
@@ -110,7 +113,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
         spec = GeneratorSpec(choice, 100, WeightSyncConfig(publish=tmp_path / "weights"))
         starting = threading.Thread(target=fleet.start, args=(spec,), daemon=True)
         starting.start()
-        found = [Guest(_when_there(tmp_path / "weights")) for _ in range(guests)]
+        found = []
+        for number in range(guests):
+            found.append(Guest(_when_there(tmp_path / "weights")))
+            with fleet._news:  # so that members have the order of guests
+                fleet._news.wait_for(lambda: len(fleet.members) > number, SOON)  # noqa: B023
         evaluating = [Guest(_when_there(tmp_path / "weights"), evaluates=True) for _ in range(evaluators)]
         starting.join(SOON)
         fleet.sync()
@@ -217,6 +224,16 @@ def test_a_run_that_nobody_joins_ends_with_what_to_do(start: Any) -> None:
         fleet.waited(wait)
     assert not fleet.can_write
     assert "none has joined" in fleet.nobody
+
+
+def test_a_run_that_is_asked_to_stop_waits_for_no_generator(start: Any) -> None:
+    """A signal to stop waits for the end of the step, which does not come while nobody writes."""
+    crew = Crew()
+    fleet, (only,) = start(guests=1, minutes=60.0, crew=crew)
+    wait = fleet.submit(requests(1))
+    only.connection.close()
+    with pytest.raises(StoppedError, match="stopped by SIGTERM while no generator was there"):
+        fleet.waited(lambda: (crew.signals.append("SIGTERM"), wait())[1])
 
 
 def test_a_member_is_waited_for_from_the_moment_that_something_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +396,28 @@ def test_a_generator_cannot_answer_for_another(start: Any) -> None:
     assert seeds(wait()) == [100, 101]
 
 
+def test_only_what_was_asked_for_and_reading_for_an_hour_show_that_it_is_alive(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    fleet, _ = start(guests=1)
+    (member,) = fleet.members
+    monkeypatch.setattr(member_module.time, "monotonic", lambda: now[0])
+    for minutes, message, counts in (
+        (1, IsReading(), True),
+        (30, Finished(999, 0, Completion([1], [0.0], "stop")), False),
+        (59, IsReading(), True),
+        (61, IsReading(), False),
+    ):
+        now[0] += 60 * minutes - (now[0] - member._told_to_read)
+        before = member.heard
+        fleet._take(member, message)
+        assert (member.heard > before) == counts, (minutes, message)
+    fleet.sync()
+    fleet._take(member, IsReading())
+    assert member.heard == now[0]
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\x80\x04.", b"Finished", b"Welcome\n{}", b"HasEnded\n{}", b"Failed\n" + b"[" * 200_000, b"\xff\n{}"],
@@ -444,7 +483,8 @@ def test_a_stranger_between_a_waiting_generator_and_a_live_run_gets_nothing(star
         to_generator, to_run = stranger.lines[0]
         assert address.key not in stranger.heard
         for end in (to_generator, to_run):  # what it says itself
-            AuthenticatedConnection(end.dup(), b"guess", b"guess").send(Ran(tmp_path / "ran"))
+            with contextlib.suppress(OSError):  # the connection ends at the first part that is not from its other end
+                AuthenticatedConnection(end.dup(), b"guess", b"guess").send(Ran(tmp_path / "ran"))
         with pytest.raises(OSError, match="not from the other end"):
             generator.recv()
     assert len(fleet.members) == 1

@@ -7,6 +7,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from automodel_rl.launch import door as door_module
 from automodel_rl.launch.door import Door, DoorAddress
 
 SOON = 30.0
@@ -49,4 +50,24 @@ def test_others_come_over_either_protocol(address: str, taken: SimpleQueue[Conne
     assert says_hello(DoorAddress(address, door.address.port, b"key"), taken)
     with pytest.raises((AuthenticationError, OSError, EOFError)):
         DoorAddress(address, door.address.port, b"another").knock()
+    door.close()
+
+
+def test_a_handshake_that_is_broken_off_to_make_room_is_tried_again(
+    taken: SimpleQueue[Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many strangers at the rank's own address, of whom each takes a place."""
+    monkeypatch.setattr(door_module, "MAX_UNPROVEN_BY_ADDRESS", 1)
+    monkeypatch.setattr(door_module, "PAUSE", 0.01)
+    proofs, at_rest = iter([True, False]), door_module.prove_as_client
+
+    def prove(end: socket.socket, key: bytes, deadline: float) -> Connection:
+        if next(proofs):  # another one comes before this one has proved anything
+            socket.create_connection(end.getpeername()).close()
+            assert end.recv(1) == b""
+        return at_rest(end, key, deadline)
+
+    monkeypatch.setattr(door_module, "prove_as_client", prove)
+    door = Door("localhost", 0, b"key", taken.put)
+    assert says_hello(door.address, taken)
     door.close()
