@@ -141,12 +141,15 @@ class ChatTokenizer:
         Raises:
             InputError: the template refuses the chat or leaves out part of it, or the assistant's tokens are unclear.
         """
-        has_marks = self.template.has_marks(chat)
-        encoded = self.template.encode(chat, where)
+        marked: list[Span] = []
+        if has_marks := self.template.has_marks(chat):
+            ids, marked = self._all_marked(chat, where)
+        else:
+            ids = self.template.encode(chat, where)["input_ids"]
         self.template.check(chat, where)
-        turns, ids = self._turns(chat, where), encoded["input_ids"]
+        turns = self._turns(chat, where)
         if has_marks:
-            spans = self._marked(chat, turns, self._all_marked(chat, where), where)
+            spans = self._marked(chat, turns, marked, where)
         else:
             found = find_turns(self.template, chat, ids, turns, where)
             ids, spans = found.ids, found.spans
@@ -247,13 +250,13 @@ class ChatTokenizer:
     def _num_spans(self, chat: Chat, where: str) -> int:
         if not chat.messages:
             return 0
-        return len(self._all_marked(chat, where))
+        return len(self._all_marked(chat, where)[1])
 
-    def _all_marked(self, chat: Chat, where: str) -> list[Span]:
-        """The tokens of all stretches of characters that the template marks. transformers' own mask runs to the end of
-        the chat where a stretch ends with characters that are in no token, or with the first token."""
-        self.template.encode(chat, where)  # raises if the template refuses the chat
-        text, marked = self.template.marked_text(chat)
+    def _all_marked(self, chat: Chat, where: str) -> tuple[list[int], list[Span]]:
+        """A chat's token ids, and the tokens of all stretches of characters that the template marks. transformers' own
+        mask runs to the end of the chat where a stretch ends with characters that are in no token, or with the first
+        token."""
+        text, marked = self.template.marked_text(chat, where)
         places = TokenPlaces(self.tokenizer, text)
         mask = [0] * len(places.ids)
         for start, end in marked:
@@ -264,7 +267,7 @@ class ChatTokenizer:
                     "tokenizer"
                 )
             mask[slice(*tokens)] = [1] * (tokens[1] - tokens[0])
-        return _spans(mask)
+        return places.ids, _spans(mask)
 
 
 ONE_IMAGE = Chat([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}])

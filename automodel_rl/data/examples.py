@@ -31,6 +31,9 @@ from automodel_rl.data.sources import Sources
 from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
 
+MOST_KEPT_TOKENS = 2**22
+"""Most tokens of the examples that are kept for the next epoch: 36 MB of token ids and masks."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -94,6 +97,8 @@ class ExampleDataset(Dataset):
         limits["data.max_tokens"] = data.max_tokens
         self.longest, self.limit = min((limit, name) for name, limit in limits.items() if limit is not None)
         self.sources = Sources(sources, functools.partial(open_examples, data=data))
+        self._kept: dict[Draw, Example] = {}
+        self._room = MOST_KEPT_TOKENS
 
     def _held(self, draw: Draw) -> tuple[Chat | Text | Pair | Judged, str]:
         """What a record holds, and its place in the data."""
@@ -101,15 +106,30 @@ class ExampleDataset(Dataset):
         return type(self).read(record, config, where), where
 
     def __getitem__(self, draw: Draw) -> Example | InputError:
-        """The example of a draw. An InputError is returned, not raised: a worker process would wrap it in its
-        traceback. With `on_bad_record: drop` the example is empty and tells it."""
+        """The example of a draw, from memory if it was made before. An InputError is returned, not raised: a worker
+        process would wrap it in its traceback. With `on_bad_record: drop` the example is empty and tells it."""
+        if draw in self._kept:
+            return self._kept[draw]
         try:
-            held, where = self._held(draw)
-            if isinstance(held, Text):
-                return self._fit(draw, (self.chat.text_sequence(held.text),), where)
-            return self._fit(draw, self.sequences(held, where), where)
+            example = self.fit(draw, *self.whole(draw))
         except InputError as error:
             return Example(draw, (), refused=str(error)) if self.data.on_bad_record == "drop" else error
+        num_tokens = sum(map(len, example.sequences))
+        if num_tokens <= self._room and not any(sequence.media for sequence in example.sequences):
+            self._kept[draw] = example
+            self._room -= num_tokens
+        return example
+
+    def whole(self, draw: Draw) -> tuple[tuple[TokenSequence, ...], str]:
+        """A record's token sequences before any is cut, and its place in the data.
+
+        Raises:
+            InputError: the record is wrong, or the chat template refuses a chat.
+        """
+        held, where = self._held(draw)
+        if isinstance(held, Text):
+            return (self.chat.text_sequence(held.text),), where
+        return self.sequences(held, where), where
 
     def check_fit(self) -> None:
         """Raises InputError if nothing of any record can be trained."""
@@ -149,8 +169,13 @@ class ExampleDataset(Dataset):
         chat, where = chats_of(held, where)[0]
         return self.chat.prompt_sequence(chat, where), str(chat.messages[chat.turns[-1]].get("content"))
 
-    def _fit(self, draw: Draw, sequences: tuple[TokenSequence, ...], where: str) -> Example:
-        """Cuts the longest sequences until all fit into a microbatch together, or drops the example."""
+    def fit(self, draw: Draw, sequences: tuple[TokenSequence, ...], where: str) -> Example:
+        """Cuts the longest sequences until all fit into a microbatch together, or drops the example.
+
+        Args:
+            draw: the record's source and number.
+            sequences, where: what `whole` returned.
+        """
         lengths = [len(sequence) for sequence in sequences]
         if sum(lengths) <= self.batch.capacity and max(lengths) <= self.longest:
             return Example(draw, sequences)

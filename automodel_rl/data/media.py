@@ -180,4 +180,5 @@ def cut(sequence: TokenSequence, limit: int) -> TokenSequence:
     whole = [item for item in sequence.media if item.start + item.num_tokens <= limit]
     if len(whole) < len(sequence.media):
         limit = min(limit, sequence.media[len(whole)].start)
-    return TokenSequence(sequence.input_ids[:limit], sequence.loss_mask[:limit], media=tuple(whole))
+    values = {name: tensor[:limit] for name, tensor in sequence.values.items()}
+    return TokenSequence(sequence.input_ids[:limit], sequence.loss_mask[:limit], values, media=tuple(whole))

@@ -2,19 +2,27 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import RunConfig
+from automodel_rl.config.data import CommonBatchConfig, ExamplesConfig
 from automodel_rl.data.chat import ChatTokenizer, open_chat_tokenizer
-from automodel_rl.data.records import READERS, Text, chats_of
+from automodel_rl.data.examples import DATASETS
+from automodel_rl.data.media import cut
+from automodel_rl.data.records import READERS, chats_of
 from automodel_rl.data.turn_split import open_examples
+from automodel_rl.errors import InputError
 from automodel_rl.hf.opened_model import OpenedModel
 
-BEGIN, END = "⟦", "⟧"
-"""Marks around trained tokens."""
+BEGIN, END, CUT = "⟦", "⟧", "✂"
+"""Marks around trained tokens, and before those that are cut off."""
+
+UNLIMITED = CommonBatchConfig(microbatch_tokens=2**31 - 1)
+"""What stands for `batch` of a run that decides on the size of its microbatches when it starts."""
 
 MOST_REPEATS = 32
 """Most times that a token is written in a row."""
@@ -28,6 +36,8 @@ class ShownExample:
         where: its place in the data.
         num_tokens: its length in tokens.
         stretches: its text in order, in pieces that are trained or not.
+        cut: the text at its end that the run cuts off.
+        note: what is too long of its record, or why it is refused, and what the run does with it; else empty.
 
     Example:
         >>> print(ShownExample("chats.jsonl:1", 4, (("2+2? ", False), ("4", True))))
@@ -38,12 +48,16 @@ class ShownExample:
     where: str
     num_tokens: int
     stretches: tuple[tuple[str, bool], ...]
+    cut: str = ""
+    note: str = ""
 
     def __str__(self) -> str:
         trained = sum(is_trained for _, is_trained in self.stretches)
         text = "".join(f"{BEGIN}{text}{END}" if is_trained else text for text, is_trained in self.stretches)
         pieces = f"{trained} trained pieces between {BEGIN} and {END}" if trained != 1 else f"between {BEGIN} and {END}"
-        return f"--- {self.where}: {self.num_tokens} tokens, {pieces if trained else 'none trained'}\n{text}"
+        head = f"--- {self.where}: {self.num_tokens} tokens, {pieces if trained else 'none trained'}"
+        note = f"\n{self.note}" if self.note else ""
+        return f"{head}{note}\n{text}{CUT if self.cut else ''}{self.cut}"
 
 
 def stretches_of(tokenizer: PreTrainedTokenizerBase, sequence: TokenSequence) -> tuple[tuple[str, bool], ...]:
@@ -62,6 +76,9 @@ def stretches_of(tokenizer: PreTrainedTokenizerBase, sequence: TokenSequence) ->
 
 
 def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """The text of tokens. One that is there very often in a row is written once with its number."""
+    if not ids:
+        return ""
     repeats = [[*group] for _, group in itertools.groupby(ids)]
     if max(map(len, repeats)) <= MOST_REPEATS:
         return str(tokenizer.decode(ids))
@@ -75,7 +92,8 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def first_examples(config: RunConfig, count: int) -> list[ShownExample]:
-    """The first sequences of a run's training data, in the order of the files, before any is cut.
+    """The first sequences of a run's training data, in the order of the files. What `data.max_tokens`, the model's
+    context, and `batch.microbatch_tokens` if it is a number cut off or drop is marked.
 
     Args:
         config: the run's config.
@@ -89,28 +107,54 @@ def first_examples(config: RunConfig, count: int) -> list[ShownExample]:
         >>> len(examples)
         3
     """
-    return examples_of(config, count, open_chat_tokenizer(config, OpenedModel.open(config.model)))
+    model = OpenedModel.open(config.model)
+    return examples_of(config, count, open_chat_tokenizer(config, model), model.description.context)
 
 
-def examples_of(config: RunConfig, count: int, chat: ChatTokenizer) -> list[ShownExample]:
-    """`first_examples` by an open chat tokenizer."""
-    records = itertools.islice(_sequences(config, chat), count)
-    return [example for examples in records for example in examples]
+def examples_of(config: RunConfig, count: int, chat: ChatTokenizer, context: int | None) -> list[ShownExample]:
+    """`first_examples` by an open chat tokenizer, for a model that reads at most so many tokens."""
+    sequences = _openings(config, chat) if config.reads == "prompts" else _sequences(config, chat, context)
+    return [example for examples in itertools.islice(sequences, count) for example in examples]
 
 
-def _sequences(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExample]]:
-    """The sequences of all records, record by record."""
-    read = READERS[config.reads]
+def _openings(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExample]]:
+    """The prompts of all records, record by record."""
     for source_config in config.data.train:
         source = open_examples(source_config, config.data)
         for number, record in enumerate(source):
             where = source.where(number)
-            held = read(record, source_config, where)
-            if isinstance(held, Text):
-                named = [(chat.text_sequence(held.text), where)]
-            else:
-                write = chat.opening if config.reads == "prompts" else chat
-                named = [(write(one, place), place) for one, place in chats_of(held, where)]
-            yield [
-                ShownExample(place, len(sequence), stretches_of(chat.tokenizer, sequence)) for sequence, place in named
-            ]
+            chats = chats_of(READERS[config.reads](record, source_config, where), where)
+            yield [_shown(chat.tokenizer, place, chat.opening(one, place)) for one, place in chats]
+
+
+def _sequences(config: RunConfig, chat: ChatTokenizer, context: int | None) -> Iterator[list[ShownExample]]:
+    """The sequences of all records, record by record, as the run makes them."""
+    assert isinstance(config.data, ExamplesConfig)
+    batch = UNLIMITED if config.batch.microbatch_tokens == "auto" else config.batch
+    dataset = DATASETS[config.reads](config.data.train, chat, batch, context, config.data)
+    names = (", chosen", ", rejected") if dataset.together == 2 else ("",)
+    for source, size in enumerate(dataset.sources.sizes):
+        for number in range(size):
+            try:
+                whole, where = dataset.whole((source, number))
+            except InputError as error:
+                if config.data.on_bad_record == "stop":
+                    raise
+                *_, where = dataset.sources.find((source, number))
+                yield [ShownExample(where, 0, (), note=f"{error}: left out")]
+                continue
+            example = dataset.fit((source, number), whole, where)
+            kept = [len(sequence) for sequence in example.sequences] or [0] * len(whole)
+            of_sequences = zip(names, whole, kept, strict=True)
+            yield [_shown(chat.tokenizer, where + name, one, num, example.too_long) for name, one, num in of_sequences]
+
+
+def _shown(
+    tokenizer: PreTrainedTokenizerBase, where: str, whole: TokenSequence, kept: int | None = None, note: str = ""
+) -> ShownExample:
+    """A sequence of which the run keeps so many tokens; none of them if its record is left out, and by default all."""
+    if kept == 0:
+        whole = replace(whole, loss_mask=torch.zeros_like(whole.loss_mask))
+    kept = kept or len(whole)
+    tail = _text_of(tokenizer, whole.input_ids[kept:].tolist())
+    return ShownExample(where, len(whole), stretches_of(tokenizer, cut(whole, kept)), tail, note)

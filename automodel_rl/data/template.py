@@ -1,5 +1,6 @@
 """A tokenizer's chat template: writes chats, and finds parts of a chat that the template leaves out."""
 
+import contextlib
 import functools
 import json
 import re
@@ -130,6 +131,27 @@ class ChatTemplate:
         Raises:
             InputError: the template refuses the chat, or it has media that the model cannot read.
         """
+        with self._written(chat, where) as (messages, tools):
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=True, return_dict=True, **options, **self.variables
+            )
+
+    def marked_text(self, chat: Chat, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """What the template writes, and the characters that it marks as the assistant's: of each stretch the first, and
+        the place after the last. Arguments and errors are those of `encode`."""
+        with self._written(chat, where) as (messages, tools):
+            texts, marked = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self.tokenizer.get_chat_template(tools=tools),
+                return_assistant_tokens_mask=True,
+                **{**self.tokenizer.special_tokens_map, **self.variables},
+            )
+        return texts[0], [(int(start), int(end)) for start, end in marked[0]]
+
+    @contextlib.contextmanager
+    def _written(self, chat: Chat, where: str) -> Iterator[tuple[list[Any], list[Any] | None]]:
+        """The messages and tools of a chat for a block in which the template writes them."""
         if self.tokenizer.chat_template is None:
             raise InputError(f"{where}: the tokenizer has no chat template for it: give one in data.chat_template")
         for kind in {part["type"] for part in media_parts(chat.messages)} - {*self.reads}:
@@ -137,31 +159,10 @@ class ChatTemplate:
             raise InputError(f"{where}: has a part of type {kind}, and the model reads {read} only: use another model")
         tree = self._tree(chat)
         try:
-            return self.tokenizer.apply_chat_template(
-                tree["messages"],
-                tools=tree["tools"] or None,
-                tokenize=True,
-                return_dict=True,
-                **options,
-                **self.variables,
-            )
+            yield tree["messages"], tree["tools"] or None
         except Exception as error:  # a template is a program, and may raise any error
             reason = str(error) or type(error).__name__
             raise InputError(f"{where}: the chat template refuses these messages ({reason})") from None
-
-    def marked_text(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """What the template writes, and the characters that it marks as the assistant's: of each stretch the first, and
-        the place after the last. The template must be able to write the chat."""
-        tree, tokenizer = self._tree(chat), self.tokenizer
-        tools = tree["tools"] or None
-        texts, marked = render_jinja_template(
-            [tree["messages"]],
-            tools=tools,
-            chat_template=tokenizer.get_chat_template(tools=tools),
-            return_assistant_tokens_mask=True,
-            **{**tokenizer.special_tokens_map, **self.variables},
-        )
-        return texts[0], [(int(start), int(end)) for start, end in marked[0]]
 
     def text(self, chat: Chat) -> str | None:
         """What the template writes; None if it raises."""

@@ -97,8 +97,9 @@ class ExampleData:
         return iter(self._loader(unweighted, seed=None, epochs=1) if sources else ())
 
     def examples(self) -> list[ShownExample]:
-        """The first records of the training data, as they are before any is cut."""
-        return examples_of(self.config, self.config.observe.samples, self.run.chat)
+        """The first records of the training data."""
+        context = self.run.handle.description.context
+        return examples_of(self.config, self.config.observe.samples, self.run.chat, context)
 
     def samples(self) -> list[Sample]:
         """Greedy completions for the first prompts of the validation data, else of the training data."""

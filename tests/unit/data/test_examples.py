@@ -9,7 +9,7 @@ import torch
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import CommonBatchConfig, ExamplesConfig
-from automodel_rl.data.examples import ChatDataset, Example, PairDataset
+from automodel_rl.data.examples import ChatDataset, Example, JudgedDataset, PairDataset
 from automodel_rl.data.messages import Chat
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -65,6 +65,12 @@ def test_of_a_pair_the_longer_one_is_cut_first(
     sources = source(tmp_path, {"prompt": "a", "chosen": LETTERS, "rejected": LETTERS[:10]})
     example = PairDataset(sources, Letters(), batch(microbatch_tokens), context, limits())[(0, 0)]
     assert lengths_of(example) == expected
+
+
+def test_a_completion_that_is_cut_keeps_its_label(tmp_path: Path) -> None:
+    sources = source(tmp_path, {"prompt": "a", "completion": LETTERS, "label": True})
+    (cut,) = JudgedDataset(sources, Letters(), batch(20), None, limits())[(0, 0)].sequences
+    assert cut.values["label"].tolist() == [1.0] * 20
 
 
 @pytest.mark.parametrize(("most", "expected"), [(30, 20), (20, 20), (7, 7)])

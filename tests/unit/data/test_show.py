@@ -14,6 +14,13 @@ from automodel_rl.quickstart.model import train_tokenizer
 from tests.unit.data.workspaces import sft_config
 
 
+def judged_config(tmp_path: Path, records: list[dict], **data: object) -> KTOConfig:
+    values = sft_config(tmp_path, None).model_dump(include={"output", "model", "length"})
+    path = tmp_path / "judged.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return KTOConfig.model_validate(values | {"data": {"train": [str(path)]} | data, "batch": {"sequences": 2}})
+
+
 def test_the_first_examples_have_their_places_lengths_and_trained_pieces(tmp_path: Path) -> None:
     chat, text = first_examples(sft_config(tmp_path, None), 5)
     assert (chat.where, text.where) == (f"{tmp_path}/d.jsonl:1", f"{tmp_path}/d.jsonl:2")
@@ -46,13 +53,28 @@ def test_the_command_prints_them_and_starts_nothing(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize(("data", "expected"), [({}, ["four"]), ({"train_on": "all"}, ["two", "four"])])
 def test_a_label_judges_the_last_turn_or_all(tmp_path: Path, data: dict[str, str], expected: list[str]) -> None:
-    values = sft_config(tmp_path, None).model_dump(include={"output", "model", "length"})
     messages = [
         {"role": role, "content": content}
         for role, content in (("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"))
     ]
-    path = tmp_path / "judged.jsonl"
-    path.write_text(json.dumps({"messages": messages, "label": False}))
-    values |= {"data": {"train": [str(path)]} | data, "batch": {"sequences": 2}}
-    (example,) = first_examples(KTOConfig.model_validate(values), 1)
+    (example,) = first_examples(judged_config(tmp_path, [{"messages": messages, "label": False}], **data), 1)
     assert [text.removesuffix("<|im_end|>") for text, is_trained in example.stretches if is_trained] == expected
+
+
+def test_what_the_run_cuts_off_or_leaves_out_is_marked(tmp_path: Path) -> None:
+    record = {"prompt": "one", "completion": "two three", "label": True}
+    whole = first_examples(judged_config(tmp_path, [record]), 1)[0]
+    most = whole.num_tokens - 2
+    shown, refused = first_examples(
+        judged_config(tmp_path, [record, record | {"label": 7}], max_tokens=most, on_bad_record="drop"), 2
+    )
+    assert (shown.num_tokens, shown.note) == (
+        most + 2,
+        f"{tmp_path}/judged.jsonl:1 has {most + 2} tokens, and {most} fit (data.max_tokens): cut at its end",
+    )
+    assert "".join(text for text, _ in shown.stretches) + shown.cut == "".join(text for text, _ in whole.stretches)
+    assert f"⟧✂{shown.cut}" in str(shown)
+    assert refused.note.endswith(": left out")
+    (dropped,) = first_examples(judged_config(tmp_path, [record], max_tokens=most, overlong="drop"), 1)
+    assert dropped.note.endswith("fit (data.max_tokens): dropped")
+    assert "⟦" not in str(dropped)
