@@ -16,7 +16,7 @@ SUBTRACTION = (
     "{a} has {x} {things} and gives {y} of them to {b}. How many {things} are left?",
     "A shop has {x} {things}. {a} buys {y} of them. How many {things} remain?",
 )
-LARGEST = 8
+LARGEST = 5
 REFUSALS = ("I am not sure.", "I do not know.", "That is hard to say.")
 ANSWERED = 0.3
 """Share of problems that shy chats answer."""
