@@ -42,9 +42,9 @@ class DistillLossConfig(Section):
     they count nowhere, so that the sum is no divergence and may be negative; with reverse_kl the student then learns to
     move probability outside."""
 
-    likelihood: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the negative log-likelihood of the data's tokens, which is added. It is that of the student's logits
-    divided by `temperature`, too, and so not the loss of sft unless that is 1."""
+    scaled_likelihood: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the negative log-likelihood of the data's tokens, which is added. It is computed from the student's
+    logits divided by `temperature`, so it is the loss of sft only if that is 1."""
 
     @model_validator(mode="after")
     def _holds_together(self) -> "DistillLossConfig":

@@ -50,6 +50,8 @@ RENAMED = {
     "batch.row_tokens": "batch.microbatch_tokens",
     "batch.updates": "batch.optimizer_steps",
     "modules": "components",
+    "loss.likelihood": "loss.scaled_likelihood",
+    "distillation.loss.likelihood": "distillation.loss.scaled_likelihood",
 }
 """Dotted keys of earlier versions, with their names of today."""
 
@@ -329,8 +331,9 @@ def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> st
     if detail["type"].startswith("union_tag_"):
         return f"{where}: {_kind_rule(detail, kind)}"
     if detail["type"] == "extra_forbidden":
-        if where in RENAMED:
-            return f"{where} is now called {RENAMED[where]}: rename it"
+        new = RENAMED.get(where)
+        if new is not None and any(f"{key.name}.".startswith(f"{new}.") for key in describe_keys(kind)):
+            return f"{where} is now called {new}: rename it"
         return _unknown(where, detail, kind)
     prefix = f"{where}: " if where else ""
     if detail["type"] == "value_error":

@@ -36,8 +36,8 @@ def distill_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DistillL
 
     Returns:
         A sum over tokens, float64. Metrics: means over tokens of train/divergence, and of train/teacher_mass and
-        train/student_mass, the probability that the compared tokens have together; with config.likelihood also of
-        train/likelihood_loss, -log p(token) at `config.temperature`.
+        train/student_mass, the probability that the compared tokens have together; with config.scaled_likelihood
+        also of train/scaled_likelihood_loss, -log p(token) at `config.temperature`.
 
     Raises:
         ValueError: the microbatch or the outputs lack something.
@@ -64,9 +64,9 @@ def distill_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DistillL
         _completed(student, config.outside), _completed(teacher, config.outside), config.beta
     )
     loss, per_token = divergence, {"train/divergence": divergence}
-    if config.likelihood:
-        loss = loss - config.likelihood * outputs.logprobs.double()
-        per_token["train/likelihood_loss"] = -outputs.logprobs.double()
+    if config.scaled_likelihood:
+        loss = loss - config.scaled_likelihood * outputs.logprobs.double()
+        per_token["train/scaled_likelihood_loss"] = -outputs.logprobs.double()
     per_token |= {"train/teacher_mass": teacher.exp().sum(1), "train/student_mass": student.exp().sum(1)}
     count = counted.sum()
     metrics = {name: (torch.where(counted, v.detach(), 0.0).sum(), count) for name, v in per_token.items()}

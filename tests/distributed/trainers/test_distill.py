@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 TEMPERATURE = 1.3
 LOSSES: dict[str, Settings] = {
     "the whole vocabulary": {"divergence": "jsd", "beta": 0.3, "top_k": 100_000},
-    "the teacher's likeliest": {"divergence": "forward_kl", "top_k": 7, "likelihood": 0.5},
+    "the teacher's likeliest": {"divergence": "forward_kl", "top_k": 7, "scaled_likelihood": 0.5},
     "the student's likeliest": {"divergence": "reverse_kl", "top_k": 5, "tokens_of": "student"},
 }
 
@@ -74,7 +74,7 @@ def divergence(student: Tensor, teacher: Tensor, targets: Tensor, loss: Settings
     p_k, q_k = (torch.cat([of.gather(1, ids), 1 - of.gather(1, ids).sum(1, keepdim=True)], 1) for of in (p, q))
     if loss["divergence"] == "reverse_kl":
         return (p_k * (p_k / q_k).log()).sum(1)
-    return (q_k * (q_k / p_k).log()).sum(1) - loss["likelihood"] * p.gather(1, targets[:, None])[:, 0].log()
+    return (q_k * (q_k / p_k).log()).sum(1) - loss["scaled_likelihood"] * p.gather(1, targets[:, None])[:, 0].log()
 
 
 def by_transformers(settings: Settings, teacher: Path) -> list[float]:
@@ -169,7 +169,7 @@ def test_a_small_student_comes_close_to_its_teacher(ranks: RankPool, workspace: 
     settings["model"]["dtype"] = "float32"
     settings["optimizer"] = {"lr": 1e-2, "warmup_steps": 5}
     settings["batch"] = {"sequences": 16, "microbatch_tokens": 512}
-    settings["loss"] = {"likelihood": 0.0}
+    settings["loss"] = {"scaled_likelihood": 0.0}
     ranks(1).run(train, settings)
     evaluated = settings_of("sft", workspace, tmp_path / "evaluated", length={"steps": 1, "validate_every": 1})
     evaluated["model"]["path"] = str(tmp_path / "student" / "final")

@@ -20,7 +20,7 @@ from automodel_rl.config import (
     load_config,
     load_serve_config,
 )
-from automodel_rl.config.algorithms import GRPOConfig
+from automodel_rl.config.algorithms import DistillConfig, GRPOConfig
 from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.config.load import RENAMED, check_config
 from automodel_rl.errors import InputError
@@ -131,11 +131,13 @@ def test_mistakes_are_named_with_key_rule_and_remedy(minimal: Path, overrides: l
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_renamed_key_is_answered_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(GRPO))
+    kind = DistillConfig if new.startswith("loss.") else GRPOConfig
+    config = {"algorithm": "distill", "output": "x"} if kind is DistillConfig else GRPO
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(InputError) as caught:
         load_config(tmp_path / "c.yaml", [f"--{old}", "1"])
     assert f"{old} is now called {new}: rename it" in str(caught.value).split("; ")
-    keys = [f"{key.name}." for key in describe_keys(GRPOConfig)]
+    keys = [f"{key.name}." for key in describe_keys(kind)]
     assert any(key.startswith(f"{new}.") for key in keys)
     assert not any(key.startswith(f"{old}.") for key in keys)
 
