@@ -35,25 +35,26 @@ def values(ending: Path, workspace: Path, output: Path, rollout: dict[str, Any],
     return settings
 
 
-LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("pp", {"pp": 2}, {}),
-    ("cp", {"cp": 2}, {"generator": {"kind": "transformers", "place": "shared"}}),
-    ("dp", {"dp_shard": 2}, {"max_episodes": 2}),
-]
+@pytest.fixture(scope="module")
+def one_rank(ranks: RankPool, ending: Path, workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps on one rank."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    ranks(1).run(train, values(ending, workspace, folder, {}))
+    return folder
 
 
-def test_layouts_and_generators_write_and_train_the_same(
-    ranks: RankPool, ending: Path, workspace: Path, tmp_path: Path
-) -> None:
-    ranks(1).run(train, values(ending, workspace, tmp_path / "one", {}))
-    first, second = metrics_of(tmp_path / "one")
-    records = [record for step in (1, 2) for record in rollouts_of(tmp_path / "one", step)]
-    for metrics in (first, second):
-        of_step = rollouts_of(tmp_path / "one", metrics["step"])
+def records_of(run: Path) -> list[dict[str, Any]]:
+    return [record for step in (1, 2) for record in rollouts_of(run, step)]
+
+
+def test_sampled_tokens_alone_are_trained(one_rank: Path) -> None:
+    for metrics in metrics_of(one_rank):
+        of_step = rollouts_of(one_rank, metrics["step"])
         assert metrics["train/num_tokens"] == sum(record["sampled"] for record in of_step)
         assert metrics["train/logprob_error"] == pytest.approx(1, abs=1e-7)
         assert metrics["rollout/turns_mean"] == sum(record["turns"]["turns"] for record in of_step) / len(of_step)
         assert metrics["rollout/reward_environment"] == metrics["rollout/environment_vowels"]
+    records = records_of(one_rank)
     assert {record["turns"]["turns"] for record in records} > {1}
     assert any(record["end"] == "done" for record in records)
     for record in records:
@@ -65,22 +66,33 @@ def test_layouts_and_generators_write_and_train_the_same(
             "environment": record["turns"]["vowels"],
             "turns": record["turns"]["turns"],
         }
-    for name, parallel, rollout in LAYOUTS:
-        ranks(2).run(train, values(ending, workspace, tmp_path / name, rollout, parallel=parallel))
-        for metrics, expected in zip(metrics_of(tmp_path / name), metrics_of(tmp_path / "one"), strict=True):
-            for key in (
-                "train/loss",
-                "train/grad_norm",
-                "rollout/reward_mean",
-                "rollout/turns_mean",
-                "train/num_tokens",
-            ):
-                assert metrics[key] == pytest.approx(expected[key], rel=1e-7), (
-                    name,
-                    key,
-                )  # AdamW makes much of rounding
-        found, of_one = ([_plain(r) for step in (1, 2) for r in rollouts_of(tmp_path / n, step)] for n in (name, "one"))
-        assert found == of_one
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rollout"),
+    [
+        ({"pp": 2}, {}),
+        ({"cp": 2}, {"generator": {"kind": "transformers", "place": "shared"}}),
+        ({"dp_shard": 2}, {"max_episodes": 2}),
+    ],
+    ids=str,
+)
+def test_layouts_and_generators_write_and_train_the_same(
+    ranks: RankPool,
+    one_rank: Path,
+    ending: Path,
+    workspace: Path,
+    tmp_path: Path,
+    parallel: dict[str, int],
+    rollout: dict[str, Any],
+) -> None:
+    run = tmp_path / "run"
+    ranks(2).run(train, values(ending, workspace, run, rollout, parallel=parallel))
+    names = "train/loss", "train/grad_norm", "rollout/reward_mean", "rollout/turns_mean", "train/num_tokens"
+    for metrics, expected in zip(metrics_of(run), metrics_of(one_rank), strict=True):
+        for name in names:  # AdamW makes much of rounding
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-7), name
+    assert [_plain(record) for record in records_of(run)] == [_plain(record) for record in records_of(one_rank)]
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:

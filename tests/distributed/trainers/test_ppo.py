@@ -24,18 +24,26 @@ def judged(output: Path, number: int = 0) -> list[dict[str, Any]]:
     return [row for row in metrics_of(output) if row["step"] > number]
 
 
-def test_every_layout_trains_policy_and_critic_alike(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
-    kl = {"loss": {"kl": {"coefficient": 0.1, "where": "reward"}}, "length": {"steps": 2}}
-    layouts: dict[str, Settings] = {"one": {}, "pp": {"pp": 2}, "tp": {"tp": 2}, "cp": {"cp": 2}}
-    for name, sizes in layouts.items():
-        world_size = max([1, *sizes.values()])
-        ranks(world_size).run(train, values(workspace, tmp_path / name, parallel=sizes, **kl))
-    one = judged(tmp_path / "one")
-    assert one[0]["critic/explained_variance"] < one[-1]["critic/explained_variance"] < 1
-    for name in layouts:
-        for metric in (*OF_CRITIC, "train/loss", "train/grad_norm", "rollout/reward_mean"):
-            expected = [row[metric] for row in one]
-            assert [row[metric] for row in judged(tmp_path / name)] == pytest.approx(expected, rel=1e-6, abs=1e-9)
+KL = {"loss": {"kl": {"coefficient": 0.1, "where": "reward"}}, "length": {"steps": 2}}
+
+
+@pytest.fixture(scope="module")
+def one_rank_rows(ranks: RankPool, workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Metrics of a run on one rank."""
+    folder = tmp_path_factory.mktemp("one")
+    ranks(1).run(train, values(workspace, folder / "run", **KL))
+    return judged(folder / "run")
+
+
+@pytest.mark.parametrize("layout", ["pp", "tp", "cp"])
+def test_every_layout_trains_policy_and_critic_alike(
+    ranks: RankPool, workspace: Path, tmp_path: Path, one_rank_rows: list[dict[str, Any]], layout: str
+) -> None:
+    ranks(2).run(train, values(workspace, tmp_path / "run", parallel={layout: 2}, **KL))
+    assert one_rank_rows[0]["critic/explained_variance"] < one_rank_rows[-1]["critic/explained_variance"] < 1
+    for metric in (*OF_CRITIC, "train/loss", "train/grad_norm", "rollout/reward_mean"):
+        expected = [row[metric] for row in one_rank_rows]
+        assert [row[metric] for row in judged(tmp_path / "run")] == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 def test_a_resumed_run_has_its_critic_again(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
