@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 import secrets
@@ -22,14 +23,16 @@ IN_RUST = re.compile(r"\(os error \d+\)")
 """What errors of files say in libraries that are written in Rust, such as tokenizers and safetensors."""
 
 
-TEMPORARY_PREFIX = "automodel_rl_"
+TEMPORARY_PREFIX = "automodel_rl-tmp-"
+"""Begin of the names of temporary folders. Those of releases that did not lock theirs began otherwise."""
 
 SETTLED_SECONDS = 60
 """Age from which a temporary folder that nobody has locked counts as abandoned: a new one is locked a moment later."""
 
 
 class TemporaryFolder(tempfile.TemporaryDirectory[str]):
-    """A temporary folder of this process. Folders of processes that were killed are removed with the next one.
+    """A temporary folder of this process. Those of processes that were killed are removed with the first one that
+    another process makes.
 
     Args:
         parent: the folder to make it in; the system's by default.
@@ -49,7 +52,9 @@ class TemporaryFolder(tempfile.TemporaryDirectory[str]):
             self._lock = None
 
 
+@functools.cache
 def _remove_abandoned(parent: Path) -> None:
+    """Removes the temporary folders of killed processes. Once in a process: it looks at all names in the parent."""
     for folder in parent.glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu_seconds import QUICK_SECONDS, WORKER, CpuSeconds, read_record, unrecorded, write_record
+from tests.cpu_seconds import QUICK_SECONDS, CpuSeconds
 from tests.faults.table import PLANTED, planted
 from tests.longer import is_longer
 from tests.rank_pool import RankPool
 from tests.vllm_environment import why_missing
 from tests.warm import start_children_warm
 
-PLUGIN = "cpu seconds"
-UNRECORDED = pytest.StashKey[list[str]]()
+SECONDS = pytest.StashKey[CpuSeconds]()
 
 UNIT = Path(__file__).parent / "unit"
 REAL_VLLM = "test_real_vllm.py::"
@@ -29,25 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(CpuSeconds(config), PLUGIN)
+    config.stash[SECONDS] = CpuSeconds(config)
+    config.pluginmanager.register(config.stash[SECONDS])
 
 
-@pytest.hookimpl(trylast=True)  # after those of xdist, which collects what the other processes have measured
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Records CPU seconds, or fails a whole run whose new tests take too many."""
-    if WORKER in os.environ:
-        return
-    seconds = session.config.pluginmanager.get_plugin(PLUGIN).seconds
-    machine = session.config.getoption("--record-durations")
-    if machine:
-        write_record({**read_record(), **seconds}, machine)
-    elif session.config.getoption("--check-durations") and (problems := unrecorded(seconds, read_record())):
-        session.config.stash[UNRECORDED] = problems
-        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    record = read_record()
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    record = config.stash[SECONDS].record
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         if UNIT in item.path.parents and record.get(name.partition("[")[0], 0.0) <= QUICK_SECONDS:
@@ -65,9 +51,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Says how many tests ran a real vLLM, or why none did; and which tests take CPU seconds without a record."""
-    for line in terminalreporter.config.stash.get(UNRECORDED, ()):
-        terminalreporter.write_line(line)
+    """Says how many tests ran a real vLLM, or why none did."""
     of_vllm = {
         outcome: sum(REAL_VLLM in report.nodeid.partition("[")[0] for report in terminalreporter.stats.get(outcome, ()))
         for outcome in ("passed", "failed", "skipped")

@@ -26,15 +26,18 @@ CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class CpuSeconds:
-    """The plugin: measures in the processes that run tests, adds up in the one that started them.
+    """The plugin: measures in the processes that run tests, adds up in the one that started them. At the end of a run
+    it writes the record, or fails a run whose new tests take too many, as the command line asks.
 
     Attributes:
-        seconds: of each test function by its id without parameters.
+        record: the seconds on record, by ids of test functions.
+        seconds: those of the run.
     """
 
     def __init__(self, config: pytest.Config):
-        self.config = config
+        self.config, self.record = config, read_record()
         self.seconds: Counter[str] = Counter()
+        self._problems: list[str] = []
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -43,9 +46,21 @@ class CpuSeconds:
         self.seconds[item.nodeid.partition("[")[0].removeprefix("tests/")] += seconds_of_tree(os.getpid()) - before
         return result
 
-    def pytest_sessionfinish(self) -> None:
+    @pytest.hookimpl(trylast=True)  # after those of xdist, which collects what the other processes have measured
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        machine = self.config.getoption("--record-durations")
         if WORKER in os.environ:
             self.config.workeroutput["cpu_seconds"] = dict(self.seconds)  # type: ignore[attr-defined]
+        elif machine:
+            write_record({**self.record, **self.seconds}, machine)
+        elif self.config.getoption("--check-durations"):
+            self._problems = unrecorded(self.seconds, self.record)
+            if self._problems:
+                session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for line in self._problems:
+            terminalreporter.write_line(line)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:

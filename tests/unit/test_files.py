@@ -11,7 +11,9 @@ import torch.distributed as dist
 from automodel_rl.errors import InputError
 from automodel_rl.files import (
     SETTLED_SECONDS,
+    TEMPORARY_PREFIX,
     TemporaryFolder,
+    _remove_abandoned,
     check_place,
     complete_folder,
     new_folder,
@@ -106,7 +108,7 @@ def test_a_file_for_its_owner_alone_is_whole_and_replaces_only_what_it_may(tmp_p
 
 def test_temporary_folders_of_killed_processes_are_removed_with_the_next_one(tmp_path: Path) -> None:
     long_ago = time.time() - 2 * SETTLED_SECONDS
-    abandoned, begun, linked = (tmp_path / f"automodel_rl_{name}" for name in ("abandoned", "begun", "linked"))
+    abandoned, begun, linked = (tmp_path / f"{TEMPORARY_PREFIX}{name}" for name in ("abandoned", "begun", "linked"))
     abandoned.mkdir()
     (abandoned / "file").write_text("left")
     begun.mkdir()
@@ -115,6 +117,7 @@ def test_temporary_folders_of_killed_processes_are_removed_with_the_next_one(tmp
     with TemporaryFolder(tmp_path) as used:
         for folder in (abandoned, Path(used), tmp_path / "of others"):
             os.utime(folder, (long_ago, long_ago))
+        _remove_abandoned.cache_clear()  # as in another process
         with TemporaryFolder(tmp_path) as next_one:
             assert not abandoned.exists()
             assert Path(used).is_dir(), "its process lives"
