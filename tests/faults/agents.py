@@ -1,6 +1,8 @@
 """Bugs of agents: which turns a request goes on after, which of them count, and how often."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -98,6 +100,10 @@ def _tokens_of_rows() -> Any:
     return mock.patch.object(Batch, "episode_tokens", property(of_rows))
 
 
+def _results_as_they_came(messages: Sequence[Any], start: int) -> list[Any]:
+    return [*itertools.takewhile(lambda message: message["role"] == "tool", messages[start:])]
+
+
 def _parts_are_turns() -> Any:
     return patch("chat_api.responses.joined_turns", lambda messages: [*messages])
 
@@ -116,7 +122,17 @@ def _only_limits_of_the_run_cut() -> Any:
 HISTORY = "unit/rollout/agents/test_history.py::test_rows_are_what_was_sampled_whatever_an_agent_sends"
 COUNTS = "unit/trainers/test_rollout_batch.py::test_an_episode_counts_once_however_many_rows_it_has"
 
+CHOICES = "unit/chat_api/test_tool_choices.py"
+
 FAULTS: dict[str, Fault] = {
+    "results of calls in the order in which they came": Fault(
+        lambda: patch("chat_api.messages._results", _results_as_they_came),
+        f"{CHOICES}::test_results_come_in_the_order_of_their_calls",
+    ),
+    "a stop text told as the end of a turn": Fault(
+        lambda: patch("chat_api.anthropic._end", lambda _: {"stop_reason": "end_turn", "stop_sequence": None}),
+        f"{CHOICES}::test_a_stop_text_is_told",
+    ),
     "a turn that rows share counts in each": Fault(_shared_turns_count_in_each_row, HISTORY),
     "thoughts must come back": Fault(lambda: _same_by(_thoughts_must_come_back), HISTORY),
     "an answer that was changed is taken for the sampled one": Fault(

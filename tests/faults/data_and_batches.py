@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch, Microbatch, local_microbatch
+from automodel_rl.data.media import cut
 from tests.faults.fault import Fault, Verified, everywhere, patch
 
 
@@ -125,6 +126,20 @@ FAULTS: dict[str, Fault] = {
     "first tokens count": Fault(
         _first_tokens_count,
         "distributed/policy/test_policy.py::test_results_are_those_of_an_engine_in_the_order_of_the_rows",
+    ),
+    "a completion that is cut loses its label": Fault(
+        lambda: patch(
+            "data.examples.cut", lambda sequence, limit: dataclasses.replace(cut(sequence, limit), values={})
+        ),
+        "unit/data/test_examples.py::test_a_completion_that_is_cut_keeps_its_label",
+    ),
+    "tokens that are cut off shown as trained": Fault(
+        lambda: patch("data.show.cut", lambda sequence, limit: sequence),
+        "unit/data/test_show.py::test_what_the_run_cuts_off_or_leaves_out_is_marked",
+    ),
+    "keys that stand twice in a config": Fault(
+        lambda: patch("config.strict_yaml._Loader._check", lambda *_: None),
+        "unit/config/test_strict_yaml.py::test_what_is_no_config_is_refused_with_its_line[key_twice]",
     ),
     "results rank by rank": Fault(
         _results_rank_by_rank,

@@ -11,6 +11,7 @@ AUTHENTICATED = "unit/launch/test_authenticated.py"
 JOINED = "unit/generators/test_joined_members.py"
 HOSTILE = "unit/weight_sync/test_hostile_versions.py"
 ELSEWHERE = "unit/weight_sync/test_versions_elsewhere.py"
+ALIVE = "test_only_what_was_asked_for_and_reading_for_an_hour_show_that_it_is_alive"
 
 
 def _frames_not_numbered() -> Any:
@@ -45,6 +46,18 @@ def _server_not_asked() -> Any:
             return True
 
     return mock.patch.object(authenticated, "hmac", Careless)
+
+
+def _alive_by_anything() -> Any:
+    from automodel_rl.generators.fleet import Fleet
+
+    take = Fleet._take
+
+    def taken(fleet: Fleet, member: Any, message: Any) -> None:
+        take(fleet, member, message)
+        member.note_completion()
+
+    return mock.patch.object(Fleet, "_take", taken)
 
 
 def _patient_handshake() -> Any:
@@ -99,6 +112,14 @@ FAULTS: dict[str, Fault] = {
         lambda: patch("launch.door._network_of", lambda _: "anywhere"),
         f"{AUTHENTICATED}::test_places_are_counted_by_address",
     ),
+    "an evicted handshake not tried again": Fault(
+        lambda: patch("launch.door.MOST_HANDSHAKES", 1),
+        "unit/launch/test_door.py::test_a_handshake_that_is_broken_off_to_make_room_is_tried_again",
+    ),
+    "reading keeps a generator alive for ever": Fault(
+        lambda: patch("generators.member.LONGEST_READING", float("inf")), f"{JOINED}::{ALIVE}"
+    ),
+    "whatever a generator sends keeps it alive": Fault(_alive_by_anything, f"{JOINED}::{ALIVE}"),
     "completions of joined generators not checked": Fault(
         lambda: patch("generators.protocol.Completion.problem", lambda *_: ""),
         f"{JOINED}::test_a_generator_that_sends_what_cannot_be_is_lost_and_others_write",
