@@ -62,10 +62,17 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     "distributed/lora/test_lora.py": {
         "test_adapters_are_merged_on_every_rank_as_in_files": ("llama-sizes4", "qwen3_moe"),
         "test_training_and_files_are_those_of_peft": ("model5-", "model13-"),
-        "test_peft_computes_with_the_files_what_was_trained": COVERING,
+        "test_peft_computes_with_the_files_what_was_trained": (
+            "qwen3_moe",
+            "gpt_oss",
+            "deepseek_v3",
+            "falcon_h1",
+            "gemma4_text",
+            "qwen3_5_text",
+        ),
     },
     "distributed/lora/test_nf4.py": {
-        "test_training_is_that_of_peft_on_dequantized_weights": ("sizes0-", "sizes5-"),
+        "test_training_is_that_of_peft_on_dequantized_weights": ("sizes0-",),
         "test_no_plain_weight_is_kept_for_the_backward": ("memory0",),
         "test_every_kind_of_layer_computes_with_dequantized_weights": ("falcon_h1", "phi3"),
         "test_split_layers_compute_with_dequantized_weights": ("phi3",),
@@ -183,10 +190,10 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_every_rank_gets_what_all_have": ("[3]", "[4]"),
     },
     "distributed/parallel/test_parity.py": {
-        "test_families_of_every_kind_equal_one_process_on_other_layouts": ("gpt_oss-{'cp'", "cohere-"),
+        "test_families_of_every_kind_equal_one_process_on_other_layouts": ("gpt_oss-{'cp'",),
         "test_families_of_mixtures_that_follow_routes_equal_one_process": ALL,
         "test_layouts_of_a_mixture_equal_one_process": ("{'cp': 2, 'tp': 2",),
-        "test_layouts_of_a_dense_model_equal_one_process": ("{'tp': 2, 'seq", "{'pp': 2, 'tp'"),
+        "test_layouts_of_a_dense_model_equal_one_process": ("{'pp': 2, 'tp'",),
         "test_thirteen_stages_of_2_layers_and_one_of_1_equal_one_process": ALL,
         "test_four_stages_of_7_6_8_and_6_layers_equal_one_process": ALL,
         "test_mixtures_of_nemo_automodel_equal_one_process": ALL,
@@ -210,6 +217,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     },
     "distributed/parallel/test_scale.py": {
         "test_a_rank_is_in_as_many_groups_of_any_job": ALL,
+        "test_control_of_a_step_takes_a_logarithm_of_messages": ALL,
     },
     "distributed/policy/test_crew.py": {
         "test_every_rank_gets_its_share_and_answers": ("[3]", "[5]"),
@@ -235,6 +243,8 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_a_run_that_is_started_again_goes_on_in_its_own_way": ALL,
         "test_generators_that_the_cluster_starts_join_a_run": ALL,
         "test_verify_runs_on_the_nodes": ALL,
+        "test_what_cannot_be_placed_is_refused": ALL,
+        "test_a_failure_that_comes_again_ends_the_run": ALL,
     },
     "distributed/serve/test_all_weights.py": {
         "test_a_run_of_all_weights_trains_is_sampled_from_and_goes_on": ALL,
@@ -250,6 +260,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     },
     "distributed/serve/test_teachers.py": {
         "test_a_teacher_scores_prompts_as_plain_transformers_do": ALL,
+        "test_what_a_teacher_does_not_do_is_refused": ALL,
     },
     "distributed/serve/test_together.py": {
         "test_compiled_layers_take_each_microbatchs_gate": ALL,
@@ -282,7 +293,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     "distributed/tools/test_plan.py": {
         "test_a_thousand_ranks_take_seconds": ALL,
         "test_bytes_are_those_of_a_run": ("sizes0",),
-        "test_bytes_of_an_encoder_are_those_of_a_run": ("llava", "qwen2_audio"),
+        "test_bytes_of_an_encoder_are_those_of_a_run": ("llava",),
         "test_the_bubble_is_the_textbooks": ("2-8-GPipe", "4-8-1F1B", "4-8-Inter"),
         "test_a_layout_that_wastes_time_is_told_of_a_faster_one": ALL,
         "test_other_layouts_are_shown_fastest_first_and_in_seconds": ALL,
@@ -293,20 +304,23 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_exports_of_a_pipeline_keep_every_tensor": ("deepseek_v3",),
     },
     "distributed/tools/test_verify.py": {
-        "test_planted_bugs_show_where_they_strike": ("routes shifted", "documents see"),
+        "test_planted_bugs_show_where_they_strike": ("documents see each other-qwen3",),
         "test_planted_bugs_of_modules_show_where_they_strike": ALL,
         "test_sound_layouts_are_equal": ALL,
         "test_modules_of_a_config_get_a_verdict": ALL,
         "test_a_family_that_is_not_in_the_table_is_tried_with_the_facts_of_one_that_is": ALL,
         "test_a_config_with_an_encoder_of_audio_gets_a_verdict": ALL,
+        "test_sequences_are_on_both_sides_of_where_rotary_embeddings_are_scaled": ("yarn",),
     },
     "distributed/tools/test_verify_bf16.py": {
         "test_errors_of_bf16_are_those_of_rounding": ("None-qwen3_moe",),
+        "test_the_verdict_is_also_about_the_step_in_bf16": ALL,
     },
     "distributed/trainers/test_adapters.py": {
         "test_grpo_goes_on_with_the_adapters_of_sft_or_with_the_merged_model": ALL,
         "test_dropout_is_drawn_again_where_a_run_resumes": ALL,
         "test_a_run_on_adapters_resumes_on_these_adapters_alone": ALL,
+        "test_a_step_with_adapters_exports_merged": ALL,
     },
     "distributed/trainers/test_agents.py": {
         "test_branching_agents_train_alike_on_every_layout_with_every_generator": ALL,
@@ -334,7 +348,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     },
     "distributed/trainers/test_evaluations.py": {
         "test_a_run_is_more_patient_than_its_evaluations": ALL,
-        "test_evaluations_measure_the_model_that_generators_have": ("{'pp': 2}",),
+        "test_evaluations_measure_the_model_that_generators_have": ALL,
         "test_a_harness_that_fails_or_hangs_costs_its_metrics_alone": ("no such task",),
     },
     "distributed/trainers/test_evaluators.py": {
@@ -346,7 +360,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_broken_input_trains_or_is_refused_in_one_line": ALL,
     },
     "distributed/trainers/test_grpo.py": {
-        "test_rollouts_tell_advantages_and_both_log_probabilities": ("[2]",),
+        "test_rollouts_tell_advantages_and_both_log_probabilities": ALL,
         "test_old_logprobs_are_left_out_where_they_are_those_of_the_step": ALL,
         "test_sequences_are_trained_with_the_advantages_of_their_rewards": ("temperature",),
         "test_adapters_may_reach_the_generator_alone": ALL,
@@ -372,6 +386,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     "distributed/trainers/test_joined_generators.py": {
         "test_a_generator_waits_for_a_run_that_was_killed_and_goes_on_with_it": ALL,
         "test_they_may_join_leave_and_be_killed_while_a_run_goes_on": ALL,
+        "test_one_that_shares_nothing_but_a_key_reads_weights_over_http": ALL,
     },
     "distributed/trainers/test_kto.py": {
         "test_it_learns_as_by_transformers": ("one rank",),
@@ -408,10 +423,11 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_a_teacher_behind_vllm_teaches_what_it_does_on_the_ranks": ALL,
         "test_a_teacher_behind_tinkers_api_teaches_what_it_does_on_the_ranks": ALL,
         "test_bad_input_is_one_line_and_writes_nothing": ("api is for", "servers give", "use tokens_of"),
+        "test_what_servers_cannot_tell_is_one_line": ALL,
     },
     "distributed/trainers/test_resume.py": {
         "test_a_run_may_go_on_from_any_checkpoint_in_a_folder_of_its_own": ALL,
-        "test_a_run_whose_first_step_failed_is_begun_anew": ("[sft]",),
+        "test_a_run_whose_first_step_failed_is_begun_anew": ALL,
         "test_a_run_saves_and_stops_before_its_time_is_up": ALL,
         "test_ranks_that_an_agent_starts_again_go_on_by_themselves": ALL,
         "test_a_run_whose_terminal_is_closed_saves_and_stops": ALL,
@@ -426,6 +442,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     },
     "distributed/trainers/test_reward_models.py": {
         "test_a_policy_learns_what_a_reward_model_prefers": ALL,
+        "test_a_chat_is_scored_alone_and_among_others_alike": ALL,
     },
     "distributed/trainers/test_router_replay.py": {
         "test_routes_of_batches_that_generators_in_processes_wrote_ahead_are_followed": ALL,
@@ -435,6 +452,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_tokens_without_a_route_may_choose_by_themselves": ALL,
         "test_ranks_whose_generators_wrote_nothing_still_train": ALL,
         "test_completions_whose_routes_cannot_be_followed_leave_their_groups": ALL,
+        "test_routes_that_cannot_be_followed_end_the_run_on_every_rank": ALL,
     },
     "distributed/trainers/test_sft.py": {
         "test_a_job_of_another_size_is_refused": ALL,
@@ -445,7 +463,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     },
     "distributed/trainers/test_teachers.py": {
         "test_a_divergence_from_the_teacher_over_own_completions": ("pp",),
-        "test_what_a_teacher_adds_is_added_to_rewards": ("[{}]",),
+        "test_what_a_teacher_adds_is_added_to_rewards": ALL,
         "test_a_policy_comes_close_to_its_teacher_without_rewards": ALL,
         "test_a_divergence_is_added_to_what_rewards_teach": ALL,
     },
@@ -484,6 +502,9 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_adapters": ("{'pp': 2}-alone", "{'dp_shard': 2}-merged"),
         "test_ways_and_dtypes": ("collective",),
     },
+    "unit/compat/test_compilation.py": {
+        "test_what_is_compiled_is_kept_where_a_restart_of_the_machine_leaves_it": ALL,
+    },
     "unit/data/test_stock_templates.py": {
         "test_no_text_of_an_answer_is_left_out_without_a_word": TEMPLATES,
         "test_turns_are_those_that_marks_of_the_same_template_name": TEMPLATES,
@@ -510,7 +531,8 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_a_recomputed_layer_computes_its_mlp_once_in_the_forward_and_once_in_the_backward": ("False",),
     },
     "unit/optimizers/test_own_steps.py": {
-        "test_a_compiled_step_is_the_same": ("adamw_8bit-torch.bfloat16",),
+        "test_a_compiled_step_is_the_same": ALL,
+        "test_weights_in_bfloat16_learn_by_small_steps": ("adamw_8bit",),
     },
     "unit/optimizers/test_roles.py": {
         "test_modules_and_uses_tell_the_same_roles": COVERING,
@@ -524,9 +546,13 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_long_names_stay_in_their_cards": ALL,
         "test_charts_of_nothing_but_zeros_are_a_line_until_they_are_asked_for": ALL,
         "test_the_last_and_the_best_values_are_at_the_top": ALL,
+        "test_controls_change_what_is_drawn": ALL,
+        "test_rollouts_are_side_by_side_and_filtered": ALL,
+        "test_conversations_show_their_turns_and_what_is_not_trained": ALL,
+        "test_a_failure_is_at_the_top_and_the_config_below": ALL,
     },
     "unit/rollout/agents/test_agents.py": {
-        "test_two_hundred_agents_of_which_a_tenth_is_odd_end_and_leave_nothing": ("when waited for",),
+        "test_two_hundred_agents_of_which_a_tenth_is_odd_end_and_leave_nothing": ALL,
         "test_an_agent_that_fails_leaves_its_group_or_gets_a_reward": ("works alone",),
         "test_what_an_agent_does_is_a_completion_with_its_reward": ("when waited for",),
         "test_an_agent_without_a_reward_is_judged_by_other_rewards": ("works alone",),
@@ -540,6 +566,12 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     },
     "unit/serve/test_page.py": {
         "test_the_page_shows_runs_and_what_waits": ("1280",),
+    },
+    "unit/test_package.py": {
+        "test_importing_the_library_prints_nothing": ALL,
+    },
+    "unit/tools/test_doctor.py": {
+        "test_an_environment_with_vllm_is_looked_at": ALL,
     },
     "unit/tools/test_recipes.py": {
         "test_recipes_fit_their_devices": ("qwen3_30b_a3b-grpo", "llama3_70b_nf4-grpo"),

@@ -16,16 +16,15 @@ SUBTRACTION = (
     "{a} has {x} {things} and gives {y} of them to {b}. How many {things} are left?",
     "A shop has {x} {things}. {a} buys {y} of them. How many {things} remain?",
 )
-LARGEST = 5
 REFUSALS = ("I am not sure.", "I do not know.", "That is hard to say.")
 ANSWERED = 0.3
 """Share of problems that shy chats answer."""
 
 
-def make_problem(random_: random.Random) -> dict[str, list[dict[str, str]]]:
-    """A chat with a question by the user and a worked answer by the assistant."""
+def make_problem(random_: random.Random, largest: int) -> dict[str, list[dict[str, str]]]:
+    """A chat with a question by the user, about two numbers up to the largest, and a worked answer by the assistant."""
     first, second = random_.sample(NAMES, 2)
-    x, y = random_.randint(1, LARGEST), random_.randint(1, LARGEST)
+    x, y = random_.randint(1, largest), random_.randint(1, largest)
     if random_.random() < 0.5:
         text, worked = random_.choice(ADDITION), f"{x} + {y} = {x + y}. The answer is {x + y}."
     else:
@@ -35,12 +34,12 @@ def make_problem(random_: random.Random) -> dict[str, list[dict[str, str]]]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": worked}]}
 
 
-def make_problems(num_train: int, num_held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """Training and held-out problems; no held-out question is in training."""
+def make_problems(num_train: int, num_held_out: int, seed: int, largest: int = 8) -> tuple[list[dict], list[dict]]:
+    """Training and held-out problems, of numbers up to the largest; no held-out question is in training."""
     random_ = random.Random(seed)
     by_question: dict[str, dict] = {}
     while len(by_question) < num_train + num_held_out:
-        problem = make_problem(random_)
+        problem = make_problem(random_, largest)
         by_question[problem["messages"][0]["content"]] = problem
     problems = list(by_question.values())
     return problems[:num_train], problems[num_train:]

@@ -32,15 +32,23 @@ def failures(name: str, checkpoint: str, folder: Path) -> str:
     return "".join(report)
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("examples") / "checkpoint"
+    save_tiny_model(folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", automodel_rl.__all__)
-def test_examples_of_public_names(ranks: RankPool, workspace: Path, tmp_path: Path, name: str) -> None:
-    save_tiny_model(tmp_path / "checkpoint")
+def test_examples_of_public_names(
+    ranks: RankPool, workspace: Path, checkpoint: Path, tmp_path: Path, name: str
+) -> None:
     for algorithm in ("sft", "dpo", "grpo"):
         settings = settings_of(algorithm, workspace, tmp_path / algorithm, length={"steps": 1})
         if algorithm == "grpo":  # one that is found from any folder
             settings["rewards"] = [{"function": "length", "options": {"longest": 3}}]
         (tmp_path / f"my_{algorithm}.yaml").write_text(yaml.safe_dump(settings))
-    assert ranks(1).run(failures, name, str(tmp_path / "checkpoint"), tmp_path) == [""]
+    assert ranks(1).run(failures, name, str(checkpoint), tmp_path) == [""]
 
 
 def run_script(script: str, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A small model and a service with it, for the tests of a file."""
+"""A small model and a service with it, for all tests of this folder: a service takes half a minute to start."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +8,14 @@ import pytest
 from tests.services import Service, write_model
 
 
-@pytest.fixture(name="model", scope="module")
+@pytest.fixture(name="model", scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve") / "base" / "model"
     write_model(folder)
     return folder
 
 
-@pytest.fixture(name="service", scope="module")
+@pytest.fixture(name="service", scope="session")
 def make_service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with Service(tmp_path_factory.mktemp("service"), model) as service:
+    with Service(tmp_path_factory.mktemp("service"), model, limits={"runs": 100}) as service:
         yield service

@@ -11,21 +11,13 @@ from tinker import types
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.services import Service, datum, of_loss, write_model
+from tests.services import Service, datum, of_loss
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
 )
 
 CHAT: list[Any] = [{"role": "user", "content": "1 + 2 is"}]
-
-
-@pytest.fixture(name="service", scope="module")
-def make_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("openai")
-    write_model(folder / "model")
-    with Service(folder, folder / "model") as service:
-        yield service
 
 
 @pytest.fixture(name="client")

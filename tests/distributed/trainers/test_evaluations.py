@@ -54,11 +54,8 @@ def test_evaluations_measure_the_model_that_generators_have(
         written = model.generate(torch.tensor([ids["input_ids"]]), max_new_tokens=4, do_sample=False)
         text = tokenizer.decode(written[0, len(ids["input_ids"]) :], skip_special_tokens=True)
         assert row["val/chat/length_mean"] == len(text)
-    assert (
-        first["val/held_out_prompts_0/reward_mean"]
-        == first["val/held_out_prompts_1/reward_mean"]
-        == first["val/reward_mean"]
-    )
+    for source in (0, 1):
+        assert first[f"val/held_out_prompts_{source}/reward_mean"] == pytest.approx(first["val/reward_mean"])
 
 
 HARNESSES_THAT_FAIL = {
