@@ -1,4 +1,4 @@
-"""1,000 broken requests: each gets an answer in one line, none reaches the ranks, and a good client goes on."""
+"""2,000 broken requests: each gets an answer in one line, none reaches the ranks, and a good client goes on."""
 
 import asyncio
 import errno
@@ -27,7 +27,7 @@ from automodel_rl.serve.wire import INT64, MESSAGES
 KEY = "tml-unit-tests"
 ADDRESS = "http://127.0.0.1"
 VOCAB = 50
-NUM_REQUESTS = 1000
+NUM_REQUESTS = 2000
 
 
 class Answering:
@@ -197,8 +197,19 @@ def broken(random_: random.Random, good: GoodClient) -> tuple[str, Any, dict[str
     return random_.choice(["create_model", "asample", "load_weights", "create_sampling_session"]), body, {}
 
 
-def test_broken_requests_are_refused_and_lose_nothing(client: TestClient, ranks: Answering) -> None:
-    random_ = random.Random(0)
+def told(job: ServiceJob) -> tuple[str, Any]:
+    """What a job has the ranks compute."""
+    match job:
+        case RunPass(data=data):
+            numbers = [{name: values.tolist() for name, values in datum.inputs.items()} for datum in data]
+            return "pass", [(datum.tokens.tolist(), inputs) for datum, inputs in zip(data, numbers, strict=True)]
+        case SampleJob(prompts=prompts):
+            return "sample", [list(prompt.tokens) for prompt in prompts]
+    return type(job).__name__, None
+
+
+def test_broken_requests_are_refused_and_lose_nothing(client: TestClient, ranks: Answering, tmp_path: Path) -> None:
+    random_, num_steps = random.Random(0), NUM_REQUESTS // 100 + 1
     with client:
         good = GoodClient(client)
         for number in range(NUM_REQUESTS):
@@ -222,6 +233,13 @@ def test_broken_requests_are_refused_and_lose_nothing(client: TestClient, ranks:
             assert failed["error"]
             assert ranks.jobs[-1] == Spoil(good.run)  # else the next optimizer step would go without it
         good.step()
+    alone = Answering()
+    with client_of(tmp_path / "alone", alone) as undisturbed:
+        good = GoodClient(undisturbed)
+        for _ in range(num_steps):
+            good.step()
+    of_good = [told(job) for job in ranks.jobs if not isinstance(job, Spoil)]
+    assert of_good == [told(job) for job in alone.jobs], "ranks compute what they do without the broken requests"
 
 
 def training_without_weights(run: str, seq_id: int) -> bytes:
