@@ -82,19 +82,26 @@ class Service:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
             error.add_note(f"the service said:\n{self.job.stdout}\n{self.job.stderr}")
-        is_alive = error is None and self.job.process.poll() is None
-        for client in self.clients:
-            if is_alive:
-                client.close("success").result()  # else its sockets would be noticed in another test
-            else:
-                client.holder.close()  # else it looks for its server to the end of all tests
+        self.close_clients(is_alive=error is None and self.job.process.poll() is None)
         self.job.__exit__()
-        self.clients.clear()
-        gc.collect()
         patience = Patience(list)
         while error is None and heartbeats(self.url):
             assert not patience.is_over, "a client outlives its server: it would complain of it in another test"
             time.sleep(0.01)
+
+    def close_clients(self, *, is_alive: bool = True) -> None:
+        """Closes the clients that were made, and with them their sockets, which would be noticed in another test.
+
+        Args:
+            is_alive: whether the service answers; if not, clients would look for it to the end of all tests.
+        """
+        for client in self.clients:
+            if is_alive:
+                client.close("success").result()
+            else:
+                client.holder.close()
+        self.clients.clear()
+        gc.collect()
 
     def client(self) -> Any:
         """A client of the package `tinker`."""

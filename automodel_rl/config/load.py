@@ -199,8 +199,18 @@ def completed(values: Any, config: RunConfig) -> Any:
         return values
 
 
+def _renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a dumped config with the loss's keys of today."""
+    loss = values.get("loss")
+    if not isinstance(loss, dict):
+        return values
+    new = {old: RENAMED.get(f"loss.{old}", f"loss.{old}").removeprefix("loss.") for old in loss}
+    return {**values, "loss": {new[old]: value for old, value in loss.items()}}
+
+
 def _of_today(values: Any) -> Any:
     """Values of a dumped config in the keys of today."""
+    values = _renamed(values) if isinstance(values, dict) else values
     rollout = values.get("rollout") if isinstance(values, dict) else None
     if not isinstance(rollout, dict) or not any(key in rollout for key in EARLIER):
         return values

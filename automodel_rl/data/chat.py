@@ -257,7 +257,8 @@ class ChatTokenizer:
         mask runs to the end of the chat where a stretch ends with characters that are in no token, or with the first
         token."""
         text, marked = self.template.marked_text(chat, where)
-        places = TokenPlaces(self.tokenizer, text)
+        with self.template.refusals(where):
+            places = TokenPlaces(self.tokenizer, text)
         mask = [0] * len(places.ids)
         for start, end in marked:
             tokens = places.of(start, end) if start < end else (0, 0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
@@ -32,7 +32,10 @@ from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
 
 MOST_KEPT_TOKENS = 2**22
-"""Most tokens of the examples that are kept for the next epoch: 36 MB of token ids and masks."""
+"""Most tokens of the examples that are kept for the next epoch, each with `EXAMPLE_TOKENS` more: about 50 MB."""
+
+EXAMPLE_TOKENS = 128
+"""Tokens that take as much memory as the objects of an example."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,17 @@ class ExampleDataset(Dataset):
             example = self.fit(draw, *self.whole(draw))
         except InputError as error:
             return Example(draw, (), refused=str(error)) if self.data.on_bad_record == "drop" else error
-        num_tokens = sum(map(len, example.sequences))
-        if num_tokens <= self._room and not any(sequence.media for sequence in example.sequences):
-            self._kept[draw] = example
-            self._room -= num_tokens
+        self._keep(draw, example)
         return example
+
+    def _keep(self, draw: Draw, example: Example) -> None:
+        """Keeps an example for the next epoch, if there is room. A worker process keeps none: what it sends moves to
+        shared memory, with an open file for each tensor as long as that lives."""
+        size = EXAMPLE_TOKENS + sum(map(len, example.sequences))
+        has_media = any(sequence.media for sequence in example.sequences)
+        if size <= self._room and not has_media and get_worker_info() is None:
+            self._kept[draw] = example
+            self._room -= size
 
     def whole(self, draw: Draw) -> tuple[tuple[TokenSequence, ...], str]:
         """A record's token sequences before any is cut, and its place in the data.

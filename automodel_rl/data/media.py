@@ -180,5 +180,6 @@ def cut(sequence: TokenSequence, limit: int) -> TokenSequence:
     whole = [item for item in sequence.media if item.start + item.num_tokens <= limit]
     if len(whole) < len(sequence.media):
         limit = min(limit, sequence.media[len(whole)].start)
-    values = {name: tensor[:limit] for name, tensor in sequence.values.items()}
-    return TokenSequence(sequence.input_ids[:limit], sequence.loss_mask[:limit], values, media=tuple(whole))
+    ids, mask = sequence.input_ids[:limit].clone(), sequence.loss_mask[:limit].clone()  # views would keep the rest
+    values = {name: tensor[:limit].clone() for name, tensor in sequence.values.items()}
+    return TokenSequence(ids, mask, values, media=tuple(whole))

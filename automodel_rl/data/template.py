@@ -158,8 +158,15 @@ class ChatTemplate:
             read = ", ".join(["text", *self.reads])
             raise InputError(f"{where}: has a part of type {kind}, and the model reads {read} only: use another model")
         tree = self._tree(chat)
-        try:
+        with self.refusals(where):
             yield tree["messages"], tree["tools"] or None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def refusals(where: str) -> Iterator[None]:
+        """Answers what a block raises that writes or tokenises a chat, with the chat's place in the data."""
+        try:
+            yield
         except Exception as error:  # a template is a program, and may raise any error
             reason = str(error) or type(error).__name__
             raise InputError(f"{where}: the chat template refuses these messages ({reason})") from None

@@ -212,8 +212,7 @@ class Fleet:
         """Ends a step that waits for a generator to join, if the run is asked to stop."""
         if self._joined is not None and self.crew.signals and not self.members:
             raise StoppedError(
-                f"stopped by {self.crew.signals[0]} while no generator was there, so the step that waited for one is "
-                "not done: --resume auto goes on from the newest checkpoint"
+                f"stopped by {self.crew.signals[0]} while no generator was there: add --resume auto to go on"
             )
 
     @property
@@ -512,10 +511,10 @@ class Fleet:
             if assignment is None:  # others write it now
                 return
             self._check(member, assignment, message)
-            member.note_completion()
             place = assignment.places[message.place]
             if place in assignment.submission.claimed:
                 return
+            member.note_completion()
             assignment.submission.claimed.add(place)
             assignment.left -= 1
             if not assignment.left:

@@ -229,6 +229,7 @@ class JoinedGenerator:
         self.connection, self.generator, self.sync, self.vocab_size = connection, generator, sync, vocab_size
         self._sending = threading.RLock()  # a signal may come while this thread sends
         self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._end: list[HasEnded | None] = []
         self._problem, self._has_written = "", False
 
     def run(self) -> bool:
@@ -240,7 +241,7 @@ class JoinedGenerator:
         self._send(HasStarted())
         threading.Thread(target=self._receive, daemon=True, name="receiving").start()
         try:
-            while (message := self._received.get()) is not None:
+            while (message := self._next()) is not None:
                 if isinstance(message, HasEnded):
                     return True
                 if isinstance(message, Exception):
@@ -253,13 +254,23 @@ class JoinedGenerator:
             raise _WriterLostError(f"this generator cannot write: {self._problem}", self._has_written)
         return False
 
+    def _next(self) -> Any:
+        """What the program has sent next. Once it has said that the run has ended, or is gone, only that: a
+        `HasEnded`, or None."""
+        message = self._received.get()
+        return self._end[0] if self._end else message
+
     def _receive(self) -> None:
-        """Queues what the program sends, and None after the end. It does so also while a version is read, which may
-        take longer than the program's socket waits for room."""
+        """Queues what the program sends. It does so also while a version is read, which may take longer than the
+        program's socket waits for room."""
         try:
             while True:
-                self._received.put(self.connection.recv())
+                message = self.connection.recv()
+                if isinstance(message, HasEnded):
+                    self._end.append(message)
+                self._received.put(message)
         except (EOFError, OSError):
+            self._end.append(None)
             self._received.put(None)
         except Exception as error:  # what cannot be read here
             self._received.put(error)

@@ -9,7 +9,7 @@ import torch
 from automodel_rl.batch import Batch
 from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.data.prompts import PromptStream
-from automodel_rl.errors import InputError, RolloutError
+from automodel_rl.errors import InputError, RolloutError, StoppedError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.weight_probe import WeightProbe
@@ -96,7 +96,7 @@ class StepRollouts:
                 if batch.routes and self.run.handle.router_shape is not None:
                     shape = self.run.handle.router_shape
                     step.metrics["rollout/routes_missing"] = missing_routes(groups, batch, shape)
-        except (RolloutError, InputError):
+        except (RolloutError, InputError, StoppedError):
             self.fleet.restore()
             self.run.abandon_step(before)
             raise

@@ -10,7 +10,7 @@ from automodel_rl.batch import single_media_tokens
 from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.prompts import Prompt
-from automodel_rl.errors import RolloutError
+from automodel_rl.errors import RolloutError, StoppedError
 from automodel_rl.observe.metrics import MEASURED
 from automodel_rl.rollout.evaluations.evaluations import Evaluations
 from automodel_rl.rollout.groups import first_error, pass_rates
@@ -90,6 +90,7 @@ class Validation:
 
         Raises:
             RolloutError: every completion failed or got no reward. A checkpoint of the step is saved.
+            StoppedError: the run is asked to stop, and no evaluator is there. A checkpoint of the step is saved.
         """
         beside = bool(self.prompts) and self.fleet.evaluators is not None
         if not (self._has_something and (self.run.validates or (beside and self._underway is not None))):
@@ -97,7 +98,7 @@ class Validation:
         try:
             with step.time("validate"):
                 step.metrics |= self._measure_beside() if beside else self.measure()
-        except RolloutError:  # the step itself is trained, so store it
+        except (RolloutError, StoppedError):  # the step itself is trained, so store it
             self.run.end_with(step)
             raise
 

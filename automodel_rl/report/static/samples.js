@@ -216,8 +216,9 @@ function showExamples(section, runs) {
   section.replaceChildren(title, ...having.flatMap((run) => run.examples.map((example) => {
     const group = make("div", "group");
     const where = (runs.length > 1 ? `${run.name}, ` : "") + `${example.where}, ${shown(example.num_tokens)} tokens`;
-    group.appendChild(make("div", "label", where));
+    group.appendChild(make("div", "label", example.note ? `${where}; ${example.note}` : where));
     const pieces = example.stretches.map(([text, isTrained]) => make("span", isTrained ? "trained" : "given", text));
+    if (example.cut) pieces.push(make("span", "given", `✂${example.cut}`));
     group.appendChild(folded(pieces));
     return group;
   })));

@@ -15,7 +15,14 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(name="service", scope="session")
-def make_service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+@pytest.fixture(scope="session")
+def shared_service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with Service(tmp_path_factory.mktemp("service"), model, limits={"runs": 100}) as service:
         yield service
+
+
+@pytest.fixture(name="service", scope="module")
+def make_service(shared_service: Service) -> Iterator[Service]:
+    """The service, whose clients are those of one file."""
+    yield shared_service
+    shared_service.close_clients()

@@ -142,6 +142,30 @@ def test_a_renamed_key_is_answered_with_its_new_name(tmp_path: Path, old: str, n
     assert not any(key.startswith(f"{old}.") for key in keys)
 
 
+def test_a_new_name_is_told_only_where_the_key_is(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(GRPO))
+    with pytest.raises(InputError, match="loss.likelihood: unknown key"):
+        load_config(tmp_path / "c.yaml", ["--loss.likelihood", "1"])
+
+
+def test_a_dumped_config_with_an_earlier_name_is_that_of_today(tmp_path: Path) -> None:
+    config = DistillConfig.model_validate(
+        {
+            "output": "x",
+            "model": {"path": "m"},
+            "teachers": {"large": {"path": "t"}},
+            "data": {"train": ["a.jsonl"]},
+            "batch": {"sequences": 2},
+            "length": {"steps": 1},
+        }
+    )
+    today = yaml.safe_load(dump_config(config))
+    before = {**today, "loss": {**today["loss"]}}
+    before["loss"]["likelihood"] = before["loss"].pop("scaled_likelihood")
+    assert completed(before, config) == completed(today, config)
+    assert "scaled_likelihood" in completed(before, config)["loss"]
+
+
 def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("output: x")
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import CommonBatchConfig, ExamplesConfig
+from automodel_rl.data import examples
 from automodel_rl.data.examples import ChatDataset, Example, JudgedDataset, PairDataset
 from automodel_rl.data.messages import Chat
 
@@ -71,6 +73,26 @@ def test_a_completion_that_is_cut_keeps_its_label(tmp_path: Path) -> None:
     sources = source(tmp_path, {"prompt": "a", "completion": LETTERS, "label": True})
     (cut,) = JudgedDataset(sources, Letters(), batch(20), None, limits())[(0, 0)].sequences
     assert cut.values["label"].tolist() == [1.0] * 20
+
+
+def test_examples_of_the_next_epoch_come_from_memory_while_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, sources = ("abc", "defgh"), []
+    for number, text in enumerate(texts):
+        (tmp_path / str(number)).mkdir()
+        sources += source(tmp_path / str(number), {"messages": [{"role": "assistant", "content": text}]})
+    letters = mock.Mock(side_effect=Letters())
+    monkeypatch.setattr(examples, "MOST_KEPT_TOKENS", 2 * examples.EXAMPLE_TOKENS)  # for one, with its tokens
+    dataset = ChatDataset(sources, letters, batch(20), None, limits())
+    for _ in range(3):
+        assert [lengths_of(dataset[(number, 0)]) for number in (0, 1)] == [[3], [5]]
+    assert letters.call_count == 1 + 3
+    monkeypatch.setattr(examples, "get_worker_info", lambda: "a worker")
+    of_worker = ChatDataset(sources, letters, batch(20), None, limits())
+    for _ in range(2):
+        of_worker[(0, 0)]
+    assert letters.call_count == 4 + 2, "what a worker sends must not live on in it"
 
 
 @pytest.mark.parametrize(("most", "expected"), [(30, 20), (20, 20), (7, 7)])

@@ -19,6 +19,7 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError, StoppedError
 from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Request, Sampling, UseVersion
+from automodel_rl.generators import fleet as fleet_module
 from automodel_rl.generators import jobs, joined_members
 from automodel_rl.generators import member as member_module
 from automodel_rl.generators.fleet import Fleet
@@ -236,6 +237,19 @@ def test_a_run_that_is_asked_to_stop_waits_for_no_generator(start: Any) -> None:
         fleet.waited(lambda: (crew.signals.append("SIGTERM"), wait())[1])
 
 
+def test_a_run_that_is_asked_to_stop_ends_its_step_while_a_generator_is_there(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "STOP_SECONDS", 0.01)
+    crew = Crew()
+    fleet, (only,) = start(guests=1, crew=crew)
+    crew.signals.append("SIGTERM")
+    wait = fleet.submit(requests(1))
+    answer = threading.Timer(0.2, only.write)
+    answer.start()
+    assert seeds(fleet.waited(wait)) == [100]
+
+
 def test_a_member_is_waited_for_from_the_moment_that_something_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluators may all be gone while nothing is asked of them."""
     now = [0.0]
@@ -416,6 +430,13 @@ def test_only_what_was_asked_for_and_reading_for_an_hour_show_that_it_is_alive(
     fleet.sync()
     fleet._take(member, IsReading())
     assert member.heard == now[0]
+    fleet.submit(requests(2))
+    (number,) = fleet._assignments
+    for place, counts in ((0, True), (0, False), (1, True)):  # each completion once
+        now[0] += 7200
+        before = member.heard
+        fleet._take(member, Finished(number, place, Completion([1], [0.0], "stop")))
+        assert (member.heard > before) == counts, place
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,14 @@ def test_a_signal_asks_to_stop_and_is_named(number: signal.Signals) -> None:
     assert signal.getsignal(number) == before
 
 
+def test_those_who_wait_for_something_are_told_once() -> None:
+    received: list[str] = []
+    with StopSignal(received):
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+    assert received == ["SIGHUP"]
+
+
 def test_the_second_signal_interrupts() -> None:
     with StopSignal():
         signal.raise_signal(signal.SIGHUP)
