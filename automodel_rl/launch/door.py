@@ -2,6 +2,7 @@
 
 import contextlib
 import ipaddress
+import random
 import socket
 import threading
 import time
@@ -58,10 +59,10 @@ class DoorAddress:
             OSError, EOFError: the program cannot be reached.
         """
         deadline = time.monotonic() + LONGEST_WAIT
-        for _ in range(MOST_HANDSHAKES - 1):
+        for number in range(MOST_HANDSHAKES - 1):
             with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
                 return self._connect(deadline)
-            time.sleep(PAUSE)
+            time.sleep(random.uniform(0, PAUSE * 2**number))  # others that were evicted try again, too
         return self._connect(deadline)
 
     def _connect(self, deadline: float) -> AuthenticatedConnection:

@@ -77,6 +77,13 @@ def test_marks_that_never_apply_are_refused(marked: PreTrainedTokenizerFast) -> 
         ChatTokenizer(tokenizer, "all")(CHAT, "here")
 
 
+@pytest.mark.parametrize("has_marks", [True, False])
+def test_what_the_tokenizer_cannot_read_names_its_record(marked: PreTrainedTokenizerFast, has_marks: bool) -> None:
+    chat = Chat([{"role": "user", "content": "caf\udce9?"}, {"role": "assistant", "content": "two"}])
+    with pytest.raises(InputError, match=r"^here: "):
+        ChatTokenizer(marked if has_marks else without_marks(marked), "all")(chat, "here")
+
+
 def test_a_prompt_ends_where_the_assistant_would_write(marked: PreTrainedTokenizerFast) -> None:
     prompt = marked.decode(ChatTokenizer(marked, "all").prompt_sequence(CHAT, "here").input_ids)
     assert prompt.endswith("and one?<|im_end|>\n<|im_start|>assistant\n")
