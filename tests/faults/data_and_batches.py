@@ -77,9 +77,9 @@ def _mask_of_turns(change: Callable[[Tensor], Tensor]) -> Any:
     """Changes the loss mask after the prompt."""
     from automodel_rl.trainers.rollout_batch import _sequence
 
-    def changed(group: Any, rollout: Any, config: Any) -> Any:
-        sequence = _sequence(group, rollout, config)
-        num_prompt = len(rollout.prompt_of(group.prompt))
+    def changed(row: Any, config: Any) -> Any:
+        sequence = _sequence(row, config)
+        num_prompt = len(row.rollout.prompt_of(row.group.prompt))
         mask = torch.cat([sequence.loss_mask[:num_prompt], change(sequence.loss_mask[num_prompt:])])
         return dataclasses.replace(sequence, loss_mask=mask)
 

@@ -1,6 +1,7 @@
 """Whether a planted bug is noticed, by `verify` or by a test."""
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -10,6 +11,9 @@ from tests.faults.fault import Verified
 from tests.faults.table import PLANTED, planted
 from tests.processes import run_command
 
+NOT_CALLED = re.compile(r"TypeError: .*(positional argument|keyword argument|multiple values)")
+"""What Python says where a bug that is planted takes other arguments than what it replaces."""
+
 IMPORTED_BEFORE = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
 """Pytest's warning of plugins that are imported before it, as in a fork of a process with libraries."""
 
@@ -18,12 +22,20 @@ def noticed_by_test(name: str, test: str) -> str:
     """The test, if it fails with the fault; empty if it passes."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not longer", *IMPORTED_BEFORE, f"tests/{test}"]
     done = run_command(command, env={**os.environ, PLANTED: name})
+    check_planted(done.stdout)
     # A crash is noticed, too. A test that could not begin has found nothing, whatever the exit code says.
     if (done.returncode == 1 and "\nFAILED " in done.stdout) or done.returncode < 0:
         return test
     if done.returncode:
         raise RuntimeError(f"{test} does not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return ""
+
+
+def check_planted(told: str) -> None:
+    """Raises RuntimeError for a failure that is not the bug's but that of planting it, and so shows nothing."""
+    wrong = NOT_CALLED.search(told)
+    if wrong is not None:
+        raise RuntimeError(f"the bug does not fit what it replaces: {wrong[0]}")
 
 
 def noticed_by_verify(name: str, layout: Verified, pool: Any) -> str:
@@ -37,6 +49,7 @@ def noticed_by_verify(name: str, layout: Verified, pool: Any) -> str:
         try:
             kinds = ranks.run(different_kinds, layout, name, Path(folder))[0]
         except AssertionError as failure:  # a rank raised: that is noticed, too
+            check_planted(str(failure))
             return f"verify, which fails: {str(failure).splitlines()[0][:100]}"
     return f"verify, in {kinds[0]}" + (f" and {len(kinds) - 1} more" if kinds[1:] else "") if kinds else ""
 
