@@ -1,14 +1,14 @@
 # make setup   an environment in .venv with everything (repeatable)
 # make demo    warm up a small chat model and train it with rewards, on this machine
-# make test    lint, types, import contracts, tests
+# make test    lint, types, import contracts, tests (about 18 minutes on two hyperthreads)
 # make quick   lint, unit tests that take little, and a few layouts against one process (about two minutes on 2 cores)
-# make longer  the tests that others of each commit stand for, and those that take a minute or more (about an hour and a half)
+# make longer  the tests that others of each commit stand for, and those that take a minute or more (two hours or more)
 # make check   lint, types, import contracts, pages
 # make pages   README's generated parts and API.md
 # make chaos   kill runs and generators at 50 random moments each, and go on (about an hour on 2 cores)
 # make exits   start and end 200 jobs of two ranks (about 5 minutes on 2 cores)
 # make fuzz    2,000 broken configs and data files (about 15 minutes on 2 cores)
-# make faults  plant bugs one after the other, and see that verify or a test notices each (about 10 minutes on 2 cores)
+# make faults  plant bugs one after the other, and see that verify or a test notices each (about 25 minutes on two hyperthreads)
 # make parity  every layout that four ranks reach against one process (about 45 minutes on 2 cores)
 # make versions  tests with the oldest, newest and other versions of libraries (about 40 minutes on 2 cores, 20 GB)
 

@@ -207,7 +207,7 @@ def _known_gradient_by_own_count() -> Any:
     """The gradient of a linear loss is divided by the count of its microbatch, not of the global batch."""
     from automodel_rl.losses import LinearLoss
 
-    def gradient(loss: LinearLoss, microbatch: Microbatch, counts: object) -> Tensor:
+    def gradient(loss: LinearLoss, microbatch: Microbatch, counts: object, readout: object) -> Tensor:
         return loss.weights(microbatch).double() / max(int(microbatch.loss_mask.sum()), 1)
 
     return mock.patch.object(LinearLoss, "gradient", gradient)

@@ -79,7 +79,7 @@ def _mask_of_turns(change: Callable[[Tensor], Tensor]) -> Any:
 
     def changed(row: Any, config: Any) -> Any:
         sequence = _sequence(row, config)
-        num_prompt = len(row.rollout.prompt_of(row.group.prompt))
+        num_prompt = len(row.group.prompt.token_ids)
         mask = torch.cat([sequence.loss_mask[:num_prompt], change(sequence.loss_mask[num_prompt:])])
         return dataclasses.replace(sequence, loss_mask=mask)
 

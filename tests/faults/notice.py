@@ -11,8 +11,11 @@ from tests.faults.fault import Verified
 from tests.faults.table import PLANTED, planted
 from tests.processes import run_command
 
-NOT_CALLED = re.compile(r"TypeError: .*(positional argument|keyword argument|multiple values)")
-"""What Python says where a bug that is planted takes other arguments than what it replaces."""
+UNFIT = re.compile(
+    r"TypeError: .*(?:positional argument|keyword argument|multiple values)"
+    r"|tests/faults/\w+\.py\", line \d+, in .*\n(?:.*\n){1,2}.*\b(?:AttributeError|TypeError|NameError): .*"
+)
+"""What Python says where the code of a bug does not fit what it replaces, or what it calls."""
 
 IMPORTED_BEFORE = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
 """Pytest's warning of plugins that are imported before it, as in a fork of a process with libraries."""
@@ -33,9 +36,9 @@ def noticed_by_test(name: str, test: str) -> str:
 
 def check_planted(told: str) -> None:
     """Raises RuntimeError for a failure that is not the bug's but that of planting it, and so shows nothing."""
-    wrong = NOT_CALLED.search(told)
+    wrong = UNFIT.search(told)
     if wrong is not None:
-        raise RuntimeError(f"the bug does not fit what it replaces: {wrong[0]}")
+        raise RuntimeError(f"the bug does not fit what it replaces: {wrong[0].splitlines()[-1]}")
 
 
 def noticed_by_verify(name: str, layout: Verified, pool: Any) -> str:
