@@ -20,6 +20,24 @@ TEMPLATES = {
 
 ALL: tuple[str, ...] = ()
 
+WHOLE_FILES = {
+    "distributed/engine/test_reference_weights.py",
+    "distributed/lora/test_vision.py",
+    "distributed/model/test_compiled.py",
+    "distributed/parallel/test_scale.py",
+    "distributed/policy/test_golden_layouts.py",
+    "distributed/ray/test_job.py",
+    "distributed/serve/test_all_weights.py",
+    "distributed/serve/test_teachers.py",
+    "distributed/serve/test_vllm.py",
+    "distributed/test_laptop.py",
+    "distributed/trainers/test_chaos.py",
+    "distributed/trainers/test_fuzz.py",
+    "distributed/trainers/test_joined_generators.py",
+    "unit/rollout/agents/test_real_clients.py",
+}
+"""Files of which each commit has no test."""
+
 BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     "distributed/checkpoint/test_failures.py": {
         "test_one_rank_that_cannot_write_is_known_to_the_program": ALL,
@@ -45,9 +63,6 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_what_is_saved_gives_the_logits_of_the_trained_handle": ("pp2-tied", "pp2 dp2-untied"),
         "test_forward_only_work_sees_the_weights_of_its_time": ("pp2",),
         "test_a_loss_that_is_not_finite_skips_the_step_on_every_rank": ("pp2",),
-    },
-    "distributed/engine/test_reference_weights.py": {
-        "test_the_reference_stays_and_the_policy_comes_back": ALL,
     },
     "distributed/engine/test_rollout_offload.py": {
         "test_offloading_changes_no_number": ALL,
@@ -84,9 +99,6 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_training_is_that_on_plain_weights": ("[fp8-{}-{}]",),
         "test_compiled_layers_compute_alike": ALL,
     },
-    "distributed/lora/test_vision.py": {
-        "test_training_and_files_are_those_of_peft": ALL,
-    },
     "distributed/losses/test_losses.py": {
         "test_layouts_compute_the_loss_of_one_process": ("dpo-{'pp'", "gspo-{'dp_shard'"),
         "test_recomputed_logprobs_are_exactly_those_of_the_first_update": ("pp",),
@@ -112,13 +124,6 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     },
     "distributed/model/test_classifiers.py": {
         "test_a_family_scores_as_in_transformers": COVERING,
-    },
-    "distributed/model/test_compiled.py": {
-        "test_a_warm_up_leaves_no_graph_to_steps_and_changes_none": ALL,
-        "test_microbatches_of_any_size_need_no_graph_of_their_own": ALL,
-        "test_layers_with_fsdp_units_within_recompute_what_they_had": ALL,
-        "test_recomputed_layers_keep_no_tensor_that_ranks_exchange": ALL,
-        "test_ranks_of_an_encoder_take_part_in_a_warm_up": ALL,
     },
     "distributed/model/test_composites.py": {
         "test_the_language_model_is_trained_and_the_rest_is_kept": ("kimi",),
@@ -215,39 +220,17 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_layouts_that_only_reduce_each_microbatch_equal_one_process": ALL,
         "test_units_are_gathered_no_oftener_than_they_are_needed": ("reshard",),
     },
-    "distributed/parallel/test_scale.py": {
-        "test_a_rank_is_in_as_many_groups_of_any_job": ALL,
-        "test_control_of_a_step_takes_a_logarithm_of_messages": ALL,
-    },
     "distributed/policy/test_crew.py": {
         "test_every_rank_gets_its_share_and_answers": ("[3]", "[5]"),
     },
     "distributed/policy/test_given_ids.py": {
         "test_given_ids_are_scored_and_trained_as_by_transformers": ("dp and pp",),
     },
-    "distributed/policy/test_golden_layouts.py": {
-        "test_losses_have_the_numbers_of_other_packages_on_every_layout": ALL,
-    },
     "distributed/policy/test_policy.py": {
         "test_results_are_those_of_an_engine_in_the_order_of_the_rows": ("three data ranks",),
     },
     "distributed/policy/test_scores.py": {
         "test_scores_and_steps_are_those_of_transformers": ("dp and tp",),
-    },
-    "distributed/ray/test_job.py": {
-        "test_sft_that_loses_a_node_has_the_numbers_of_an_undisturbed_run_of_our_own_launcher": ALL,
-        "test_a_policy_trains_from_a_program_without_a_rank": ALL,
-        "test_grpo_on_two_nodes_has_the_numbers_of_our_own_launcher": ALL,
-        "test_a_service_on_two_nodes_goes_on_from_saved_weights_when_a_node_is_gone": ALL,
-        "test_ctrl_c_saves_and_stops": ALL,
-        "test_a_run_that_is_started_again_goes_on_in_its_own_way": ALL,
-        "test_generators_that_the_cluster_starts_join_a_run": ALL,
-        "test_verify_runs_on_the_nodes": ALL,
-        "test_what_cannot_be_placed_is_refused": ALL,
-        "test_a_failure_that_comes_again_ends_the_run": ALL,
-    },
-    "distributed/serve/test_all_weights.py": {
-        "test_a_run_of_all_weights_trains_is_sampled_from_and_goes_on": ALL,
     },
     "distributed/serve/test_openai.py": {
         "test_completions_are_those_of_the_model": ALL,
@@ -258,16 +241,9 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     "distributed/serve/test_soft_targets.py": {
         "test_soft_targets_train_as_plain_transformers_do": ALL,
     },
-    "distributed/serve/test_teachers.py": {
-        "test_a_teacher_scores_prompts_as_plain_transformers_do": ALL,
-        "test_what_a_teacher_does_not_do_is_refused": ALL,
-    },
     "distributed/serve/test_together.py": {
         "test_compiled_layers_take_each_microbatchs_gate": ALL,
         "test_runs_that_meet_get_what_they_get_alone": ALL,
-    },
-    "distributed/serve/test_vllm.py": {
-        "test_vllm_samples_as_each_request_asks_and_is_started_again": ALL,
     },
     "distributed/step/test_failed_steps.py": {
         "test_a_loss_that_raises_and_is_caught_leaves_no_trace": (
@@ -279,9 +255,6 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     },
     "distributed/step/test_several_runners.py": {
         "test_runners_take_turns_on_one_model": ("an encoder beside",),
-    },
-    "distributed/test_laptop.py": {
-        "test_from_chats_to_rewards": ALL,
     },
     "distributed/tools/test_export.py": {
         "test_both_formats_are_written": ALL,
@@ -334,9 +307,6 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
     "distributed/trainers/test_batch_epochs.py": {
         "test_every_pass_trains_each_completion_once_in_other_company": ALL,
     },
-    "distributed/trainers/test_chaos.py": {
-        "test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one": ALL,
-    },
     "distributed/trainers/test_conversations.py": {
         "test_odd_environments_cost_their_conversations": ALL,
         "test_layouts_and_generators_write_and_train_the_same": ("{'dp_shard'",),
@@ -362,9 +332,6 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_a_validation_whose_weights_are_gone_is_left_out_with_a_warning": ALL,
         "test_they_find_what_validation_as_usual_finds_while_training_goes_on": ALL,
     },
-    "distributed/trainers/test_fuzz.py": {
-        "test_broken_input_trains_or_is_refused_in_one_line": ALL,
-    },
     "distributed/trainers/test_grpo.py": {
         "test_rollouts_tell_advantages_and_both_log_probabilities": ALL,
         "test_old_logprobs_are_left_out_where_they_are_those_of_the_step": ALL,
@@ -389,11 +356,6 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_empty_completions_are_rewarded_and_count_no_tokens": ALL,
         "test_rewards_that_teach_nothing_end_the_run": ALL,
         "test_groups_without_signal_are_replaced": ALL,
-    },
-    "distributed/trainers/test_joined_generators.py": {
-        "test_a_generator_waits_for_a_run_that_was_killed_and_goes_on_with_it": ALL,
-        "test_they_may_join_leave_and_be_killed_while_a_run_goes_on": ALL,
-        "test_one_that_shares_nothing_but_a_key_reads_weights_over_http": ALL,
     },
     "distributed/trainers/test_kto.py": {
         "test_it_learns_as_by_transformers": ("one rank",),
@@ -573,9 +535,6 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_one_that_waits_does_not_hold_up_others": ("when waited for",),
         "test_an_error_that_is_not_the_agents_reaches_the_run": ("works alone",),
     },
-    "unit/rollout/agents/test_real_clients.py": {
-        "test_a_real_client_trains_what_was_sampled": ALL,
-    },
     "unit/serve/test_page.py": {
         "test_the_page_shows_runs_and_what_waits": ("1280",),
     },
@@ -602,6 +561,8 @@ def is_longer(name: str) -> bool:
         name: the test's id, below `tests/`.
     """
     function, _, parameters = name.partition("[")
+    if function.partition("::")[0] in WHOLE_FILES:
+        return True
     stays = LONGER.get(function)
     if stays is None:
         return False

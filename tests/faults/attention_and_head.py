@@ -45,8 +45,8 @@ def _sinks_without_gradient() -> Any:
 def _plain_rotary_embeddings() -> Any:
     from automodel_rl.hf.read import read_config
 
-    def plain(folder: Any) -> Any:
-        config = read_config(folder)
+    def plain(*given: Any) -> Any:
+        config = read_config(*given)
         config.rope_parameters = {**config.rope_parameters, "rope_type": "default"}
         return config
 

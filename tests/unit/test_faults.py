@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.fault import Verified
 from tests.faults.table import FAULTS, planted
-from tests.longer import ALL, LONGER, is_longer
+from tests.longer import ALL, LONGER, WHOLE_FILES, is_longer
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "automodel_rl"
@@ -37,12 +37,17 @@ def test_every_bug_can_be_planted() -> None:
 def test_every_bug_is_looked_for_in_each_commit() -> None:
     by_tests = {name: fault.caught_by for name, fault in FAULTS.items() if not isinstance(fault.caught_by, Verified)}
     assert not [name for name, by in by_tests.items() if not is_there(by)]
-    longer = [name for name, by in by_tests.items() if LONGER.get(by.partition("[")[0]) == ALL]
+    longer = [
+        name
+        for name, by in by_tests.items()
+        if LONGER.get(by.partition("[")[0]) == ALL or by.partition("::")[0] in WHOLE_FILES
+    ]
     assert not [*longer, *(name for name, by in by_tests.items() if "[" in by and is_longer(by))]
 
 
 def test_every_longer_test_is_there() -> None:
     assert not [name for name in LONGER if not is_there(name)]
+    assert not [file for file in WHOLE_FILES if not (TESTS / file).is_file()]
 
 
 def test_every_room_has_a_bug() -> None:
