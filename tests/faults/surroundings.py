@@ -372,11 +372,11 @@ def _file_hashes_not_compared() -> Any:
     """What was read of a published version is taken for what was written."""
     from automodel_rl.weight_sync import published
 
-    def read(files: Any, number: int) -> Any:
-        version = found(files, number)
+    def read(files: Any, number: int, *given: Any) -> Any:
+        version = found(files, number, *given)
         stored = {}
-        for name in version.files:
-            with files.opened(number, name) as file:
+        for name, (num_bytes, _) in version.files.items():
+            with files.opened(number, name, num_bytes) as file:
                 stored[name] = published._size_and_hash(file)
         return dataclasses.replace(version, files=stored)
 
