@@ -65,6 +65,18 @@ def take(ours: MessageConnection) -> Any:
     return ours.recv()
 
 
+def reading(
+    ours: MessageConnection, theirs: MessageConnection
+) -> tuple[threading.Event, threading.Thread, list[BaseException]]:
+    """A generator that reads a version until the event is set, its thread, and what that raises."""
+    sync, is_read = mock.Mock(), threading.Event()
+    sync.bring.side_effect = lambda *_: is_read.wait(SOON) and BROUGHT
+    _, thread, raised = started(theirs, sync)
+    assert isinstance(take(ours), HasStarted)
+    ours.send(UseVersion(1, "hash", 1))
+    return is_read, thread, raised
+
+
 def test_weights_that_cannot_be_read_here_blame_no_request(ends: tuple[MessageConnection, MessageConnection]) -> None:
     ours, theirs = ends
     sync = mock.Mock()
@@ -88,11 +100,7 @@ def test_it_shows_that_it_is_alive_while_it_reads(
 ) -> None:
     monkeypatch.setattr(joined, "SIGN_SECONDS", 0.01)
     ours, theirs = ends
-    sync, is_read = mock.Mock(), threading.Event()
-    sync.bring.side_effect = lambda *_: is_read.wait(SOON) and BROUGHT
-    _, thread, raised = started(theirs, sync)
-    assert isinstance(take(ours), HasStarted)
-    ours.send(UseVersion(1, "hash", 1))
+    is_read, thread, raised = reading(ours, theirs)
     assert [isinstance(take(ours), IsReading) for _ in range(3)] == [True] * 3
     is_read.set()
     ours.send(HasEnded())
@@ -103,11 +111,7 @@ def test_it_shows_that_it_is_alive_while_it_reads(
 def test_it_takes_what_comes_while_it_reads(ends: tuple[MessageConnection, MessageConnection]) -> None:
     """The run's socket has room for a part of it, and counts a generator as gone that takes nothing for two minutes."""
     ours, theirs = ends
-    sync, is_read = mock.Mock(), threading.Event()
-    sync.bring.side_effect = lambda *_: is_read.wait(SOON) and BROUGHT
-    _, thread, raised = started(theirs, sync)
-    assert isinstance(take(ours), HasStarted)
-    ours.send(UseVersion(1, "hash", 1))
+    is_read, thread, raised = reading(ours, theirs)
     sent = threading.Thread(target=lambda: ours.send(Generate(4, [Request([1] * 2_000_000, 0, Sampling(2))])))
     sent.start()
     sent.join(SOON)
