@@ -200,8 +200,10 @@ def completed(values: Any, config: RunConfig) -> Any:
 
 
 def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of a dumped config with the loss's keys of today."""
-    loss = values.get("loss")
+    """Values of a dumped config, or of its section on distillation, with the loss's keys of today."""
+    distillation, loss = values.get("distillation"), values.get("loss")
+    if isinstance(distillation, dict):
+        values = {**values, "distillation": _renamed(distillation)}
     if not isinstance(loss, dict):
         return values
     new = {old: RENAMED.get(f"loss.{old}", f"loss.{old}").removeprefix("loss.") for old in loss}
