@@ -60,7 +60,7 @@ def _mean_over_two(where: str) -> Any:
 def _clip_by_component() -> Any:
     """Each mesh clips its gradients by their own norm."""
 
-    def clip(parameters: list, most: float, _: Tensor) -> None:
+    def clip(parameters: list, most: float, _: Tensor, foreach: bool | None = None) -> None:
         torch.nn.utils.clip_grad_norm_(parameters, most)
 
     return mock.patch("torch.nn.utils.clip_grads_with_norm_", clip)

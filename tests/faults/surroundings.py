@@ -25,7 +25,7 @@ def _epochs_not_counted() -> Any:
 def _first_override_counts() -> Any:
     from automodel_rl.config.load import parse_overrides
 
-    return patch("config.load.parse_overrides", lambda arguments: parse_overrides(arguments)[::-1])
+    return patch("config.load.parse_overrides", lambda *arguments: parse_overrides(*arguments)[::-1])
 
 
 def _penalty_in_the_reward_forgotten() -> Any:
@@ -130,8 +130,8 @@ def _unfinished_results_let_go() -> Any:
 def _newest_by_path() -> Any:
     from automodel_rl.serve.saved_weights import SavedWeights
 
-    def by_path(table: Any, run: str) -> Any:
-        own = [path for path in table.paths if path.startswith(f"tinker://{run}/weights/")]
+    def by_path(table: Any, run: str, kind: str = "weights") -> Any:
+        own = [path for path in table.paths if path.startswith(f"tinker://{run}/{kind}/")]
         return table[max(own)] if own else None
 
     return mock.patch.object(SavedWeights, "newest", by_path)
@@ -140,7 +140,7 @@ def _newest_by_path() -> Any:
 def _weights_to_sample_from_are_trained() -> Any:
     from automodel_rl.serve.saved_weights import SavedWeights
 
-    def of_any_kind(table: Any, run: str) -> Any:
+    def of_any_kind(table: Any, run: str, kind: str = "weights") -> Any:
         own = [table[path] for path in table.paths if path.startswith(f"tinker://{run}/")]
         return max(own, key=lambda saved: saved.created, default=None)
 
@@ -223,8 +223,8 @@ def _held_out_trained(where: str) -> Any:
     module, _, name = where.rpartition(".")
     make: Callable[..., Any] = getattr(importlib.import_module(f"automodel_rl.{module}"), name)
 
-    def overlapping(num_train: int, num_held_out: int, seed: int) -> Any:
-        train, _ = make(num_train, num_held_out, seed)
+    def overlapping(num_train: int, num_held_out: int, seed: int, *largest: int) -> Any:
+        train, _ = make(num_train, num_held_out, seed, *largest)
         return train, train[:num_held_out]
 
     return patch(where, overlapping)

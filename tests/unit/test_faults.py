@@ -2,8 +2,12 @@
 
 import ast
 import functools
+import inspect
 import re
 from pathlib import Path
+from types import FunctionType
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -27,11 +31,36 @@ def is_there(name: str) -> bool:
     return function in functions_of(file)
 
 
-def test_every_bug_can_be_planted() -> None:
-    """What it changes must be there still."""
+def is_callable_as(replacement: Any, original: Any) -> bool:
+    """Whether a function takes the arguments of the one that it replaces."""
+    if not (isinstance(replacement, FunctionType) and isinstance(original, FunctionType)):
+        return True
+    parameters = inspect.signature(original).parameters.values()
+    by_place = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    by_name = {one.name: None for one in parameters if one.kind is one.KEYWORD_ONLY}
+    try:
+        inspect.signature(replacement).bind(*by_place, **by_name)
+    except TypeError:
+        return False
+    return True
+
+
+def test_every_bug_can_be_planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it changes is still there, and still takes the same arguments."""
+    patches, enter = [], mock._patch.__enter__  # type: ignore[attr-defined]
+
+    def entered(patch: Any) -> Any:
+        replacement = enter(patch)
+        patches.append((patch.attribute, replacement, patch.temp_original))
+        return replacement
+
+    monkeypatch.setattr(mock._patch, "__enter__", entered)  # type: ignore[attr-defined]
+    unfit = []
     for name in FAULTS:
+        patches.clear()
         with planted(name):
-            pass
+            unfit += [(name, what) for what, new, old in patches if not is_callable_as(new, old)]
+    assert not unfit
 
 
 def test_every_bug_is_looked_for_in_each_commit() -> None:
