@@ -425,6 +425,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_routes_that_cannot_be_followed_end_the_run_on_every_rank": ALL,
     },
     "distributed/trainers/test_sft.py": {
+        "test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens": ("list",),
         "test_a_job_of_another_size_is_refused": ALL,
         "test_a_run_goes_on_on_another_layout": ALL,
         "test_the_last_checkpoints_and_the_best_are_kept": ALL,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.warm import popen
+from tests.warm import HELPER, popen
 
 QUIET_SECONDS = 300.0
 """Processes that do not use a second of processor time within so long have come to a halt, on a loaded machine, too."""
@@ -122,10 +122,23 @@ def wait_for_end(pids: Iterable[int]) -> None:
 
 
 def children_of(pid: int) -> list[int]:
+    """Processes that a process has started: forks of its own helpers, and ordinary ones."""
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = [int(child) for task in os.listdir(f"/proc/{pid}/task") for child in _children_of_task(pid, task)]
     except OSError:
         return []
+    return [each for child in children for each in (children_of(child) if _is_helper(child) else [child])]
+
+
+def _children_of_task(pid: int, task: str) -> list[str]:
+    return Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+
+
+def _is_helper(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_bytes().strip() == HELPER
+    except OSError:
+        return False
 
 
 def is_alive(pid: int) -> bool:

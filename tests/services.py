@@ -25,8 +25,6 @@ from tests.tiny import save_tiny_model
 
 VOCAB = 288
 
-COMMAND = "import sys; from automodel_rl.cli import main; sys.exit(main())"
-
 
 def heartbeats(url: str) -> int:
     """Number of this process's clients that tell a server every ten seconds that they are there."""
@@ -67,8 +65,7 @@ class Service:
         self.clients: list[Any] = []
 
     def __enter__(self) -> "Service":
-        # No fork of a process with its libraries imported: the server has threads when it starts its ranks.
-        self.job = Job([sys.executable, "-c", COMMAND, "serve", str(self.config)])
+        self.job = Job([sys.executable, "-m", "automodel_rl", "serve", str(self.config)])
         self.job.__enter__()
         patience = Patience(self.job.processes)
         while "export TINKER_BASE_URL=" not in self.job.stdout:

@@ -1,12 +1,14 @@
-"""Python with its libraries imported: `python -m MODULE` as a fork of it, without the seconds that imports cost.
+"""Python with its libraries and this package imported: `python -m MODULE` as a fork of it, without the seconds that
+imports cost.
 
-Only libraries of others are imported beforehand, and nothing of them is used; every fork imports this package and the
-tests itself. A fork has the environment, the streams, the session and the end of a process of its own, and the local
-launcher's ranks are forks in turn. `python -m tests.warm DESCRIPTOR` is the process that is forked.
+Nothing of what is imported is used before the fork. A fork has the environment, the streams, the session and the end of
+a process of its own, and starts a process to fork from for what it starts in turn, such as a launcher's ranks.
+`python -m tests.warm DESCRIPTOR` is the process that is forked.
 """
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -28,28 +30,22 @@ from typing import IO, Any, NoReturn
 
 from automodel_rl.launch.quiet import quiet_libraries
 
-LIBRARIES = (
-    *("numpy.ctypeslib", "PIL.Image", "pydantic.functional_validators", "pydantic.json_schema", "zoneinfo"),
-    *("rich.console", "rich.live", "rich.progress_bar", "rich.table", "xxhash"),
-    *(
-        "yaml",
-        "safetensors.torch",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor",
-    ),
-    *("torch.distributed.pipelining.schedules", "torch.nn.attention.varlen", "torch.utils.checkpoint"),
-    *("torchdata.stateful_dataloader", "transformers.integrations.moe", "transformers.models.auto.modeling_auto"),
-    *("transformers.models.auto.tokenization_auto", "transformers.models.qwen3.modeling_qwen3"),
-    "transformers.tokenization_utils_fast",
-    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
-    *("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni", "transformers.models.auto.video_processing_auto"),
-    *("transformers.models.qwen3_vl.video_processing_qwen3_vl", "transformers.models.auto.processing_auto"),
-    *("transformers.models.whisper.feature_extraction_whisper", "pydantic.main", "pydantic.types"),
-    *("fsspec.core", "pytest"),
+IMPORTED = (
+    *("cli", "data.chat", "data.checks", "generators.transformers_worker", "rollout.rewards.scorer"),
+    *("rollout.rewards.worker", "serve.server", "serve.worker", "trainers.loop", "trainers.train"),
 )
+"""Modules of the package, with which the others and most libraries are imported."""
 
-OURS = ("automodel_rl", "tests")
+LIBRARIES = (
+    *("fsspec.core", "numpy.ctypeslib", "pytest", "rich.console", "rich.live", "rich.progress_bar", "rich.table"),
+    *("torch.distributed.fsdp", "torch.nn.attention.varlen", "torchdata.stateful_dataloader", "zoneinfo"),
+    *("transformers.models.auto.processing_auto", "transformers.models.auto.video_processing_auto"),
+    *("transformers.models.qwen2_5_omni.modeling_qwen2_5_omni", "transformers.models.qwen3.modeling_qwen3"),
+    *("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl", "transformers.tokenization_utils_fast"),
+    *("transformers.models.qwen3_vl.video_processing_qwen3_vl", "transformers.integrations.moe"),
+    "transformers.models.whisper.feature_extraction_whisper",
+)
+"""What the package imports when it needs it."""
 
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}
 """Environment of forks. A launcher that checks chats would have threads of the tokenizer, and ranks fork from it."""
@@ -66,6 +62,9 @@ CAN_FORK = not os.path.exists("/dev/nvidiactl")
 
 REQUESTS = "AUTOMODEL_RL_WARM_REQUESTS"
 """Environment variable of a fork with the descriptor by which it asks for others."""
+
+HELPER = b"warm"
+"""Name of processes that fork others or watch them; `tests.processes` looks through them."""
 
 
 def is_module(command: Sequence[str]) -> bool:
@@ -115,7 +114,7 @@ class WarmProcess:
         with open(os.devnull) as nothing:
             given = nothing if stdin == subprocess.DEVNULL else stdin
             streams = [_descriptor(given, 0), _descriptor(stdout, 1), _descriptor(stderr, 2)]
-            _ask(request, [theirs, *streams, *pass_fds])
+            socket.send_fds(_requests(), [pickle.dumps(request)], [theirs, *streams, *pass_fds])
         os.close(theirs)
         self.pid = int(os.read(self._answers, 32))
 
@@ -145,53 +144,6 @@ class WarmProcess:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class ForkedRank:
-    """A rank of the local launcher as a fork of it; what of `subprocess.Popen` the launcher uses."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        stdout: IO[Any] | None,
-        stderr: IO[Any] | None,
-        pass_fds: Sequence[int],
-        start_new_session: bool,
-    ):
-        assert is_module(command)
-        assert start_new_session
-        assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads of its parent"
-        self.returncode: int | None = None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _hide_descriptors(
-                {0, 1, 2, *pass_fds, _descriptor(stdout, 1), _descriptor(stderr, 2), int(os.environ[REQUESTS])}
-            )
-            streams = [0, _descriptor(stdout, 1), _descriptor(stderr, 2)]
-            _end_with(_Request([*command[2:]], dict(env), os.getcwd(), [*pass_fds]), [*streams, *pass_fds])
-
-    def poll(self) -> int | None:
-        return self._take(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._take(0)
-
-    def _take(self, options: int) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, options)
-            if ended:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -229,7 +181,7 @@ def start_children_warm() -> None:
 
 @functools.cache
 def _requests() -> socket.socket:
-    """To the process that is forked. Forks share it with the process that has started it."""
+    """To the process that is forked: in a fork the one that it has for itself."""
     if REQUESTS in os.environ:
         return socket.socket(fileno=int(os.environ[REQUESTS]))
     requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -238,11 +190,6 @@ def _requests() -> socket.socket:
         warm = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
     atexit.register(_end, warm)
     return requests
-
-
-def _ask(request: _Request, descriptors: list[int]) -> None:
-    """Sends a request with open files: for answers, the streams, and those that the process has besides."""
-    socket.send_fds(_requests(), [pickle.dumps(request)], [_requests().fileno(), *descriptors])
 
 
 def _end(warm: subprocess.Popen) -> None:
@@ -268,10 +215,8 @@ def _serve(requests: socket.socket) -> tuple[_Request, list[int]] | None:
             return None
         if os.fork() == 0:
             requests.close()
-            ours, answers, *rest = descriptors
-            _fork_watched(answers, [ours, *rest])
-            os.environ[REQUESTS] = str(fcntl.fcntl(ours, fcntl.F_DUPFD, HIGH))
-            os.close(ours)
+            answers, *rest = descriptors
+            _fork_watched(answers, rest)
             return pickle.loads(message), rest
         for descriptor in descriptors:
             os.close(descriptor)
@@ -283,6 +228,7 @@ def _fork_watched(answers: int, descriptors: list[int]) -> None:
     if pid == 0:
         os.close(answers)
         return
+    _name_helper()
     for descriptor in (0, 1, 2, *descriptors):
         os.close(descriptor)
     with contextlib.suppress(BrokenPipeError):  # who asked is gone
@@ -292,6 +238,36 @@ def _fork_watched(answers: int, descriptors: list[int]) -> None:
     os._exit(0)
 
 
+def _name_helper() -> None:
+    ctypes.CDLL(None).prctl(15, HELPER)  # PR_SET_NAME
+
+
+def _fork_server(descriptors: list[int]) -> None:
+    """Starts the process that this one's processes are forked from, while nothing is used yet of what is imported.
+
+    Args:
+        descriptors: open files, which the process to fork from must not keep open.
+    """
+    requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        os.environ[REQUESTS] = str(fcntl.fcntl(requests, fcntl.F_DUPFD, HIGH))
+        requests.close()
+        return
+    os.setsid()  # what a terminal or a test sends to the other one's group is not for this process
+    _name_helper()
+    requests.close()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+    for descriptor in {*descriptors, nowhere} - {0, 1, 2}:
+        os.close(descriptor)
+    asked = _serve(theirs)
+    if asked is None:
+        os._exit(0)
+    _run_and_end(*asked)
+
+
 def _run(request: _Request, descriptors: list[int]) -> None:
     """Becomes the process that was asked for, and runs its module.
 
@@ -299,6 +275,7 @@ def _run(request: _Request, descriptors: list[int]) -> None:
         request: what to run.
         descriptors: of the streams and of `request.descriptors`, under other numbers.
     """
+    _fork_server(descriptors)
     os.setsid()
     assert max(request.descriptors, default=0) < HIGH
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, HIGH) for descriptor in descriptors]
@@ -312,28 +289,15 @@ def _run(request: _Request, descriptors: list[int]) -> None:
     asks = os.environ[REQUESTS]
     os.environ.clear()
     os.environ.update(request.environment, **{REQUESTS: asks}, **ONE_THREAD)
-    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
-        del sys.modules[name]
-    if "torch" in sys.modules and "OMP_NUM_THREADS" in os.environ:  # which is looked at when torch is imported
+    if "OMP_NUM_THREADS" in os.environ:  # which is looked at when torch is imported
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     random.seed()
     ours = importlib.import_module("tests.warm")
-    importlib.import_module("automodel_rl.launch.rank_processes").subprocess = types.SimpleNamespace(
-        Popen=ours.ForkedRank
-    )
+    importlib.import_module("automodel_rl.launch.rank_processes").subprocess = types.SimpleNamespace(Popen=ours.popen)
     ours.start_children_warm()
     sys.argv = ["", *request.arguments[1:]]
+    sys.modules.pop(request.arguments[0], None)  # runpy warns of a module that is there
     runpy.run_module(request.arguments[0], run_name="__main__", alter_sys=True)
-
-
-def _end_with(request: _Request, descriptors: list[int]) -> NoReturn:
-    """Runs a module deep within another program, whose frames must not be left by an exception, and ends."""
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    atexit._clear()
-    _run_and_end(request, descriptors)
 
 
 def _run_and_end(request: _Request, descriptors: list[int]) -> NoReturn:
@@ -361,19 +325,11 @@ def _run_and_end(request: _Request, descriptors: list[int]) -> NoReturn:
         os._exit(code or 0)
 
 
-def _hide_descriptors(kept: set[int]) -> None:
-    """Closes what a program that is executed would not have; the numbers stay taken, for objects here own them."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - kept - {nowhere}:
-        with contextlib.suppress(OSError):  # that of the listing
-            os.fstat(descriptor)
-            os.dup2(nowhere, descriptor, inheritable=False)
-
-
 def main() -> None:
     quiet_libraries()
-    for name in LIBRARIES:
+    for name in (*(f"automodel_rl.{name}" for name in IMPORTED), *LIBRARIES):
         importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads of its parent"
     gc.freeze()  # a collection in a fork would look at all that the libraries have made, and copy its pages
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         asked = _serve(requests)

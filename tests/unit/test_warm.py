@@ -1,4 +1,4 @@
-"""A fork of Python that has imported libraries is, but for its haste, a Python of its own."""
+"""A fork of Python that has imported libraries and the package is, but for its haste, a Python of its own."""
 
 import json
 import os
@@ -23,11 +23,7 @@ def test_a_fork_knows_of_itself_what_a_python_of_its_own_does(monkeypatch: pytes
     assert fork.stderr == own.stderr == "to the other stream\n"
     (said, end), (expected, expected_end) = fork.stdout.splitlines(), own.stdout.splitlines()
     assert end == expected_end == "at the end"
-    of_fork, of_own = json.loads(said), json.loads(expected)
-    launched = {"automodel_rl.launch.rank_processes", "automodel_rl.generators.child_process"}
-    assert launched <= {*of_fork["our modules"]}, "both are changed to start forks"
-    del of_fork["our modules"], of_own["our modules"]
-    assert of_fork == of_own
+    assert json.loads(said) == json.loads(expected)
 
 
 def test_a_fork_that_is_killed_or_fails_ends_with_the_code_of_it() -> None:

@@ -17,6 +17,7 @@ from tinker import types
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.processes import children_of
 from tests.services import Service, datum, of_loss
 
 pytestmark = pytest.mark.filterwarnings(
@@ -294,7 +295,7 @@ def test_runs_go_on_from_saved_weights_after_a_rank_and_after_the_server_is_kill
         numbers(run, 50, 1)
         path = run.save_state("one").result().path
         numbers(run, 999, 1)
-        (rank,) = [pid for pid in service.job.processes() if environment_of(pid).get("RANK") == "1"]
+        _, rank = children_of(service.job.process.pid)
         os.kill(rank, signal.SIGKILL)
         for ask in (lambda: run.forward([of_loss(datum(5, 0), "weights")], "cross_entropy"),) * 2:
             with pytest.raises(tinker.TinkerError, match=f"go on from {path}"):
@@ -313,8 +314,3 @@ def test_runs_go_on_from_saved_weights_after_a_rank_and_after_the_server_is_kill
         assert service.job.finish() == 0
         stopped = service.job.stdout.split("saved ")[1].split()[0]
         assert service.folder_of(stopped).is_dir()
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return dict(entry.decode().partition("=")[::2] for entry in entries if entry)

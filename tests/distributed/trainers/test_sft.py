@@ -42,8 +42,11 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "automodel_rl", "sft", *arguments]
 
 
-def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(config: Settings, tmp_path: Path) -> None:
-    run = run_command(cold(command(write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every_steps", "2")))
+@pytest.mark.parametrize("started", [list, cold])
+def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(
+    config: Settings, tmp_path: Path, started: Callable[[list[str]], list[str]]
+) -> None:
+    run = run_command(started(command(write(config, tmp_path), "--parallel.pp", "2", "--checkpoint.every_steps", "2")))
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     folder = tmp_path / "run"
