@@ -206,20 +206,26 @@ def _descriptor(stream: IO[Any] | int | None, default: int) -> int:
 
 def _serve(requests: socket.socket) -> tuple[_Request, list[int]] | None:
     """Forks for each request. Returns in a fork what it is to run, and here None once nobody can ask any more."""
+    signal.signal(signal.SIGCHLD, _reap)
     while True:
         message, descriptors, *_ = socket.recv_fds(requests, MOST_BYTES, 32)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # those that have watched a process until its end
-                pass
         if not message:
             return None
         if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
             answers, *rest = descriptors
             _fork_watched(answers, rest)
             return pickle.loads(message), rest
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _reap(*_: object) -> None:
+    """Takes in processes that have ended, and adds their processor time to this one's."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _fork_watched(answers: int, descriptors: list[int]) -> None:
@@ -239,7 +245,12 @@ def _fork_watched(answers: int, descriptors: list[int]) -> None:
 
 
 def _name_helper() -> None:
-    ctypes.CDLL(None).prctl(15, HELPER)  # PR_SET_NAME
+    _prctl(15, HELPER)  # PR_SET_NAME
+
+
+def _prctl(option: int, value: bytes | int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def _fork_server(descriptors: list[int]) -> None:
@@ -330,6 +341,7 @@ def main() -> None:
     for name in (*(f"automodel_rl.{name}" for name in IMPORTED), *LIBRARIES):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads of its parent"
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what outlives who has forked it is a child of this process, which reaps it
     gc.freeze()  # a collection in a fork would look at all that the libraries have made, and copy its pages
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         asked = _serve(requests)

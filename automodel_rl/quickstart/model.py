@@ -86,12 +86,12 @@ def train_tokenizer(texts: list[str], vocab_size: int, digits: int = 1) -> PreTr
     )
 
 
-def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Writes a Hugging Face checkpoint of about one million random parameters."""
+def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, hidden_size: int = 128) -> None:
+    """Writes a Hugging Face checkpoint of random parameters, about one million with the default hidden size."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -27,7 +27,8 @@ def make_workspace(folder: Path) -> None:
         write_jsonl(folder / f"{name}_prompts.jsonl", [as_prompt(problem) for problem in problems])
         write_jsonl(folder / f"{name}_pairs.jsonl", [as_pair(problem) for problem in problems])
         write_jsonl(folder / f"{name}_judged.jsonl", [*as_judged(problems)])
-    write_model(folder / "model", train_tokenizer([m["content"] for r in train for m in r["messages"]], 300), seed=0)
+    tokenizer = train_tokenizer([m["content"] for r in train for m in r["messages"]], 300)
+    write_model(folder / "model", tokenizer, seed=0, hidden_size=64)
 
 
 @pytest.fixture
