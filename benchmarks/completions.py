@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.generators import jobs
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost
 from automodel_rl.generators.relay import Relay
+from automodel_rl.policy.crew import Call, Crew
 
 TOKENS, LENGTH, PROMPT, TIMES = 4_000_000, 2048, 512, 3
 
@@ -36,16 +36,17 @@ class Instant:
         return list
 
 
-class Forked:
+class Forked(Crew):
     """A crew whose ranks are forked when generators start."""
 
     def __init__(self, size: int):
-        self.size, self.host, self.is_intact, self.signals = size, "localhost", True, list[str]()
+        self.size, self.host, self.is_intact, self.signals = size, "localhost", True, []
         self.ranks: list[int] = []
 
-    def ask(self, job: Any, shares: Sequence[Any] = ()) -> list[Any]:
-        if not isinstance(job, jobs.StartGenerators):
-            return []
+    def call(self, call: Call, shares: Sequence[Any]) -> dict[int, Any]:
+        if call.method != "start":
+            return {}
+        _, address = call.arguments
         for rank in range(self.size):
             self.ranks.append(os.fork())
             if not self.ranks[-1]:
@@ -53,10 +54,10 @@ class Forked:
                 supervisor: Any = SimpleNamespace(
                     generator=Instant(), problem="", handle=handle, policy_versions=lambda versions: versions
                 )
-                Relay(rank, supervisor, None, job.address)  # type: ignore[arg-type]
+                Relay(rank, supervisor, None, address)  # type: ignore[arg-type]
                 while os.getppid() != 1:
                     time.sleep(0.2)
-        return [(rank, True) for rank in range(self.size)]
+        return {rank: (rank, True) for rank in range(self.size)}
 
 
 def main() -> None:

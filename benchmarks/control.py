@@ -28,8 +28,7 @@ from automodel_rl.launch.process_group import join_process_group, leave_process_
 from automodel_rl.losses import Readout, sft_loss
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import build_layout, own_group
-from automodel_rl.policy.crew import TreeCrew
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.crew import POLICY, TreeCrew
 from automodel_rl.policy.shares import Share
 
 TOKENS, JOBS, BATCHES, LONGEST = 4_000_000, 30, 5, 8192
@@ -38,11 +37,15 @@ SHARDS = 100
 """Number of shards of each kind in the planned checkpoint."""
 
 
-def do(job: Job, share: Share | None) -> Any:
-    """Nothing but what a rank does with rows before it computes."""
-    if share is not None:
-        share.pack()
-    return None
+class Rank:
+    """Does nothing but what a rank does with rows before it computes."""
+
+    def ping(self) -> None:
+        pass
+
+    def evaluate(self, share: Share | None, *_: Any) -> None:
+        if share is not None:
+            share.pack()
 
 
 new_group = dist.new_group
@@ -92,7 +95,7 @@ def rank_of(rank: int, size: int, port: int) -> None:
     device = join_process_group(size)
     layout = build_layout(ParallelConfig(pp=4, dp_shard=size // 4), device)
     took = time.perf_counter() - started
-    crew = TreeCrew(layout, do)
+    crew = TreeCrew(layout, {POLICY: Rank()})
     if rank == 0:
         lead(crew, size, took)
     ended = crew.follow() if rank else None
@@ -131,7 +134,7 @@ def plan_checkpoint(rank: int, size: int) -> float:
 
 def lead(crew: TreeCrew, size: int, took: float) -> None:
     policy = Policy(crew, Packing(16_384, size // 4, 4), 32_768)
-    empty = seconds_of(lambda: crew.ask(Job()), JOBS)
+    empty = seconds_of(lambda: crew.ask(POLICY, "ping"), JOBS)
     batch = rows()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     shared = seconds_of(lambda: policy.evaluate(batch, sft_loss, Readout()), BATCHES)

@@ -8,11 +8,10 @@ from typing import Any
 
 from automodel_rl.batch import RouterShape
 from automodel_rl.generator_messages import Request
-from automodel_rl.generators import jobs
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.generators.relay import Relay
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.crew import Call, Crew
 from automodel_rl.policy.routes import RouteStore
 
 VOCABULARY = 100
@@ -74,8 +73,8 @@ class Waiting(Echo):
     works_alone = False
 
 
-class LocalCrew:
-    """Does jobs of a fleet with generators of this process, each of which a rank leads.
+class LocalCrew(Crew):
+    """Answers the calls of a fleet with generators of this process, each of which a rank leads.
 
     Args:
         generators: the generators, by rank.
@@ -94,27 +93,27 @@ class LocalCrew:
             supervisor.lose = functools.partial(_lose, supervisor)
         self.routes = {rank: RouteStore(handle) for rank in generators}  # type: ignore[arg-type]
         self.relays: dict[int, Relay] = {}
-        self.host, self.is_intact, self.signals = "localhost", True, list[str]()
+        self.host, self.is_intact, self.signals = "localhost", True, []
         self.restarted: list[dict[int, str]] = []
         self.num_looks = 0
 
-    def ask(self, job: Job, shares: Sequence[Any] = ()) -> list[Any]:
-        match job:
-            case jobs.StartGenerators(_, address):
+    def call(self, call: Call, shares: Sequence[Any]) -> dict[int, Any]:
+        match call.method, call.arguments:
+            case "start", (_, address):
                 for rank, supervisor in self.supervisors.items():
                     self.relays[rank] = Relay(rank, supervisor, self.routes[rank], address)
-                return [(rank, one.generator.works_alone) for rank, one in self.supervisors.items()]
-            case jobs.Write(requests):
+                return {rank: (rank, one.generator.works_alone) for rank, one in self.supervisors.items()}
+            case "write", (requests,):
                 for rank, of_rank in requests.items():
                     self.relays[rank].write(of_rank)
-            case jobs.RestartGenerators(lost, _):
+            case "restart", (lost, _):
                 self.restarted.append(lost)
                 for rank in lost:
                     self.supervisors[rank].problem = ""
                     self.supervisors[rank].generator = type(self.supervisors[rank].generator)()
             case _:
                 self.num_looks += 1
-        return []
+        return {}
 
     def close(self) -> None:
         """Ends the relays."""

@@ -76,11 +76,7 @@ class Job:
 
     def processes(self) -> list[int]:
         """Ids of the command and all processes below it."""
-        found, fresh = [], [self.process.pid]
-        while fresh:
-            found += fresh
-            fresh = [child for pid in fresh for child in children_of(pid)]
-        return found
+        return [self.process.pid, *descendants_of(self.process.pid)]
 
     def wait_until(self, happens: Callable[[], bool], poll_seconds: float = 0.02) -> bool:
         """Whether something happened before the command's end. Raises AssertionError if the job comes to a halt."""
@@ -128,6 +124,12 @@ def children_of(pid: int) -> list[int]:
     except OSError:
         return []
     return [each for child in children for each in (children_of(child) if _is_helper(child) else [child])]
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Processes that a process has started, and those that they have started."""
+    children = children_of(pid)
+    return children + [each for child in children for each in descendants_of(child)]
 
 
 def _children_of_task(pid: int, task: str) -> list[str]:

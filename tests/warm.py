@@ -234,7 +234,7 @@ def _fork_watched(answers: int, descriptors: list[int]) -> None:
     if pid == 0:
         os.close(answers)
         return
-    _name_helper()
+    _set_name(HELPER)
     for descriptor in (0, 1, 2, *descriptors):
         os.close(descriptor)
     with contextlib.suppress(BrokenPipeError):  # who asked is gone
@@ -244,8 +244,9 @@ def _fork_watched(answers: int, descriptors: list[int]) -> None:
     os._exit(0)
 
 
-def _name_helper() -> None:
-    _prctl(15, HELPER)  # PR_SET_NAME
+def _set_name(name: bytes) -> None:
+    """Names this process in `/proc/PID/comm`, which keeps 15 bytes."""
+    _prctl(15, name)  # PR_SET_NAME
 
 
 def _prctl(option: int, value: bytes | int) -> None:
@@ -266,7 +267,7 @@ def _fork_server(descriptors: list[int]) -> None:
         requests.close()
         return
     os.setsid()  # what a terminal or a test sends to the other one's group is not for this process
-    _name_helper()
+    _set_name(HELPER)
     requests.close()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -306,6 +307,7 @@ def _run(request: _Request, descriptors: list[int]) -> None:
     ours = importlib.import_module("tests.warm")
     importlib.import_module("automodel_rl.launch.rank_processes").subprocess = types.SimpleNamespace(Popen=ours.popen)
     ours.start_children_warm()
+    _set_name(request.arguments[0].rpartition(".")[2].encode())
     sys.argv = ["", *request.arguments[1:]]
     sys.modules.pop(request.arguments[0], None)  # runpy warns of a module that is there
     runpy.run_module(request.arguments[0], run_name="__main__", alter_sys=True)

@@ -15,7 +15,6 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError, StoppedError
 from automodel_rl.generator_messages import Failed, Finished, ProtocolError, Request, UseVersion
-from automodel_rl.generators import jobs
 from automodel_rl.generators.dealing import deal
 from automodel_rl.generators.joined_members import JoinedMembers, WayIn
 from automodel_rl.generators.joining_messages import IsReading, Leaving, MessageConnection
@@ -26,8 +25,7 @@ from automodel_rl.generators.submission import Assignment, Submission, nobody_wr
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.background import in_thread
 from automodel_rl.launch.flight import flight
-from automodel_rl.policy.crew import Crew
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.crew import FLEET, POLICY, Crew
 
 T = TypeVar("T")
 
@@ -123,7 +121,7 @@ class Fleet:
         """
         self.spec = spec
         with Meeting(self.crew.host) as meeting:
-            led: list[tuple[int, bool]] = self.crew.ask(jobs.StartGenerators(spec, meeting.address))
+            led: list[tuple[int, bool]] = self.crew.gather(FLEET, "start", spec, meeting.address)
             self.members = [Member(rank, alone, meeting.connection(rank), self._take) for rank, alone in led]
         if isinstance(spec.choice, JoinedGeneratorConfig):
             self._let_join(spec, spec.choice)
@@ -136,7 +134,7 @@ class Fleet:
 
     def sync_again(self) -> None:
         """Gives all generators the weights that the policy has now, as the same policy version as before."""
-        self._note(self.crew.ask(jobs.SyncWeights(self.policy_version, self.needed)))
+        self._note(self.crew.gather(FLEET, "sync_weights", self.policy_version, self.needed))
         self._homes.clear()  # what they have cached is of other weights
         if self._joined is not None:
             self._tell_version(self._joined)
@@ -154,19 +152,19 @@ class Fleet:
             return
         try:
             with timed("wake"):
-                self._note(self.crew.ask(jobs.Wake()))
+                self._note(self.crew.gather(FLEET, "wake"))
                 if self.lost:
                     self.restart()
             yield
         finally:
             if self.crew.is_intact:
                 with timed("sleep"):
-                    self.warning = self.crew.ask(jobs.Sleep())[0]
+                    self.warning = self.crew.ask(FLEET, "sleep")
 
     def restore(self) -> None:
         """Brings the trainer's weights back, if they are on the host."""
         if self.spec.shares_memory:
-            self.crew.ask(jobs.Restore())
+            self.crew.ask(FLEET, "restore")
 
     def submit(
         self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
@@ -202,7 +200,7 @@ class Fleet:
             if time.monotonic() - looked < self._look_seconds:
                 continue
             with flight.phase("asking whether all ranks are there"):
-                self.crew.ask(Job())
+                self.crew.ask(POLICY, "ping")
             self._lose_those_that_are_silent()
             self._end_long_waits()
             looked = time.monotonic()
@@ -272,7 +270,7 @@ class Fleet:
             lost, given_up = self.lost, self.given_up
             self._held = [] if self.spec.shares_memory else None
         try:
-            problems: list[tuple[int, str]] = self.crew.ask(jobs.RestartGenerators(lost, frozenset(given_up)))
+            problems = self.crew.gather(FLEET, "restart", lost, frozenset(given_up))
         finally:
             with self._news:
                 held, self._held = self._held, None
@@ -334,7 +332,7 @@ class Fleet:
         """Ends all generators. Those that have joined leave."""
         if self._way_in is not None:
             self._way_in.close()
-        self.crew.ask(jobs.CloseGenerators())
+        self.crew.ask(FLEET, "close")
         if self.evaluators is not None:
             self.evaluators._dismiss()
         self._dismiss()
@@ -349,7 +347,7 @@ class Fleet:
 
     def _let_join(self, spec: GeneratorSpec, choice: JoinedGeneratorConfig) -> None:
         """Waits until enough members have joined. Others may join at any time."""
-        (welcome,) = self.crew.ask(jobs.WelcomeGenerators(spec))
+        welcome = self.crew.ask(FLEET, "welcome", spec)
         assert spec.weight_sync.publish is not None
         with self._news:  # those who come meanwhile wait for the end of it
             way_in = self._way_in = WayIn(spec, welcome, self._admit, self._newest)
@@ -411,7 +409,7 @@ class Fleet:
 
     def _tell_version(self, joined: JoinedMembers) -> None:
         """Lets members that have joined write with the weights that were published last."""
-        (published,) = self.crew.ask(jobs.PublishedVersion())
+        published = self.crew.ask(FLEET, "published_version")
         if published is None:
             raise RolloutError(
                 f"weight_sync.publish={joined.folder}: the weights could not be written, and generators that have "
@@ -485,7 +483,7 @@ class Fleet:
             with self._news:
                 queued = {member.number: member.take_queued() for member in self.members if member.queued}
             if queued:
-                self.crew.ask(jobs.Write(queued))
+                self.crew.ask(FLEET, "write", queued)
             with self._news:  # what they have written may still be on its way
                 self._news.wait_for(
                     lambda: submission.settled.is_set() or any(member.queued for member in self.members)

@@ -1,28 +1,29 @@
-"""A rank of a fleet: its generator, and what each job does with it."""
+"""A rank of a fleet: the methods that a program calls on all ranks' generators together."""
 
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.engine.warm_up import warm_up
-from automodel_rl.generators import jobs
+from automodel_rl.generator_messages import Generate
+from automodel_rl.generators.joining_messages import Welcome
 from automodel_rl.generators.make_generator import welcome_of
 from automodel_rl.generators.protocol import Generator
 from automodel_rl.generators.relay import Relay
 from automodel_rl.generators.supervisor import GeneratorSupervisor
-from automodel_rl.policy.jobs import Job
+from automodel_rl.launch.door import DoorAddress
 from automodel_rl.policy.policy_rank import PolicyRank
-from automodel_rl.policy.shares import Share
 from automodel_rl.weight_sync.transport import Transport
 
 
 class FleetRank:
-    """Does a fleet's jobs on this rank.
+    """This rank's generator, if it has one. Its methods are collectives, which `Fleet` calls on all ranks.
+
+    Those that give weights return the rank and why its generator has failed, or None.
 
     Args:
         policy: this rank of the policy, whose weights the generator gets.
@@ -30,7 +31,7 @@ class FleetRank:
         prepare: called with every generator that is started and its transport, before it gets weights.
 
     Attributes:
-        supervisor: the supervisor of this rank's generator; there from the job `StartGenerators` on.
+        supervisor: the supervisor of this rank's generator; there from `start` on.
     """
 
     def __init__(
@@ -43,32 +44,26 @@ class FleetRank:
         self.supervisor: GeneratorSupervisor
         self._relay: Relay
         self._open = contextlib.ExitStack()
-        self.handlers: dict[type[Job], Callable[[Any, Share | None], Any]] = {
-            jobs.StartGenerators: self._start,
-            jobs.WelcomeGenerators: lambda job, _: welcome_of(job.spec, self.policy.handle, self.tokenizer),
-            jobs.PublishedVersion: lambda job, _: self.supervisor.published,
-            jobs.SyncWeights: self._sync_weights,
-            jobs.Wake: self._wake,
-            jobs.Sleep: self._sleep,
-            jobs.Restore: lambda job, _: self.supervisor.offload.restore(),
-            jobs.Write: self._write,
-            jobs.RestartGenerators: self._restart,
-            jobs.CloseGenerators: lambda job, _: self.close(),
-        }
 
     def close(self) -> None:
         """Ends this rank's generator, if one is running."""
         self._open.close()
 
-    def _start(self, job: jobs.StartGenerators, _: Share | None) -> tuple[int, bool] | None:
+    def start(self, spec: GeneratorSpec, address: DoorAddress) -> tuple[int, bool] | None:
+        """Starts generators. Returns the rank if it leads one, and whether that works alone.
+
+        Args:
+            spec: the generator that is asked for.
+            address: where the program waits for these ranks.
+        """
         self.supervisor = GeneratorSupervisor(
-            job.spec, self.policy.engine, self.tokenizer, self.prepare, functools.partial(self._warm_up, job.spec)
+            spec, self.policy.engine, self.tokenizer, self.prepare, functools.partial(self._warm_up, spec)
         )
         self._open.callback(self.supervisor.close)
         if not self.supervisor.ranks.leads:
             return None
         rank = dist.get_rank()
-        self._relay = Relay(rank, self.supervisor, self.policy.routes, job.address)
+        self._relay = Relay(rank, self.supervisor, self.policy.routes, address)
         self._open.callback(self._relay.close)
         assert self.supervisor.generator is not None
         return rank, self.supervisor.generator.works_alone
@@ -82,24 +77,55 @@ class FleetRank:
     def _problem(self) -> tuple[int, str] | None:
         return (dist.get_rank(), self.supervisor.problem) if self.supervisor.problem else None
 
-    def _sync_weights(self, job: jobs.SyncWeights, _: Share | None) -> tuple[int, str] | None:
-        self.supervisor.load_weights(job.policy_version, job.needed)
+    def welcome(self, spec: GeneratorSpec) -> Welcome:
+        """What generators that join need."""
+        return welcome_of(spec, self.policy.handle, self.tokenizer)
+
+    def published_version(self) -> tuple[int, str] | None:
+        """The version of the weights that were published last and its hash; None if they could not be published."""
+        return self.supervisor.published
+
+    def sync_weights(self, policy_version: int, needed: int | None) -> tuple[int, str] | None:
+        """Gives generators the weights that the model has now. Those that sleep get them when they wake.
+
+        Args:
+            policy_version: the policy version of these weights.
+            needed: number of the oldest published version that somebody still reads; None if there is none.
+        """
+        self.supervisor.load_weights(policy_version, needed)
         return self._problem
 
-    def _wake(self, job: jobs.Wake, _: Share | None) -> tuple[int, str] | None:
+    def wake(self) -> tuple[int, str] | None:
+        """Lets generators write, in memory that they share with the trainer."""
         self.supervisor.wake()
         return self._problem
 
-    def _sleep(self, job: jobs.Sleep, _: Share | None) -> str:
+    def sleep(self) -> str:
+        """Lets generators give shared memory back. Returns a warning about memory, "" if there is none."""
         self.supervisor.sleep()
         return self.supervisor.offload.warning
 
-    def _write(self, job: jobs.Write, _: Share | None) -> None:
-        if requests := job.requests.get(dist.get_rank()):
-            self._relay.write(requests)
+    def restore(self) -> None:
+        """Brings the trainer's weights back to the device."""
+        self.supervisor.offload.restore()
 
-    def _restart(self, job: jobs.RestartGenerators, _: Share | None) -> tuple[int, str] | None:
+    def write(self, requests: dict[int, list[Generate]]) -> None:
+        """Lets generators that share their rank's process write completions, which go to the program as they come.
+
+        Args:
+            requests: those of each rank.
+        """
+        if own := requests.get(dist.get_rank()):
+            self._relay.write(own)
+
+    def restart(self, lost: dict[int, str], given_up: frozenset[int]) -> tuple[int, str] | None:
+        """Starts generators again that have failed, with the weights that the model has now.
+
+        Args:
+            lost: why the program holds a generator for lost, by its rank.
+            given_up: ranks whose generators are not started this time.
+        """
         supervisor, rank = self.supervisor, dist.get_rank()
-        supervisor.lose(supervisor.generator, job.lost.get(rank, ""))
-        supervisor.restart(bool(supervisor.problem) and rank not in job.given_up)
+        supervisor.lose(supervisor.generator, lost.get(rank, ""))
+        supervisor.restart(bool(supervisor.problem) and rank not in given_up)
         return self._problem

@@ -1,16 +1,17 @@
-"""The ranks that do a program's jobs. `TreeCrew` are those of a job of torchrun, our launcher or Ray, which a program
-on rank 0 leads.
+"""Remote calls: a program on one process calls methods on all ranks. `TreeCrew` are the ranks of a job of torchrun, our
+launcher or Ray, whose program runs on rank 0.
 
-A job goes from rank to rank in a binomial tree, and so do the answers: rank 0 talks to the ranks 1, 2, 4, 8 and so on,
-each of which talks to those behind it. Each part of the tree gets the shares of its own data ranks and no others.
+A call travels from rank to rank in a binomial tree, and so do the answers: rank 0 talks to the ranks 1, 2, 4, 8 and so
+on, each of which talks to those behind it. Each part of the tree gets the shares of its own data ranks and no others.
 """
 
+import abc
 import io
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import torch
@@ -21,11 +22,55 @@ from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.parallel.host_collectives import TreePlace, gather_objects
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.policy.jobs import End, Job, OfFurtherModel
 from automodel_rl.policy.shares import Share
 
 REFUSALS = (InputError, RolloutError, TrainingDivergedError)
-"""What ranks raise alike and then are as they were, ready for the next job. After any other error they end."""
+"""What ranks raise alike and then are as they were, ready for the next call. After any other error they end."""
+
+POLICY, FLEET = "policy", "fleet"
+"""Objects of a rank whose methods can be called: its part of the trained model, and its generator."""
+
+
+def further_model(name: str) -> str:
+    """The name of the object that is a rank's part of a further model."""
+    return f"further model {name}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A method that all ranks call.
+
+    Attributes:
+        target: the name of the object that has it, on every rank.
+        method: its name.
+        arguments: all but the rank's share of rows.
+        has_rows: whether the share comes before the arguments; it is None on an outsider.
+        is_gathered: whether all ranks answer; else rank 0 does.
+    """
+
+    target: str
+    method: str
+    arguments: tuple[Any, ...]
+    has_rows: bool
+    is_gathered: bool
+
+    def on(self, targets: Mapping[str, Any], share: Share | None) -> Any:
+        """Calls the method of this rank's object."""
+        rows = (share,) if self.has_rows else ()
+        return getattr(targets[self.target], self.method)(*rows, *self.arguments)
+
+
+@dataclass(frozen=True)
+class End:
+    """No call comes after this.
+
+    Attributes:
+        error: what ended the program; None if it went well.
+        value: what the program returned.
+    """
+
+    error: BaseException | None = None
+    value: Any = None
 
 
 FIRST_BYTES, LENGTH_BYTES = 4096, 8
@@ -34,7 +79,7 @@ FIRST_BYTES, LENGTH_BYTES = 4096, 8
 
 @dataclass
 class Answers:
-    """The answers of some ranks to a job.
+    """The answers of some ranks to a call.
 
     Attributes:
         values: the values by rank.
@@ -53,54 +98,63 @@ class Answers:
         self.signals += others.signals
 
 
-class Crew(Protocol):
-    """The ranks of a model, as a program uses them.
+class Crew(abc.ABC):
+    """The ranks of a job, as a program uses them.
 
     Attributes:
         signals: names of the signals to stop that ranks got.
-        is_intact: whether the ranks take jobs. They do not after a job has failed.
+        is_intact: whether the ranks take calls. They do not after a call has failed.
         host: the name of the program's machine for the ranks; `localhost` if all are on this machine.
     """
 
-    @property
-    def signals(self) -> list[str]: ...
-    @property
-    def is_intact(self) -> bool: ...
-    @property
-    def host(self) -> str: ...
+    signals: list[str]
+    is_intact: bool
+    host: str
 
-    def ask(self, job: Job, shares: Sequence[Share] = ()) -> list[Any]:
-        """Lets all ranks do a job.
+    @abc.abstractmethod
+    def call(self, call: Call, shares: Sequence[Share]) -> dict[int, Any]:
+        """Calls a method on all ranks.
 
         Args:
-            job: the job.
-            shares: the share of every data rank; none for a job without rows.
+            call: the call.
+            shares: the share of every data rank; none if it has no rows.
 
         Returns:
-            The answers that count, those of lower ranks first: rank 0's alone, or those of all ranks that gave one.
+            Answers by rank, of the ranks that are to answer and do not answer None.
 
         Raises:
-            InputError, RolloutError, TrainingDivergedError: all ranks refuse the job alike, and are as they were.
+            InputError, RolloutError, TrainingDivergedError: all ranks refuse the call alike, and are as they were.
             Exception: it failed, and the ranks can do no more.
         """
-        ...
+
+    def ask(self, target: str, method: str, *arguments: Any, shares: Sequence[Share] | None = None) -> Any:
+        """Calls a method on all ranks and returns rank 0's answer; raises as `call`.
+
+        Args:
+            target: the name of the object that has the method, such as `POLICY`.
+            method: its name.
+            arguments: its arguments.
+            shares: the share of every data rank, which ranks get as their first argument; None for a method without.
+        """
+        return self.call(Call(target, method, arguments, shares is not None, False), shares or ()).get(0)
+
+    def gather(self, target: str, method: str, *arguments: Any, shares: Sequence[Share] | None = None) -> list[Any]:
+        """Calls a method as `ask` does. Returns the answers of all ranks in their order, without those that are
+        None."""
+        answers = self.call(Call(target, method, arguments, shares is not None, True), shares or ())
+        return [answer for _, answer in sorted(answers.items())]
 
 
-class TreeCrew:
+class TreeCrew(Crew):
     """The ranks of this job. Each makes one. Rank 0 then leads, and the others follow.
 
     Args:
         layout: this rank's place among the ranks of the language model.
-        do: does a job with this rank's share, on every rank.
-
-    Attributes:
-        signals: on rank 0, names of the signals to stop that ranks got.
-        is_intact: on rank 0, whether the ranks take jobs. They do not after a job has failed.
-        host: the name of rank 0's machine for the other ranks.
+        targets: the objects of this rank whose methods are called, by name.
     """
 
-    def __init__(self, layout: Layout, do: Callable[[Job, Share | None], Any]):
-        self.do, self.group = do, layout.world_control
+    def __init__(self, layout: Layout, targets: Mapping[str, Any]):
+        self.targets, self.group = targets, layout.world_control
         self.rank, self.size = self.group.rank(), self.group.size()
         own = None if layout.is_outsider else layout.data_rank
         self.data_ranks: list[int | None] = gather_objects(own, self.group)
@@ -123,32 +177,32 @@ class TreeCrew:
     def _parent(self) -> int:
         return self.rank & (self.rank - 1)
 
-    def ask(self, job: Job, shares: Sequence[Share] = ()) -> list[Any]:
-        """Lets all ranks do a job, as `Crew.ask`. Rank 0 calls it."""
+    def call(self, call: Call, shares: Sequence[Share]) -> dict[int, Any]:
+        """Calls a method on all ranks, as `Crew.call`. Rank 0 calls it."""
         if not self.is_intact:
-            raise RuntimeError("the ranks take no more jobs, for one has failed")
+            raise RuntimeError("the ranks take no more calls, for one has failed")
         header, sent = b"", list[bytes]()
         if self.size > 1:  # before anything is sent: a loss may not pickle
-            header, sent = _pickled((flight.where, job)), [_pickled(share) for share in shares]
+            header, sent = _pickled((flight.where, call)), [_pickled(share) for share in shares]
         self.is_intact = False
         self._pass_on(header, sent)
         mine = self.data_ranks[0]
-        answers = self._answers(job, shares[mine] if shares and mine is not None else None)
+        answers = self._answers(call, shares[mine] if shares and mine is not None else None)
         self._collect(answers)
         self.signals += answers.signals
-        self.is_intact = True  # all have answered, and wait for the next job
+        self.is_intact = True  # all have answered, and wait for the next call
         if answers.refusals:
             raise min(answers.refusals.items())[1]
-        return those_that_count(job, answers.values)
+        return answers.values
 
     def end(self, error: BaseException | None = None, value: Any = None) -> None:
-        """Lets the other ranks end, as this one does, unless a job has failed: they know that already."""
+        """Lets the other ranks end, as this one does, unless a call has failed: they know that already."""
         if self.is_intact and self.size > 1:
             self.is_intact = False
             self._pass_on(_pickled(("", End(_sendable(error), _or_nothing(value)))), [])
 
     def follow(self, stop: StopSignal | None = None) -> Any:
-        """Does jobs until the program ends. All ranks but rank 0 call it.
+        """Answers calls until the program ends. All ranks but rank 0 call it.
 
         Args:
             stop: tells of a signal to stop, which the program then learns of; None if that is not this rank's concern.
@@ -157,35 +211,35 @@ class TreeCrew:
             What the program returned.
 
         Raises:
-            Exception: what ended the program, or this rank's part of a job.
+            Exception: what ended the program, or this rank's part of a call.
         """
         while True:
-            with flight.top_phase("waiting for a job"):
+            with flight.top_phase("waiting for a call"):
                 header, shares = self._receive(self._parent)
-            where, job = pickle.loads(header)
+            where, call = pickle.loads(header)
             self._pass_on(header, shares)
-            if isinstance(job, End):
-                if job.error is not None:
-                    raise job.error
-                return job.value
+            if isinstance(call, End):
+                if call.error is not None:
+                    raise call.error
+                return call.value
             mine = self.data_ranks[self.rank]
             share = pickle.loads(shares[mine]) if shares and mine is not None else None
-            with flight.top_phase(where or type(job).__name__):
-                answers = self._answers(job, share)
+            with flight.top_phase(where or call.method):
+                answers = self._answers(call, share)
             if stop is not None and stop.name is not None and not self._told:
                 self._told = True
                 answers.signals.append(stop.name)
             self._collect(answers)
             self._send(self._parent, _pickled(answers), {})
 
-    def _answers(self, job: Job, share: Share | None) -> Answers:
+    def _answers(self, call: Call, share: Share | None) -> Answers:
         """This rank's answer."""
         try:
-            value = self.do(job, share)
+            value = call.on(self.targets, share)
         except REFUSALS as error:
             return Answers(refusals={self.rank: error})
-        counts = job.answered_by == "all" if self.rank else True
-        return Answers({self.rank: value} if counts and value is not None else {})
+        is_answer = value is not None and (call.is_gathered or self.rank == 0)
+        return Answers({self.rank: value} if is_answer else {})
 
     def _collect(self, answers: Answers) -> None:
         """Adds the answers of all ranks behind this one."""
@@ -193,7 +247,7 @@ class TreeCrew:
             answers.add(pickle.loads(self._receive(child)[0]))
 
     def _pass_on(self, header: bytes, shares: Sequence[bytes] | dict[int, bytes]) -> None:
-        """Sends a job to the ranks behind this one, each with what its part of the tree needs."""
+        """Sends a call to the ranks behind this one, each with what its part of the tree needs."""
         of_ranks = shares if isinstance(shares, dict) else dict(enumerate(shares))
         for child in self._children:
             needed = {self.data_ranks[rank] for rank in self._behind(child)}
@@ -222,44 +276,6 @@ class TreeCrew:
             dist.recv(message[FIRST_BYTES:], rank, group=self.group)
         header, shares = pickle.loads(message[LENGTH_BYTES:length].numpy().data)
         return header, shares
-
-
-class FurtherCrew:
-    """The ranks of a further model, which are those of another crew, with the same data ranks.
-
-    Args:
-        crew: the crew of the trained model.
-        name: the further model's name.
-    """
-
-    def __init__(self, crew: Crew, name: str):
-        self.crew, self.name = crew, name
-
-    @property
-    def signals(self) -> list[str]:
-        """Names of the signals to stop that ranks got."""
-        return self.crew.signals
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether the ranks take jobs."""
-        return self.crew.is_intact
-
-    @property
-    def host(self) -> str:
-        """The name of the program's machine for the ranks."""
-        return self.crew.host
-
-    def ask(self, job: Job, shares: Sequence[Share] = ()) -> list[Any]:
-        """Lets all ranks do a job of the further model, as `Crew.ask`."""
-        return self.crew.ask(OfFurtherModel(self.name, job), shares)
-
-
-def those_that_count(job: Job, values: Mapping[int, Any]) -> list[Any]:
-    """The answers to a job that count, given those of all ranks that gave one."""
-    if job.answered_by == "first":
-        return [values.get(0)]
-    return [value for _, value in sorted(values.items()) if value is not None]
 
 
 def _pickled(value: Any) -> bytes:

@@ -18,8 +18,7 @@ from automodel_rl.engine.parameter_groups import Settings
 from automodel_rl.errors import InputError
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.optimizers import AdamWSettings
-from automodel_rl.policy import jobs
-from automodel_rl.policy.crew import Crew
+from automodel_rl.policy.crew import POLICY, Crew
 from automodel_rl.policy.shares import RowValues, Share
 from automodel_rl.step.agreement import GlobalBatch
 
@@ -35,6 +34,7 @@ class Policy:
         crew: the ranks that train the model.
         packing: how rows become microbatches.
         vocab_size: number of token ids of the model.
+        name: the model's name on the ranks.
 
     Attributes:
         total_steps: number of optimizer steps of the run; None if it has no end.
@@ -51,8 +51,8 @@ class Policy:
         (1, torch.Size([3]))
     """
 
-    def __init__(self, crew: Crew, packing: Packing, vocab_size: int):
-        self.crew, self.packing, self.vocab_size = crew, packing, vocab_size
+    def __init__(self, crew: Crew, packing: Packing, vocab_size: int, name: str = POLICY):
+        self.crew, self.packing, self.vocab_size, self.name = crew, packing, vocab_size, name
         self._dealt: weakref.WeakKeyDictionary[Batch, list[Dealt]] = weakref.WeakKeyDictionary()
         self._routes_at: dict[RoutesAt, int] = {}
         self.total_steps: int | None = None
@@ -72,7 +72,7 @@ class Policy:
             InputError: the learning rate decays and `total_steps` is missing.
         """
         self.total_steps = total_steps
-        self.crew.ask(jobs.Begin(optimizer, total_steps, not_finite))
+        self._ask("begin", optimizer, total_steps, not_finite)
 
     def train_step(
         self,
@@ -98,7 +98,7 @@ class Policy:
         """
         self._check_ids(batch, readout.ids)
         agreed, shares = self.shares(batch, replay, of_one_part=True)
-        output: TrainOutput = self.crew.ask(jobs.TrainStep(loss, readout, agreed, replay, place), shares)[0]
+        output: TrainOutput = self._ask("train_step", loss, readout, agreed, replay, place, shares=shares)
         return output
 
     def forward_backward(
@@ -121,8 +121,9 @@ class Policy:
         """
         self._check_ids(batch, readout.ids)
         agreed, shares = self.shares(batch, replay, of_one_part=True)
-        job = jobs.ForwardBackward(loss, readout, agreed, counts, replay)
-        result: tuple[float, dict[str, float]] = self.crew.ask(job, shares)[0]
+        result: tuple[float, dict[str, float]] = self._ask(
+            "forward_backward", loss, readout, agreed, counts, replay, shares=shares
+        )
         return result
 
     def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
@@ -131,12 +132,12 @@ class Policy:
         Args:
             settings: settings of AdamW for this step; None for those of `begin` and their schedule.
         """
-        output: TrainOutput = self.crew.ask(jobs.OptimizerStep(settings))[0]
+        output: TrainOutput = self._ask("optimizer_step", settings)
         return output
 
     def zero_grad(self) -> None:
         """Lets go of the gradients that `forward_backward` has added up."""
-        self.crew.ask(jobs.ZeroGrad())
+        self._ask("zero_grad")
 
     def evaluate(
         self,
@@ -153,7 +154,7 @@ class Policy:
         """
         self._check_ids(batch, readout.ids)
         agreed, shares = self.shares(batch)
-        result: tuple[float, dict[str, float]] = self.crew.ask(jobs.Evaluate(loss, readout, agreed, counts), shares)[0]
+        result: tuple[float, dict[str, float]] = self._ask("evaluate", loss, readout, agreed, counts, shares=shares)
         return result
 
     def logprobs(
@@ -170,7 +171,7 @@ class Policy:
         """
         self._check_ids(batch, ids)
         agreed, shares = self.shares(batch, replay)
-        return _in_order(self.crew.ask(jobs.Logprobs(temperature, agreed, replay, ids), shares), len(batch))
+        return self._of_rows(batch, "logprobs", temperature, agreed, replay, ids, shares=shares)
 
     def entropies(self, batch: Batch, temperature: float = 1.0, *, replay: bool = False) -> list[Tensor]:
         """The entropy of the model's distribution over each token of each row, in nats, [n], fp32 or float64; its first
@@ -180,7 +181,7 @@ class Policy:
             batch, temperature, replay: as those of `logprobs`.
         """
         agreed, shares = self.shares(batch, replay)
-        return _in_order(self.crew.ask(jobs.Entropies(temperature, agreed, replay), shares), len(batch))
+        return self._of_rows(batch, "entropies", temperature, agreed, replay, shares=shares)
 
     def scores(self, batch: Batch) -> list[Tensor]:
         """The outputs of a linear head for each token of each row, [n, L], fp32 or float64. Entry i is what the head
@@ -194,7 +195,7 @@ class Policy:
             InputError: the model has the vocabulary's head.
         """
         agreed, shares = self.shares(batch)
-        return _in_order(self.crew.ask(jobs.Scores(agreed), shares), len(batch))
+        return self._of_rows(batch, "scores", agreed, shares=shares)
 
     def top_logits(self, batch: Batch, k: int) -> list[tuple[Tensor, Tensor]]:
         """The k largest logits for each token of each row, [n, k], fp32 or float64, largest first, and their ids.
@@ -218,9 +219,17 @@ class Policy:
 
     def _top(self, batch: Batch, k: int, *, normalised: bool, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         agreed, shares = self.shares(batch)
-        answers = self.crew.ask(jobs.TopLogits(k, agreed, normalised, temperature), shares)
-        logits, ids = ([answer[place] for answer in answers if answer is not None] for place in (0, 1))
+        answers = self.crew.gather(self.name, "top_logits", k, agreed, normalised, temperature, shares=shares)
+        logits, ids = ([answer[place] for answer in answers] for place in (0, 1))
         return [*zip(_in_order(logits, len(batch)), _in_order(ids, len(batch)), strict=True)]
+
+    def _ask(self, method: str, *arguments: Any, shares: Sequence[Share] | None = None) -> Any:
+        """Calls a method of `PolicyRank` on all ranks, as `Crew.ask`."""
+        return self.crew.ask(self.name, method, *arguments, shares=shares)
+
+    def _of_rows(self, batch: Batch, method: str, *arguments: Any, shares: Sequence[Share]) -> list[Tensor]:
+        """The `RowValues` that a method gives on each data rank, in the order of the rows."""
+        return _in_order(self.crew.gather(self.name, method, *arguments, shares=shares), len(batch))
 
     def next_tokens(self, sequences: Sequence[TokenSequence]) -> list[int]:
         """The likeliest token after each sequence.
@@ -232,8 +241,8 @@ class Policy:
         roomy = dataclasses.replace(self.packing, capacity=max(self.packing.capacity, longest))
         agreed, shares = self.shares(Batch(sequences), packing=roomy)
         found: dict[int, int] = {}
-        for of_rank in self.crew.ask(jobs.NextTokens(agreed), shares):
-            found |= of_rank or {}
+        for of_rank in self.crew.gather(self.name, "next_tokens", agreed, shares=shares):
+            found |= of_rank
         return [found[row] for row in range(len(sequences))]
 
     def keep_weights(self, name: str, *, lends_memory: bool = False) -> None:
@@ -243,7 +252,7 @@ class Policy:
             name: the name of the copy, for `with_weights`.
             lends_memory: whether generators have memory of the device in turns with the model.
         """
-        self.crew.ask(jobs.KeepWeights(name, lends_memory))
+        self._ask("keep_weights", name, lends_memory)
 
     def with_weights(self, name: str) -> AbstractContextManager[None]:
         """Computes with kept weights in this block. After it the model has its own again, bit for bit.
@@ -251,25 +260,25 @@ class Policy:
         Args:
             name: the name that they were kept by.
         """
-        return self._with_others(jobs.UseWeights(name))
+        return self._with_others("use_weights", name)
 
     def with_changed_weights(self) -> AbstractContextManager[None]:
         """Computes in this block with changed weights of the same size, which belong to no checkpoint. After it the
         model has its own again, bit for bit."""
-        return self._with_others(jobs.UseChangedWeights())
+        return self._with_others("use_changed_weights")
 
     def with_rounding_noise(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Computes in this block with noise in every layer's input, as large as rounding to a dtype."""
-        return self._with_others(jobs.UseRoundingNoise(dtype))
+        return self._with_others("use_rounding_noise", dtype)
 
     @contextlib.contextmanager
-    def _with_others(self, job: jobs.Job) -> Iterator[None]:
-        self.crew.ask(job)
+    def _with_others(self, method: str, *arguments: Any) -> Iterator[None]:
+        self._ask(method, *arguments)
         try:
             yield
         finally:
             if self.crew.is_intact:
-                self.crew.ask(jobs.UseWeightsBefore())
+                self._ask("use_weights_before")
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
@@ -277,7 +286,7 @@ class Policy:
         if not self.is_on_host:
             yield
             return
-        self.crew.ask(jobs.ToDevice())
+        self._ask("to_device")
         self.is_on_host = False
         try:
             yield
@@ -296,13 +305,13 @@ class Policy:
             yield
         finally:
             if self.crew.is_intact:
-                self.crew.ask(jobs.ToDevice())
+                self._ask("to_device")
                 self.is_on_host = False
 
     def to_host(self) -> None:
         """Moves weights and moments to host memory, so that others can use the device's. Only in `on_device` can it
         compute, or be saved, then."""
-        self.crew.ask(jobs.ToHost())
+        self._ask("to_host")
         self.is_on_host = True
 
     def forget_routes(self, rollouts: Collection[int]) -> None:
@@ -312,7 +321,7 @@ class Policy:
             rollouts: the numbers of the rollouts that were rows.
         """
         self._routes_at = {at: rank for at, rank in self._routes_at.items() if at.key[0] not in rollouts}
-        self.crew.ask(jobs.ForgetRoutes({*rollouts}))
+        self._ask("forget_routes", {*rollouts})
 
     def save(self, folder: str | Path) -> str:
         """Writes a Hugging Face checkpoint with its tokenizer; of adapters, PEFT's files.
@@ -324,9 +333,9 @@ class Policy:
             A line about tokens that end what the model writes; "" if there is nothing to say.
 
         Raises:
-            JobEndedError: it could not be written. The ranks take no more jobs.
+            JobEndedError: it could not be written. The ranks take no more calls.
         """
-        note: str = self.crew.ask(jobs.SaveModel(Path(folder).absolute()))[0]
+        note: str = self._ask("save_model", Path(folder).absolute())
         return note
 
     def keep_notes(self, folder: Path) -> None:
@@ -335,7 +344,7 @@ class Policy:
         Args:
             folder: the folder.
         """
-        self.crew.ask(jobs.KeepNotes(folder))
+        self._ask("keep_notes", folder)
 
     def size(self, batch: Batch) -> StepSize:
         """The size of a batch in tokens, microbatches and floating-point operations.
@@ -355,7 +364,7 @@ class Policy:
     def shares(
         self, batch: Batch, replay: bool = False, of_one_part: bool = False, packing: Packing | None = None
     ) -> tuple[GlobalBatch, list[Share]]:
-        """The size of a batch, and the share of each data rank, for a job.
+        """The size of a batch, and the share of each data rank, for a call.
 
         Args:
             batch: the rows.
@@ -447,14 +456,13 @@ class Policy:
             if self._routes_at.get(at) != rank
         ]
         if moves:
-            self.crew.ask(jobs.MoveRoutes(moves))
+            self._ask("move_routes", moves)
             self._routes_at |= dict(moves)
 
 
-def _in_order(answers: Sequence[RowValues | None], count: int) -> list[Any]:
+def _in_order(answers: Sequence[RowValues], count: int) -> list[Any]:
     """Results of all data ranks, in the order of the rows."""
     found: dict[int, Tensor] = {}
     for answer in answers:
-        if answer is not None:
-            found |= answer.by_row()
+        found |= answer.by_row()
     return [found[row] for row in range(count)]

@@ -1,35 +1,57 @@
-"""A rank of a policy: its engine, and what each job does with it."""
+"""A rank of a policy: the methods that a program calls on all ranks together."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import Microbatch, unpack
+from automodel_rl.batch import Microbatch, RoutesAt, unpack
 from automodel_rl.checkpoint.load import check_whole, load_checkpoint, newest_whole
 from automodel_rl.checkpoint.saver import CheckpointSaver
 from automodel_rl.data.ends import new_ends
 from automodel_rl.data.padding import padding_of
-from automodel_rl.engine import Engine
+from automodel_rl.engine import Engine, TrainOutput
+from automodel_rl.engine.parameter_groups import Settings
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import JobEndedError
 from automodel_rl.files import is_of_files
 from automodel_rl.launch.flight import flight, flight_file
+from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.changed_weights import changed_weights
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.model.rounding_noise import rounding_noise
-from automodel_rl.policy import jobs
-from automodel_rl.policy.jobs import Job, Settled
+from automodel_rl.optimizers import AdamWSettings
 from automodel_rl.policy.routes import RouteStore
 from automodel_rl.policy.shares import RowValues, Share
+from automodel_rl.step.agreement import GlobalBatch
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What became of the checkpoint that was written last.
+
+    Attributes:
+        is_done: whether nothing is being written now.
+        error: why it could not be written; told once.
+        seconds: the time that it took.
+    """
+
+    is_done: bool
+    error: str | None
+    seconds: float
 
 
 class PolicyRank:
-    """Does a policy's jobs on this rank. Every rank has one, and does every job with the others.
+    """This rank's part of a model. Its methods are collectives, which `Policy` calls on all ranks.
+
+    A `share` is the rows of this rank's data rank; None on an outsider.
 
     Args:
         handle: the model.
@@ -37,7 +59,7 @@ class PolicyRank:
         variables: further variables for the chat template.
 
     Attributes:
-        engine: trains the model; there from the job `Begin` on.
+        engine: trains the model; there from `begin` on.
         routes: the routes that this rank has.
     """
 
@@ -50,99 +72,113 @@ class PolicyRank:
         self._kept: dict[str, ReferenceWeights] = {}
         self._in_use: list[contextlib.ExitStack] = []
         self._saver: CheckpointSaver
-        self.handlers: dict[type[Job], Callable[[Any, Share | None], Any]] = {
-            Job: lambda job, _: None,
-            jobs.Begin: self._begin,
-            jobs.ToHost: self._to_host,
-            jobs.ToDevice: lambda job, _: handle.to_device(),
-            jobs.TrainStep: self._train_step,
-            jobs.ForwardBackward: self._forward_backward,
-            jobs.OptimizerStep: lambda job, _: self.engine.optimizer_step(job.settings),
-            jobs.ZeroGrad: lambda job, _: self.engine.zero_grad(),
-            jobs.Evaluate: self._evaluate,
-            jobs.Logprobs: self._logprobs,
-            jobs.Entropies: self._entropies,
-            jobs.Scores: self._scores,
-            jobs.TopLogits: self._top_logits,
-            jobs.NextTokens: self._next_tokens,
-            jobs.KeepWeights: self._keep_weights,
-            jobs.UseWeights: lambda job, _: self._use(self._kept[job.name].in_place()),
-            jobs.UseChangedWeights: lambda job, _: self._use(changed_weights(handle)),
-            jobs.UseRoundingNoise: lambda job, _: self._use(rounding_noise(handle, job.dtype)),
-            jobs.UseWeightsBefore: lambda job, _: self._in_use.pop().close(),
-            jobs.MoveRoutes: lambda job, _: self.routes.move(job.pieces),
-            jobs.ForgetRoutes: lambda job, _: self.routes.forget(job.rollouts),
-            jobs.OpenSaver: self._open_saver,
-            jobs.SaveCheckpoint: self._save_checkpoint,
-            jobs.SettleCheckpoint: self._settle_checkpoint,
-            jobs.NewestCheckpoint: self._newest_checkpoint,
-            jobs.CheckCheckpoint: lambda job, _: check_whole(job.folder, handle.layout.world_control),
-            jobs.LoadCheckpoint: lambda job, _: load_checkpoint(self.engine, job.folder),
-            jobs.SaveModel: self._save_model,
-            jobs.KeepNotes: lambda job, _: flight.keep_in(flight_file(job.folder, dist.get_rank())),
-        }
 
-    def do(self, job: Job, share: Share | None) -> Any:
-        """Does a job. A collective.
+    def ping(self) -> None:
+        """Shows that this rank is there."""
 
-        Args:
-            job: the job.
-            share: the rows of this rank's data rank; None for an outsider, and for a job without rows.
-        """
-        return self.handlers[type(job)](job, share)
+    def begin(self, optimizer: Settings | None, total_steps: int | None, keep_microbatches_in: Path | None) -> None:
+        """Makes the engine."""
+        self.engine = Engine(self.handle, optimizer, total_steps)
+        self.engine.keep_microbatches_in = keep_microbatches_in
 
-    def _begin(self, job: jobs.Begin, _: Share | None) -> None:
-        self.engine = Engine(self.handle, job.optimizer, job.total_steps)
-        self.engine.keep_microbatches_in = job.keep_microbatches_in
-
-    def _to_host(self, job: jobs.ToHost, _: Share | None) -> None:
+    def to_host(self) -> None:
+        """Moves weights and moments to the host."""
         self.engine.moments_to_host()
         self.handle.to_host()
+
+    def to_device(self) -> None:
+        """Brings the weights back."""
+        self.handle.to_device()
 
     def _microbatches(self, share: Share | None, replay: bool = False) -> list[Microbatch]:
         if share is None:
             return []
         return share.pack(self.routes.arrived if replay else None)
 
-    def _train_step(self, job: jobs.TrainStep, share: Share | None) -> Any:
-        microbatches = self._microbatches(share, job.replay)
-        return self.engine.train_step(microbatches, job.loss, job.readout, job.agreed, job.place)
+    def train_step(
+        self,
+        share: Share | None,
+        loss: LossFn,
+        readout: Readout,
+        agreed: GlobalBatch,
+        replay: bool = False,
+        place: float | None = None,
+    ) -> TrainOutput:
+        """`Engine.train_step`."""
+        return self.engine.train_step(self._microbatches(share, replay), loss, readout, agreed, place)
 
-    def _forward_backward(self, job: jobs.ForwardBackward, share: Share | None) -> Any:
-        microbatches = self._microbatches(share, job.replay)
-        return self.engine.forward_backward(microbatches, job.loss, job.readout, job.counts, job.agreed)
+    def forward_backward(
+        self,
+        share: Share | None,
+        loss: LossFn,
+        readout: Readout,
+        agreed: GlobalBatch,
+        counts: dict[Denominator, int] | None,
+        replay: bool = False,
+    ) -> tuple[float, dict[str, float]]:
+        """`Engine.forward_backward`."""
+        return self.engine.forward_backward(self._microbatches(share, replay), loss, readout, counts, agreed)
 
-    def _evaluate(self, job: jobs.Evaluate, share: Share | None) -> Any:
-        return self.engine.evaluate(self._microbatches(share), job.loss, job.readout, job.counts, job.agreed)
+    def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
+        """`Engine.optimizer_step`."""
+        return self.engine.optimizer_step(settings)
 
-    def _logprobs(self, job: jobs.Logprobs, share: Share | None) -> RowValues | None:
-        microbatches = self._microbatches(share, job.replay)
-        scored = self.engine.add_logprobs(microbatches, "logprobs", job.temperature, job.agreed, job.ids)
+    def zero_grad(self) -> None:
+        """`Engine.zero_grad`."""
+        self.engine.zero_grad()
+
+    def evaluate(
+        self,
+        share: Share | None,
+        loss: LossFn,
+        readout: Readout,
+        agreed: GlobalBatch,
+        counts: dict[Denominator, int] | None,
+    ) -> tuple[float, dict[str, float]]:
+        """`Engine.evaluate`."""
+        return self.engine.evaluate(self._microbatches(share), loss, readout, counts, agreed)
+
+    def logprobs(
+        self, share: Share | None, temperature: float, agreed: GlobalBatch, replay: bool = False, ids: str | None = None
+    ) -> RowValues | None:
+        """The log-probability of each token of each row, [n]; or of other tokens, [n, K], whose ids are the values of
+        the rows with the name `ids`."""
+        microbatches = self._microbatches(share, replay)
+        scored = self.engine.add_logprobs(microbatches, "logprobs", temperature, agreed, ids)
         # Alone, for a value of this name may come with the rows.
         return self._of_rows(scored, [piece for one in scored for piece in unpack(one.values["logprobs"], one)])
 
-    def _entropies(self, job: jobs.Entropies, share: Share | None) -> RowValues | None:
-        microbatches = self._microbatches(share, job.replay)
-        found = self.engine.entropies(microbatches, job.temperature, job.agreed)
+    def entropies(
+        self, share: Share | None, temperature: float, agreed: GlobalBatch, replay: bool = False
+    ) -> RowValues | None:
+        """The entropy of the distribution over each token of each row, [n]."""
+        microbatches = self._microbatches(share, replay)
+        found = self.engine.entropies(microbatches, temperature, agreed)
         return self._of_rows(microbatches, [piece.cpu() for piece in found])
 
-    def _scores(self, job: jobs.Scores, share: Share | None) -> RowValues | None:
+    def scores(self, share: Share | None, agreed: GlobalBatch) -> RowValues | None:
+        """The outputs of a linear head for each token of each row, [n, L]."""
         microbatches = self._microbatches(share)
-        return self._of_rows(microbatches, [piece.cpu() for piece in self.engine.scores(microbatches, job.agreed)])
+        return self._of_rows(microbatches, [piece.cpu() for piece in self.engine.scores(microbatches, agreed)])
 
-    def _top_logits(self, job: jobs.TopLogits, share: Share | None) -> tuple[RowValues, RowValues] | None:
+    def top_logits(
+        self, share: Share | None, k: int, agreed: GlobalBatch, normalised: bool = False, temperature: float = 1.0
+    ) -> tuple[RowValues, RowValues] | None:
+        """The k largest logits for each token of each row, [n, k], and their ids; if normalised, log-probabilities at a
+        temperature."""
         microbatches = self._microbatches(share)
-        if job.normalised:
-            found = self.engine.top_logprobs(microbatches, job.k, job.temperature, job.agreed)
+        if normalised:
+            found = self.engine.top_logprobs(microbatches, k, temperature, agreed)
         else:
-            found = self.engine.top_logits(microbatches, job.k, job.agreed)
+            found = self.engine.top_logits(microbatches, k, agreed)
         logits = self._of_rows(microbatches, [of_row[0].cpu() for of_row in found])
         ids = self._of_rows(microbatches, [of_row[1].cpu() for of_row in found])
         return None if logits is None or ids is None else (logits, ids)
 
-    def _next_tokens(self, job: jobs.NextTokens, share: Share | None) -> dict[int, int] | None:
+    def next_tokens(self, share: Share | None, agreed: GlobalBatch) -> dict[int, int] | None:
+        """The likeliest token after each row, by row."""
         microbatches = self._microbatches(share)
-        tokens = self.engine.next_tokens(microbatches, job.agreed).tolist()
+        tokens = self.engine.next_tokens(microbatches, agreed).tolist()
         if not self.handle.layout.is_first_of_data_rank:
             return None
         return dict(zip(_rows(microbatches), tokens, strict=True))
@@ -153,44 +189,104 @@ class PolicyRank:
             return None
         return RowValues.of(_rows(microbatches), pieces)
 
-    def _keep_weights(self, job: jobs.KeepWeights, _: Share | None) -> None:
-        self._kept[job.name] = ReferenceWeights(self.handle, lends_memory=job.lends_memory)
+    def keep_weights(self, name: str, lends_memory: bool) -> None:
+        """Keeps a copy of the weights that the model was loaded with."""
+        self._kept[name] = ReferenceWeights(self.handle, lends_memory=lends_memory)
+
+    def use_weights(self, name: str) -> None:
+        """Computes with kept weights until `use_weights_before`."""
+        self._use(self._kept[name].in_place())
+
+    def use_changed_weights(self) -> None:
+        """Computes with changed weights until `use_weights_before`."""
+        self._use(changed_weights(self.handle))
+
+    def use_rounding_noise(self, dtype: torch.dtype) -> None:
+        """Computes with noise as large as rounding to a dtype until `use_weights_before`."""
+        self._use(rounding_noise(self.handle, dtype))
+
+    def use_weights_before(self) -> None:
+        """Computes again as before the last of the others."""
+        self._in_use.pop().close()
 
     def _use(self, others: AbstractContextManager[None]) -> None:
         stack = contextlib.ExitStack()
         stack.enter_context(others)
         self._in_use.append(stack)
 
-    def _open_saver(self, job: jobs.OpenSaver, _: Share | None) -> None:
-        self._saver = CheckpointSaver(self.engine, job.texts, in_background=job.in_background)
+    def move_routes(self, pieces: list[tuple[RoutesAt, int]]) -> None:
+        """Sends routes from the ranks that have them to those that train on their rows.
 
-    def _save_checkpoint(self, job: jobs.SaveCheckpoint, _: Share | None) -> str | None:
-        return self._saver.save(job.folder, job.progress, job.state if dist.get_rank() == 0 else {})
+        Args:
+            pieces: pieces of rows, each with the data rank that trains on the row.
+        """
+        self.routes.move(pieces)
 
-    def _settle_checkpoint(self, job: jobs.SettleCheckpoint, _: Share | None) -> Settled:
-        if not (job.waits or self._saver.is_done):
+    def forget_routes(self, rollouts: set[int]) -> None:
+        """Drops the routes that belong to rollouts of these numbers."""
+        self.routes.forget(rollouts)
+
+    def open_saver(self, texts: dict[str, str], in_background: bool) -> None:
+        """Prepares to write checkpoints with these texts, by the names of their files."""
+        self._saver = CheckpointSaver(self.engine, texts, in_background=in_background)
+
+    def save_checkpoint(self, folder: Path, progress: dict[str, Any], state: dict[str, Any]) -> str | None:
+        """Writes a checkpoint, or begins to. Nothing else may be being written.
+
+        Args:
+            folder: its folder.
+            progress: how far the program has come, with the key `step`; JSON values.
+            state: the state of the program; JSON values.
+
+        Returns:
+            Why it cannot be written, or None.
+        """
+        return self._saver.save(folder, progress, state if dist.get_rank() == 0 else {})
+
+    def settle_checkpoint(self, waits: bool) -> Settled:
+        """What became of the checkpoint that is being written.
+
+        Args:
+            waits: whether to wait until it is done.
+        """
+        if not (waits or self._saver.is_done):
             return Settled(False, None, self._saver.seconds)
         return Settled(True, self._saver.wait(), self._saver.seconds)
 
-    def _newest_checkpoint(self, job: jobs.NewestCheckpoint, _: Share | None) -> tuple[Any, list[str]]:
+    def newest_checkpoint(self, folders: list[Path]) -> tuple[Path | None, list[str]]:
+        """The newest of these folders that is a whole checkpoint, and a warning about each newer one."""
         warnings: list[str] = []
-        return newest_whole(job.folders, self.handle.layout.world_control, warnings.append), warnings
+        return newest_whole(folders, self.handle.layout.world_control, warnings.append), warnings
 
-    def _save_model(self, job: jobs.SaveModel, _: Share | None) -> str:
+    def check_checkpoint(self, folder: Path) -> None:
+        """Raises InputError for a folder that is no whole checkpoint."""
+        check_whole(folder, self.handle.layout.world_control)
+
+    def load_checkpoint(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Goes back to a checkpoint. Returns the stored progress and the stored state of the program."""
+        return load_checkpoint(self.engine, folder)
+
+    def keep_notes(self, folder: Path) -> None:
+        """Keeps the flight recorder's notes in a folder."""
+        flight.keep_in(flight_file(folder, dist.get_rank()))
+
+    def save_model(self, folder: Path) -> str:
+        """Writes a Hugging Face checkpoint. Returns a line about tokens that end what the model writes; "" if there is
+        nothing to say."""
         handle, is_adapters = self.handle, self.handle.adapter_origin is not None
         try:
             if handle.has_linear_head:
                 padding = padding_of(handle.whole_config, self.tokenizer, self.variables)
-                handle.save_pretrained(job.folder, padding.tokenizer, pads_with=padding.token)
+                handle.save_pretrained(folder, padding.tokenizer, pads_with=padding.token)
                 return padding.note
             ends = new_ends(handle.source, handle.whole_config, self.tokenizer, self.variables, adapters=is_adapters)
-            handle.save_pretrained(job.folder, self.tokenizer, ends.ids)
+            handle.save_pretrained(folder, self.tokenizer, ends.ids)
         except Exception as error:
             if not is_of_files(error):
                 raise
             # Others may wait for this rank's part of the folder, so that the job ends.
             raise JobEndedError(
-                f"error: {job.folder} could not be written ({error}): make room or change its rights; --resume auto "
+                f"error: {folder} could not be written ({error}): make room or change its rights; --resume auto "
                 "then writes it"
             ) from error
         return ends.note

@@ -7,8 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from automodel_rl.policy.crew import those_that_count
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.crew import FLEET, Call, Crew
 from automodel_rl.policy.shares import Share
 from automodel_rl.ray.policy_actor import ActorFailure
 
@@ -20,7 +19,7 @@ class PolicyLostError(Exception):
     """A rank of the group failed or is gone, and with it the group."""
 
 
-class ActorCrew:
+class ActorCrew(Crew):
     """Ranks as actors.
 
     Args:
@@ -29,32 +28,31 @@ class ActorCrew:
 
     Attributes:
         signals: none: signals go to the program.
-        is_intact: whether the ranks take jobs.
+        is_intact: whether the ranks take calls.
         host: the address of the program's machine.
         data_ranks: the data rank of each rank, None for an outsider; filled once models are loaded.
     """
 
     def __init__(self, ranks: Sequence[Any], held: contextlib.ExitStack):
         self._ranks, self._held = [*ranks], held
-        self.signals: list[str] = []
-        self.is_intact = True
-        self.host: str = ray.util.get_node_ip_address()
+        self.signals, self.is_intact = [], True
+        self.host = ray.util.get_node_ip_address()
         self.data_ranks: list[int | None] = []
 
-    def ask(self, job: Job, shares: Sequence[Share] = ()) -> list[Any]:
-        """Lets all ranks do a job, as `Crew.ask`. Each gets its own share alone.
+    def call(self, call: Call, shares: Sequence[Share]) -> dict[int, Any]:
+        """Calls a method on all ranks, as `Crew.call`. Each gets its own share alone.
 
         Raises:
             PolicyLostError: a rank failed or is gone, and with it the group.
         """
         self._check_open()
-        sent, placed = ray.put(job), [ray.put(share) for share in shares]
+        sent, placed = ray.put(call), [ray.put(share) for share in shares]
         of_ranks = [None if rank is None or not shares else placed[rank] for rank in self.data_ranks]
-        answers = self.call("do", *zip(*((sent, share) for share in of_ranks), strict=True))
-        return those_that_count(job, dict(enumerate(answers)))
+        answers = self.of_actors("do", *zip(*((sent, share) for share in of_ranks), strict=True))
+        return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
 
-    def call(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
-        """What a method of each rank returns. A failure ends the group, unless it is a refusal of all ranks.
+    def of_actors(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
+        """What a method of each actor returns. A failure ends the group, unless it is a refusal of all ranks.
 
         Args:
             method: the method's name.
@@ -82,14 +80,15 @@ class ActorCrew:
             raise refusal
         return ray.get(futures)
 
-    def close(self, last: Job | None) -> None:
+    def close(self, *, has_fleet: bool) -> None:
         """Ends the ranks. What they are busy with is not waited for long.
 
         Args:
-            last: a job that they do before; None for nothing.
+            has_fleet: whether they have generators, which are closed before.
         """
         try:
-            if self.is_intact and last is not None:
+            if self.is_intact and has_fleet:
+                last = Call(FLEET, "close", (), has_rows=False, is_gathered=False)
                 futures = [actor.answer.remote("do", last, None) for actor in self._ranks]
                 ray.wait(futures, num_returns=len(futures), timeout=GRACE_SECONDS)
         finally:

@@ -17,8 +17,7 @@ from automodel_rl.launch.failure import describe
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.policy.crew import REFUSALS
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.crew import FLEET, POLICY, REFUSALS, Call
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.policy.shares import Share
 
@@ -105,16 +104,16 @@ class PolicyActor:
             print(decided, flush=True)
         self.handle = ModelHandle.load(model, config.parallel, config.memory, config.components)
         tokenizer = model.tokenizer()
-        self.policy = PolicyRank(self.handle, tokenizer, config.data.chat_template_kwargs)
-        self.handlers = self.policy.handlers
+        policy = PolicyRank(self.handle, tokenizer, config.data.chat_template_kwargs)
+        self.targets: dict[str, Any] = {POLICY: policy}
         if config.generation is not None:
-            self.handlers = self.handlers | FleetRank(self.policy, tokenizer).handlers
+            self.targets[FLEET] = FleetRank(policy, tokenizer)
         layout = self.handle.layout
         packing = Packing.of(config.batch, config.parallel, self.handle.flops)
         data_rank = None if layout.is_outsider else layout.data_rank
         return RankFacts(data_rank, packing, self.handle.config.vocab_size)
 
-    def do(self, job: Job, share: Share | None) -> Any:
-        """Does a job; the answer, where it counts."""
-        value = self.handlers[type(job)](job, share)
-        return value if dist.get_rank() == 0 or job.answered_by == "all" else None
+    def do(self, call: Call, share: Share | None) -> Any:
+        """Calls a method of an object of this rank. Returns what it returns, if the rank is to answer."""
+        value = call.on(self.targets, share)
+        return value if dist.get_rank() == 0 or call.is_gathered else None

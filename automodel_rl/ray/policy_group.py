@@ -8,7 +8,6 @@ import ray
 from automodel_rl.config import RayConfig, RunConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generators.fleet import Fleet
-from automodel_rl.generators.jobs import CloseGenerators
 from automodel_rl.policy.policy import Policy
 from automodel_rl.ray.actor_crew import ActorCrew
 from automodel_rl.ray.cluster import Nodes, connected, device_order, environment_for_nodes, reserved
@@ -48,7 +47,7 @@ class PolicyGroup(Policy):
             if config.generation is not None and config.generation.rollout.generator.devices:
                 raise InputError("rollout.generator.place: no devices with a PolicyGroup: use shared, or servers")
             crew = _started(held.enter_context(reserved(settings, config.world_size)), held)
-            facts: list[RankFacts] = crew.call("open", [config] * config.world_size)
+            facts: list[RankFacts] = crew.of_actors("open", [config] * config.world_size)
             crew.data_ranks = [of_rank.data_rank for of_rank in facts]
             super().__init__(crew, facts[0].packing, facts[0].vocab_size)
             self.begin(config.optimizer, total_steps)
@@ -74,7 +73,7 @@ class PolicyGroup(Policy):
 
     def close(self) -> None:
         """Ends the ranks and gives their nodes back. A call that they are busy with is not waited for long."""
-        self._actors.close(None if self.config.generation is None else CloseGenerators())
+        self._actors.close(has_fleet=self.config.generation is not None)
 
     def __enter__(self) -> "PolicyGroup":
         return self
@@ -93,7 +92,7 @@ def _started(nodes: Nodes, held: contextlib.ExitStack) -> ActorCrew:
         for node in range(nodes.count)
         for _ in range(per_node)
     ]
-    places: list[RankPlace] = ActorCrew(actors, held).call("place")
+    places: list[RankPlace] = ActorCrew(actors, held).of_actors("place")
     # GPUs are given out in any order, and neighbours in rank should be neighbours in hardware.
     order = sorted(range(len(actors)), key=lambda place: (place // per_node, device_order(places[place].device or "0")))
     actors, places = [actors[place] for place in order], [places[place] for place in order]

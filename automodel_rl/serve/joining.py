@@ -7,16 +7,11 @@ from typing import Any
 
 from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.messages import (
-    CreateRun,
     Forget,
-    Keep,
-    Load,
-    RunOptimizerStep,
+    OfRun,
     RunPass,
     SampleJob,
-    Save,
     ServiceJob,
-    Spoil,
     TeacherJob,
     Together,
 )
@@ -157,6 +152,6 @@ def _runs_of(job: ServiceJob) -> tuple[str, ...]:
     match job:
         case Forget(runs):
             return runs
-        case RunPass(run) | CreateRun(run) | RunOptimizerStep(run) | Spoil(run) | Save(run) | Load(run) | Keep(run):
+        case RunPass(run) | OfRun(run):
             return (run,)
     return ()

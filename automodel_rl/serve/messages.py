@@ -68,11 +68,18 @@ class Stop(ServiceJob):
 
 
 @dataclass(frozen=True)
-class CreateRun(ServiceJob):
-    """A new training run. The answer is None."""
+class OfRun(ServiceJob):
+    """A method of `Runs` to call for a run. The answer is what it returns.
+
+    Attributes:
+        run: the run, which is the first argument.
+        method: the name of the method.
+        arguments: the other arguments.
+    """
 
     run: str
-    shape: RunShape
+    method: str
+    arguments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,50 +119,6 @@ class LossResult:
 
     loss: float
     logprobs: list[np.ndarray]
-
-
-@dataclass(frozen=True)
-class RunOptimizerStep(ServiceJob):
-    """One optimizer step with the gradients so far. The answer is metrics by name."""
-
-    run: str
-    settings: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Spoil(ServiceJob):
-    """A forward and backward of a run that the server refused: the run's next optimizer step must fail. The answer is
-    None."""
-
-    run: str
-
-
-@dataclass(frozen=True)
-class Save(ServiceJob):
-    """Weights of a run to write into a folder, for training with the optimizer's moments. The answer is None."""
-
-    run: str
-    folder: str
-    for_training: bool
-    about: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Load(ServiceJob):
-    """A run that goes on from a folder, and is made if there is none. The answer is None."""
-
-    run: str
-    shape: RunShape
-    folder: str
-    with_optimizer: bool
-
-
-@dataclass(frozen=True)
-class Keep(ServiceJob):
-    """The weights of a run as they are now, to sample from under a name. The answer is None."""
-
-    run: str
-    name: str
 
 
 @dataclass(frozen=True)

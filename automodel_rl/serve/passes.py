@@ -3,10 +3,9 @@
 from automodel_rl.errors import InputError
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.sampled import Refused
-from automodel_rl.serve import jobs
 from automodel_rl.serve.joint_batch import JointBatch
-from automodel_rl.serve.messages import LossResult, RunPass, Spoil
-from automodel_rl.serve.runs import GONE, Runs
+from automodel_rl.serve.messages import LossResult, RunPass
+from automodel_rl.serve.runs import GONE, RUNS, Pass, PassResult, Runs
 
 
 class Passes:
@@ -56,13 +55,12 @@ class Passes:
         try:
             agreed, shares = self.policy.shares(batch.rows)
             runs = tuple(job.run for job in asked)
-            answers: list[jobs.PassResult] = self.crew.ask(
-                jobs.Pass(runs, batch.run_of, batch.loss, batch.readout, asked[0].forward_only, agreed), shares
-            )
+            of_pass = Pass(runs, batch.run_of, batch.loss, batch.readout, asked[0].forward_only, agreed)
+            answers: list[PassResult] = self.crew.gather(RUNS, "run_pass", of_pass, shares=shares)
         except InputError:
             for job in asked:
                 if not job.forward_only:
-                    self.crew.ask(jobs.OfRuns(Spoil(job.run)))
+                    self.crew.ask(RUNS, "spoil", job.run)
             raise
         if not answers[0].is_finite:
             return None

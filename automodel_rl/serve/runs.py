@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,59 @@ from torch import Tensor
 from automodel_rl.engine import Engine
 from automodel_rl.engine.trained_state import TrainedState, trained_parameters
 from automodel_rl.errors import InputError
-from automodel_rl.losses import UNDIVIDED
+from automodel_rl.losses import UNDIVIDED, LossFn, Readout
 from automodel_rl.optimizers import AdamWSettings
 from automodel_rl.parallel.host_collectives import any_rank, from_last_stage
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.policy.shares import RowValues, Share
 from automodel_rl.serve.adapters import Adapters
 from automodel_rl.serve.all_weights import AllWeights
-from automodel_rl.serve.jobs import Pass, PassResult
 from automodel_rl.serve.joint_batch import gated, with_own_targets
 from automodel_rl.serve.messages import RunShape
 from automodel_rl.serve.recorded_loss import recorded
+from automodel_rl.step.agreement import GlobalBatch
+
+RUNS = "runs"
+"""The name of a rank's `Runs`, for remote calls."""
 
 GONE = "the state of the run is gone, for the ranks of the server ended or its weights could not be loaded"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and backward of runs over the rows.
+
+    Attributes:
+        runs: the runs; several share no row of the adapters.
+        run_of: the place among them of the run of each row.
+        loss: the sum of their losses.
+        readout: what it gets for every token.
+        forward_only: whether nothing is trained.
+        agreed: the size of the batch.
+    """
+
+    runs: tuple[str, ...]
+    run_of: list[int]
+    loss: LossFn
+    readout: Readout
+    forward_only: bool
+    agreed: GlobalBatch
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What a rank has of a pass.
+
+    Attributes:
+        loss: the sum of all losses, equal on all ranks.
+        logprobs: log-probabilities of targets of the rows of its data rank, [n - 1] or [n - 1, K]; None on ranks that
+            do not stand for a data rank.
+        is_finite: whether gradients of all runs are finite, on all ranks. If not, those of no run were kept.
+    """
+
+    loss: float
+    logprobs: RowValues | None
+    is_finite: bool
 
 
 class Runs:
@@ -54,40 +95,40 @@ class Runs:
         self.shapes[run] = shape
         self._states[run] = self.engine.take_state()
 
-    def run_pass(self, job: Pass, share: Share | None) -> PassResult:
+    def run_pass(self, share: Share | None, asked: Pass) -> PassResult:
         """Adds up the gradients of the losses of runs, or computes the losses alone.
 
         Args:
-            job: the job.
             share: the rows of this rank's data rank.
+            asked: the runs and their losses.
 
         Raises:
             InputError: on all ranks; a run is gone. Gradients of earlier calls are still there.
         """
-        if len(job.runs) == 1:
-            self._enter(job.runs[0])
-            return self._result(job, share, None)
+        if len(asked.runs) == 1:
+            self._enter(asked.runs[0])
+            return self._result(asked, share, None)
         assert isinstance(self.trained, Adapters)
         self._leave()
-        shapes = [self.shapes[run] for run in job.runs]
-        self.trained.join([self._states[run] for run in job.runs])
-        result = self._result(job, share, self.trained.gate(shapes))
-        split = [] if job.forward_only else self.trained.split_gradients(shapes)
+        shapes = [self.shapes[run] for run in asked.runs]
+        self.trained.join([self._states[run] for run in asked.runs])
+        result = self._result(asked, share, self.trained.gate(shapes))
+        split = [] if asked.forward_only else self.trained.split_gradients(shapes)
         found = [] if result.logprobs is None else [torch.from_numpy(result.logprobs.values)]
         # A product of 0 and infinity is NaN, so what overflows in one run spoils the others in the same pass.
         if not self._are_finite([*found, *(tensor for gradients in split for tensor in gradients.values())]):
             return dataclasses.replace(result, is_finite=False)
-        for run, gradients in zip(job.runs, split, strict=False):
+        for run, gradients in zip(asked.runs, split, strict=False):
             self._states[run].gradients, self._states[run].has_gradients = gradients, True
         return result
 
-    def _result(self, job: Pass, share: Share | None, gate: Tensor | None) -> PassResult:
+    def _result(self, asked: Pass, share: Share | None, gate: Tensor | None) -> PassResult:
         """The result of a pass, for which the model has its weights."""
         found: dict[int, Tensor] = {}
         packed = [] if share is None else share.pack()
-        microbatches = [gated(with_own_targets(microbatch), gate, job.run_of) for microbatch in packed]
-        work = self.engine.evaluate if job.forward_only else self.engine.forward_backward
-        total, _ = work(microbatches, recorded(job.loss, found), job.readout, UNDIVIDED, job.agreed)
+        microbatches = [gated(with_own_targets(microbatch), gate, asked.run_of) for microbatch in packed]
+        work = self.engine.evaluate if asked.forward_only else self.engine.forward_backward
+        total, _ = work(microbatches, recorded(asked.loss, found), asked.readout, UNDIVIDED, asked.agreed)
         own = from_last_stage({row: values.cpu() for row, values in found.items()}, self.handle.layout)
         stands = self.handle.layout.is_first_of_data_rank
         return PassResult(total, RowValues.of([*own], [*own.values()]) if stands else None, is_finite=True)
@@ -121,7 +162,7 @@ class Runs:
         """Notes that a forward and backward of a run failed: its next optimizer step must fail, too."""
         self._spoilt.add(run)
 
-    def save(self, run: str, folder: Path, for_training: bool, about: dict[str, Any]) -> None:
+    def save(self, run: str, folder: str, for_training: bool, about: dict[str, Any]) -> None:
         """Writes a run's weights and, for training, its moments.
 
         Raises:
@@ -129,9 +170,9 @@ class Runs:
         """
         self._enter(run)
         self._check_weights("the run has")
-        self.trained.save(folder, self.shapes[run], for_training, about)
+        self.trained.save(Path(folder), self.shapes[run], for_training, about)
 
-    def load(self, run: str, shape: RunShape, folder: Path, with_optimizer: bool) -> None:
+    def load(self, run: str, shape: RunShape, folder: str, with_optimizer: bool) -> None:
         """Makes a run go on from a folder that `save` wrote. It is made if there is none.
 
         Raises:
@@ -139,7 +180,7 @@ class Runs:
         """
         self._leave()
         self.forget((run,), ())  # a run that cannot be loaded must not go on as it was
-        self.trained.load(folder, shape, with_optimizer)
+        self.trained.load(Path(folder), shape, with_optimizer)
         self._check_weights("the saved weights have")
         self.shapes[run] = shape
         self._states[run] = self.engine.take_state()
@@ -165,7 +206,7 @@ class Runs:
         for name in kept:
             self._kept.pop(name, None)
 
-    def show(self, kept: str | None, folder: Path | None, shape: RunShape | None) -> None:
+    def show(self, kept: str | None, folder: str | None, shape: RunShape | None) -> None:
         """Gives the model weights to compute with: kept under a name, from a folder, or those of the base model."""
         self._leave()
         if kept is not None:
@@ -175,7 +216,7 @@ class Runs:
             self.trained.enter(shape)
             self.engine.put_state(state)
         elif folder is not None:
-            self.trained.load(folder, shape or self.trained.whole, with_optimizer=False)
+            self.trained.load(Path(folder), shape or self.trained.whole, with_optimizer=False)
             self._check_weights("the saved weights have")
         else:
             self.trained.begin(self.trained.whole)

@@ -14,17 +14,12 @@ from automodel_rl.serve import checks
 from automodel_rl.serve.history import ServiceHistory
 from automodel_rl.serve.lists import Lists
 from automodel_rl.serve.messages import (
-    CreateRun,
     Datum,
     Forget,
-    Keep,
-    Load,
-    RunOptimizerStep,
+    OfRun,
     RunPass,
     RunShape,
-    Save,
     ServiceJob,
-    Spoil,
     Stop,
 )
 from automodel_rl.serve.ranks import Ranks, RanksLostError, RefusedError
@@ -141,7 +136,8 @@ class Service:
     # Runs
 
     def create_model(self, body: CreateModelBody) -> dict[str, Any]:
-        return self._new_run(body, checks.shape_of(body, self.config), body.user_metadata, CreateRun)
+        shape = checks.shape_of(body, self.config)
+        return self._new_run(body, shape, body.user_metadata, lambda run, shape: OfRun(run, "create", (shape,)))
 
     def info(self, model_id: str) -> dict[str, Any]:
         run, name = self._run(model_id), self.config.base_name
@@ -160,7 +156,7 @@ class Service:
                 return work()
             except InputError:
                 if not message.forward_only:
-                    self.ranks.submit(Spoil(message.model_id))
+                    self.ranks.submit(OfRun(message.model_id, "spoil"))
                 raise
 
         def work() -> Work:
@@ -191,7 +187,7 @@ class Service:
                 self.history.of_run(str(body.model_id)).add_step()
                 return {"metrics": metrics}
 
-            return RunOptimizerStep(body.model_id, body.adam_params.settings), done
+            return OfRun(str(body.model_id), "optimizer_step", (body.adam_params.settings,)), done
 
         return self._turn(body.model_id, body.seq_id, digest_of("optim_step", body), work)
 
@@ -207,7 +203,7 @@ class Service:
                 self._delete_later(self.saved.add(saved))
                 return {"path": saved.path}
 
-            return Save(body.model_id, str(saved.folder), kind == "weights", about(saved)), done
+            return OfRun(body.model_id, "save", (str(saved.folder), kind == "weights", about(saved))), done
 
         return self._turn(body.model_id, body.seq_id, digest_of(kind, body), work)
 
@@ -236,7 +232,7 @@ class Service:
         old = [run.kept.popleft() for _ in range(len(run.kept) - self.config.limits.samplers_of_run)]
         if old:
             self.ranks.submit(Forget(kept=tuple(old)))
-        return Keep(body.model_id, name), lambda _: {"sampling_session_id": name}
+        return OfRun(body.model_id, "keep", (name,)), lambda _: {"sampling_session_id": name}
 
     def load(self, body: LoadBody) -> dict[str, Any]:
         if body.model_id is None:
@@ -247,15 +243,14 @@ class Service:
             checks.check_optimizer(body.optimizer_config)
             saved = self._training_weights(body.path)
             metadata = body.user_metadata or saved.user_metadata
-            return self._new_run(
-                body, saved.shape, metadata, lambda run, shape: Load(run, shape, str(saved.folder), body.optimizer)
-            )
+            given = (str(saved.folder), body.optimizer)
+            return self._new_run(body, saved.shape, metadata, lambda run, shape: OfRun(run, "load", (shape, *given)))
         run = self._run(body.model_id)
 
         def work() -> Work:
             saved = self._training_weights(body.path)
             run.shape, run.lost = self._placed(saved.shape, str(body.model_id)), ""
-            job = Load(str(body.model_id), run.shape, str(saved.folder), body.optimizer)
+            job = OfRun(str(body.model_id), "load", (run.shape, str(saved.folder), body.optimizer))
             return job, lambda _: {"path": body.path, "model_id": body.model_id}
 
         if body.seq_id is None:
@@ -414,7 +409,8 @@ class Service:
             body = SaveBody(model_id=name, seq_id=run.next, user_metadata=run.user_metadata)
             try:
                 saved = self.saved.new(name, "weights", f"stopped-{run.next - 1}", run.shape, body)
-                await asyncio.wrap_future(self.ranks.submit(Save(name, str(saved.folder), True, about(saved))))
+                save = OfRun(name, "save", (str(saved.folder), True, about(saved)))
+                await asyncio.wrap_future(self.ranks.submit(save))
             except (InputError, RefusedError, RanksLostError) as error:
                 paths.append(f"nothing of {name}: {error}")
                 continue

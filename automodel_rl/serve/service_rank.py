@@ -1,7 +1,6 @@
-"""A rank of the service: what it does for each job."""
+"""A rank of the service: the objects whose methods rank 0 calls on all ranks."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -9,16 +8,18 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.generators.fleet_rank import FleetRank
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.policy.jobs import Job, OfFurtherModel
+from automodel_rl.policy.crew import FLEET, POLICY, further_model
 from automodel_rl.policy.policy_rank import PolicyRank
-from automodel_rl.policy.shares import Share
-from automodel_rl.serve import jobs, messages
 from automodel_rl.serve.adapter_scale import AdapterScale
-from automodel_rl.serve.runs import Runs
+from automodel_rl.serve.messages import RunShape
+from automodel_rl.serve.runs import RUNS, Runs
+
+SERVICE = "service"
+"""The name of a rank's `ServiceRank`, for remote calls."""
 
 
 class ServiceRank:
-    """Does the service's jobs on this rank, with the others.
+    """This rank of the service. Its methods are collectives.
 
     Args:
         handle: the model.
@@ -27,7 +28,8 @@ class ServiceRank:
 
     Attributes:
         teachers: those of the arguments.
-        runs: the runs; there from the job `OpenRuns` on.
+        targets: the objects that have methods to call, by name.
+        runs: the runs; there from `open_runs` on.
     """
 
     def __init__(
@@ -37,44 +39,20 @@ class ServiceRank:
         teachers: Mapping[str, ModelHandle] = MappingProxyType({}),
     ):
         self.policy, self.teachers = PolicyRank(handle, tokenizer), teachers
-        self._of_teachers = {name: PolicyRank(teacher, tokenizer) for name, teacher in teachers.items()}
         self._scale = AdapterScale()
-        fleet = FleetRank(self.policy, tokenizer, self._scale.prepare)
         self.runs: Runs
-        own: dict[type[Job], Callable[[Any, Share | None], Any]] = {
-            jobs.OpenRuns: self._open_runs,
-            jobs.OfRuns: lambda job, _: self._of_runs(job.asked),
-            jobs.Pass: lambda job, share: self.runs.run_pass(job, share),
-            jobs.Show: self._show,
-            OfFurtherModel: lambda job, share: self._of_teachers[job.name].do(job.job, share),
+        self.targets: dict[str, Any] = {
+            POLICY: self.policy,
+            FLEET: FleetRank(self.policy, tokenizer, self._scale.prepare),
+            SERVICE: self,
+            **{further_model(name): PolicyRank(teacher, tokenizer) for name, teacher in teachers.items()},
         }
-        self.handlers = self.policy.handlers | fleet.handlers | own
 
-    def do(self, job: Job, share: Share | None) -> Any:
-        """Does a job, with the rows of this rank's data rank."""
-        return self.handlers[type(job)](job, share)
+    def open_runs(self) -> None:
+        """Prepares for runs. The engine must be there."""
+        self.runs = self.targets[RUNS] = Runs(self.policy.engine)
 
-    def _open_runs(self, job: jobs.OpenRuns, _: Share | None) -> None:
-        self.runs = Runs(self.policy.engine)
-
-    def _show(self, job: jobs.Show, _: Share | None) -> None:
-        self.runs.show(job.kept, job.folder, job.shape)
+    def show(self, kept: str | None, folder: str | None, shape: RunShape | None) -> None:
+        """Gives the model weights to compute with, as `Runs.show`, and adapters of generators their scale."""
+        self.runs.show(kept, folder, shape)
         self._scale.set(self.runs.trained.scale)
-
-    def _of_runs(self, asked: messages.ServiceJob) -> Any:
-        match asked:
-            case messages.CreateRun(run, shape):
-                return self.runs.create(run, shape)
-            case messages.Spoil(run):
-                return self.runs.spoil(run)
-            case messages.RunOptimizerStep(run, settings):
-                return self.runs.optimizer_step(run, settings)
-            case messages.Save(run, folder, for_training, about):
-                return self.runs.save(run, Path(folder), for_training, about)
-            case messages.Load(run, shape, folder, with_optimizer):
-                return self.runs.load(run, shape, Path(folder), with_optimizer)
-            case messages.Keep(run, name):
-                return self.runs.keep(run, name)
-            case messages.Forget(runs, kept):
-                return self.runs.forget(runs, kept)
-        raise AssertionError(f"runs have no job {type(asked).__name__}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from automodel_rl.batch import Packing
 from automodel_rl.config import ServeConfig
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.policy.crew import Crew, FurtherCrew
+from automodel_rl.policy.crew import Crew, further_model
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.prompt_scores import next_tokens, score, score_prompts
 from automodel_rl.rollout.sampled import Refused, Sampled, SampledSequence, SamplePrompt
@@ -26,7 +26,7 @@ class ServiceTeachers:
         for name, handle in handles.items():
             parallel = handle.layout.parallel
             packing = Packing(config.microbatch_tokens, parallel.num_data_ranks, parallel.pp, cost=handle.flops)
-            policy = self.policies[name] = Policy(FurtherCrew(crew, name), packing, handle.config.vocab_size)
+            policy = self.policies[name] = Policy(crew, packing, handle.config.vocab_size, further_model(name))
             policy.begin()
             if config.teachers[name].between == "host":
                 policy.to_host()

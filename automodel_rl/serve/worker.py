@@ -3,7 +3,6 @@
 import os
 import signal
 from multiprocessing import AuthenticationError
-from pathlib import Path
 from typing import Any
 
 from automodel_rl.batch import Packing
@@ -16,16 +15,27 @@ from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.peak_memory import peak_memory
-from automodel_rl.policy.crew import TreeCrew
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.crew import POLICY, TreeCrew
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.sampled import Refused
 from automodel_rl.rollout.sampler import Sampler
-from automodel_rl.serve import jobs, messages
+from automodel_rl.serve import messages
 from automodel_rl.serve.checks import check_model
-from automodel_rl.serve.messages import Done, Ready, RunPass, SampleJob, Stop, StopAsked, TeacherJob, Together
+from automodel_rl.serve.messages import (
+    Done,
+    Forget,
+    OfRun,
+    Ready,
+    RunPass,
+    SampleJob,
+    Stop,
+    StopAsked,
+    TeacherJob,
+    Together,
+)
 from automodel_rl.serve.passes import Passes
-from automodel_rl.serve.service_rank import ServiceRank
+from automodel_rl.serve.runs import RUNS
+from automodel_rl.serve.service_rank import SERVICE, ServiceRank
 from automodel_rl.serve.teachers import ServiceTeachers
 from automodel_rl.serve.worker_address import read_address
 
@@ -41,7 +51,7 @@ class ServiceWorker:
     Args:
         config: the service's config.
         crew: the ranks.
-        rank: what this rank does for each job.
+        rank: this rank.
     """
 
     def __init__(self, config: ServeConfig, crew: TreeCrew, rank: ServiceRank):
@@ -51,7 +61,7 @@ class ServiceWorker:
         self.crew, self.device, self.vocab_size = crew, handle.layout.device, handle.config.vocab_size
         self.policy, self.fleet = Policy(crew, packing, self.vocab_size), Fleet(crew)
         self.policy.begin(OptimizerConfig(decay="constant", max_skipped_steps=NEVER))
-        crew.ask(jobs.OpenRuns())
+        crew.ask(SERVICE, "open_runs")
         self.fleet.start(config.generator_spec)
         self.passes = Passes(self.policy, rank.runs)
         self.sampler = Sampler(self.policy, self.fleet)
@@ -74,7 +84,7 @@ class ServiceWorker:
             with flight.phase("waiting for a job"):
                 has_come = server.poll(IDLE_SECONDS)
             if not has_come:
-                self.crew.ask(Job())
+                self.crew.ask(POLICY, "ping")
                 continue
             job = server.recv()
             if isinstance(job, Stop):
@@ -100,14 +110,18 @@ class ServiceWorker:
                 return self._sample(job)
             case TeacherJob(teacher, prompts):
                 return self.teachers.answer(teacher, prompts)
-        return self.crew.ask(jobs.OfRuns(job))[0]
+            case OfRun(run, method, arguments):
+                return self.crew.ask(RUNS, method, run, *arguments)
+            case Forget(runs, kept):
+                return self.crew.ask(RUNS, "forget", runs, kept)
+        raise AssertionError(f"ranks have no job {type(job).__name__}")
 
     def _sample(self, job: SampleJob) -> Any:
         prompts = job.prompts
         weights = (job.kept, job.folder)
 
         def show() -> None:
-            self.crew.ask(jobs.Show(job.kept, None if job.folder is None else Path(job.folder), job.shape))
+            self.crew.ask(SERVICE, "show", job.kept, job.folder, job.shape)
 
         if weights != self._shown or any(prompt.scoring.is_anything or prompt.num_top for prompt in prompts):
             show()  # kept and saved weights never change
@@ -166,7 +180,7 @@ def serve_rank(config: ServeConfig) -> None:
         for name, opened in opened_teachers.items()
     }
     rank = ServiceRank(handle, model.tokenizer(), teachers)
-    crew = TreeCrew(handle.layout, rank.do)
+    crew = TreeCrew(handle.layout, rank.targets)
     if crew.rank:
         crew.follow()
         return

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from automodel_rl.errors import InputError
-from automodel_rl.policy import jobs
 from automodel_rl.policy.policy import Policy
 
 
@@ -24,7 +23,7 @@ class FurtherCheckpoints:
     def __init__(self, policy: Policy, models: Mapping[str, Policy], folder: Path, texts: dict[str, str]):
         self.policy, self.models, self.folder = policy, models, folder
         for model in models.values():
-            model.crew.ask(jobs.OpenSaver(texts, in_background=False))
+            model.crew.ask(model.name, "open_saver", texts, False)
 
     def problem_of(self, of_policy: Path) -> str:
         """Why a checkpoint of the policy lacks one of a further model that is whole; empty if it has all.
@@ -34,7 +33,7 @@ class FurtherCheckpoints:
         """
         for name, model in self.models.items():
             folder = _beside(of_policy, name)
-            newest, problems = model.crew.ask(jobs.NewestCheckpoint([folder]))[0]
+            newest, problems = model.crew.ask(model.name, "newest_checkpoint", [folder])
             if newest is None:
                 return str(problems[0]).removeprefix("warning: ") if problems else f"{folder} is missing"
         return ""
@@ -59,7 +58,7 @@ class FurtherCheckpoints:
             folder = _beside(of_policy, name)
             folder.parent.mkdir(parents=True, exist_ok=True)
             with self._ready(model):
-                error: str | None = model.crew.ask(jobs.SaveCheckpoint(folder, {"step": step}, {}))[0]
+                error: str | None = model.crew.ask(model.name, "save_checkpoint", folder, {"step": step}, {})
             if error is not None:
                 return error
         return None
@@ -78,8 +77,8 @@ class FurtherCheckpoints:
             if not folder.is_dir():
                 raise InputError(f"{of_policy}: the checkpoint of the {name} is missing, {folder}: give another one")
             with self._ready(model):
-                model.crew.ask(jobs.CheckCheckpoint(folder))
-                model.crew.ask(jobs.LoadCheckpoint(folder))
+                model.crew.ask(model.name, "check_checkpoint", folder)
+                model.crew.ask(model.name, "load_checkpoint", folder)
 
     def remove_others(self, kept: Collection[str]) -> None:
         """Removes all but some checkpoints.

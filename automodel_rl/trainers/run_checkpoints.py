@@ -1,6 +1,7 @@
 """The checkpoints of a run: when one is due, which ones are kept, and which one a run goes on from."""
 
 import contextlib
+import functools
 import math
 import os
 import subprocess
@@ -20,8 +21,8 @@ from automodel_rl.errors import InputError
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.run_directory import RunDirectory, step_of
-from automodel_rl.policy import jobs
 from automodel_rl.policy.policy import Policy
+from automodel_rl.policy.policy_rank import Settled
 from automodel_rl.trainers.further_checkpoints import FurtherCheckpoints
 
 AUTO, NEVER = "auto", "never"
@@ -87,7 +88,8 @@ class RunCheckpoints:
         further: Mapping[str, Policy],
         higher_is_better: bool,
     ):
-        self.config, self.directory, self.crew, self.source = config.checkpoint, directory, policy.crew, handle.source
+        self.config, self.directory, self.source = config.checkpoint, directory, handle.source
+        self._ask = functools.partial(policy.crew.ask, policy.name)
         self.trusts_code = config.model.trust_remote_code
         model = handle.model
         self.needs_first_weights = config.needs_reference or model.lora is not None or bool(model.frozen)
@@ -100,7 +102,7 @@ class RunCheckpoints:
         texts = {CONFIG: directory.config_text, INPUTS: as_json(self.inputs)}
         if config.data.chat_template is not None:
             texts[TEMPLATE] = Path(config.data.chat_template).read_text()
-        self.crew.ask(jobs.OpenSaver(texts, self.config.in_background))
+        self._ask("open_saver", texts, self.config.in_background)
         self.further = FurtherCheckpoints(policy, further, directory.checkpoints, {CONFIG: directory.config_text})
         self.seconds = 0.0
         self.saved_at = time.monotonic()
@@ -126,11 +128,11 @@ class RunCheckpoints:
         if folder is None:
             return None
         if resume != AUTO:
-            self.crew.ask(jobs.CheckCheckpoint(folder))
+            self._ask("check_checkpoint", folder)
             self._say_differences(folder, say)
         self._check_inputs(folder, is_own=resume == AUTO, say=say)
         self.further.load(folder)
-        progress, state = self.crew.ask(jobs.LoadCheckpoint(folder))[0]
+        progress, state = self._ask("load_checkpoint", folder)
         self._check_first_weights(progress.get("began_with"), folder)
         self.best = self._best_of(progress["best"], say)
         if resume == AUTO and self.config.format == "both" and not (folder / HF_COPY).exists():
@@ -190,7 +192,7 @@ class RunCheckpoints:
         """
         if self.best is None or self.best["step"] == step:
             return None
-        self.crew.ask(jobs.LoadCheckpoint(self._folder(self.best["step"])))
+        self._ask("load_checkpoint", self._folder(self.best["step"]))
         return self.best
 
     def _newest(self, say: Callable[[str], None]) -> Path | None:
@@ -200,7 +202,7 @@ class RunCheckpoints:
             return None
         older = folders
         while True:
-            newest, warnings = self.crew.ask(jobs.NewestCheckpoint(older))[0]
+            newest, warnings = self._ask("newest_checkpoint", older)
             for warning in warnings:
                 say(warning)
             if newest is None:
@@ -241,7 +243,7 @@ class RunCheckpoints:
         folder = self._folder(step)
         progress = {"step": step, "best": best, "began_with": self.began_with}
         self._written = _Checkpoint(folder, best)
-        error = self.further.save(folder, step) or self.crew.ask(jobs.SaveCheckpoint(folder, progress, state))[0]
+        error = self.further.save(folder, step) or self._ask("save_checkpoint", folder, progress, state)
         self.saved_at = time.monotonic()
         if error is not None:
             self._written = None
@@ -317,7 +319,7 @@ class RunCheckpoints:
         """
         if self._written is None:
             return None
-        settled: jobs.Settled = self.crew.ask(jobs.SettleCheckpoint(waits))[0]
+        settled: Settled = self._ask("settle_checkpoint", waits)
         if not settled.is_done:
             return None
         written, self._written, self.seconds = self._written, None, settled.seconds

@@ -22,11 +22,9 @@ from automodel_rl.generators.fleet_rank import FleetRank
 from automodel_rl.generators.vllm_child import start_early
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.policy.crew import Crew, FurtherCrew, TreeCrew
-from automodel_rl.policy.jobs import Job, OfFurtherModel
+from automodel_rl.policy.crew import FLEET, POLICY, TreeCrew, further_model
 from automodel_rl.policy.policy import Policy
 from automodel_rl.policy.policy_rank import PolicyRank
-from automodel_rl.policy.shares import Share
 from automodel_rl.trainers.distill import distill
 from automodel_rl.trainers.dpo import dpo
 from automodel_rl.trainers.grpo import grpo
@@ -83,7 +81,7 @@ def train(config: RunConfig, resume: str = "never", max_minutes: float | None = 
 
 
 def run_program(program: Program, config: RunConfig, resume: str = "never", max_minutes: float | None = None) -> Any:
-    """Runs a program. Every rank of the job calls it; the program runs on rank 0, and the others do its jobs.
+    """Runs a program. Every rank of the job calls it; the program runs on rank 0, and the others answer its calls.
 
     Args:
         program: the program.
@@ -98,27 +96,41 @@ def run_program(program: Program, config: RunConfig, resume: str = "never", max_
         0
     """
     opened = open_run(config, resume)
-    rank = _Rank(opened)
-    crew = TreeCrew(opened.handle.layout, rank.do)
+    targets = _targets(opened)
+    crew = TreeCrew(opened.handle.layout, targets)
     try:
         result = _follow(crew) if crew.rank else _lead(program, crew, opened, max_minutes)
     except (InputError, JobEndedError):  # after another error ranks do not wait for processes of their own
-        rank.close()
+        _close(targets)
         raise
-    rank.close()
+    _close(targets)
     return result
 
 
+def _targets(opened: OpenedRun) -> dict[str, Any]:
+    """The objects of this rank whose methods the program calls."""
+    tokenizer, variables = opened.chat.tokenizer, opened.config.data.chat_template_kwargs
+    policy = PolicyRank(opened.handle, tokenizer, variables)
+    further = {further_model(name): PolicyRank(handle, tokenizer, variables) for name, handle in opened.further.items()}
+    fleet = {} if opened.config.generation is None else {FLEET: FleetRank(policy, tokenizer)}
+    return {POLICY: policy, **further, **fleet}
+
+
+def _close(targets: dict[str, Any]) -> None:
+    if FLEET in targets:
+        targets[FLEET].close()
+
+
 def _follow(crew: TreeCrew) -> Any:
-    """Does the program's jobs on another rank. A signal to stop waits for the program, which learns of it."""
+    """Answers the program's calls on another rank. A signal to stop waits for the program, which learns of it."""
     with StopSignal() as stop:
         return crew.follow(stop)
 
 
 def _lead(program: Program, crew: TreeCrew, opened: OpenedRun, max_minutes: float | None) -> Any:
     """Runs the program on rank 0."""
-    policy = _policy(crew, opened.handle, opened)
-    further = {name: _policy(FurtherCrew(crew, name), handle, opened) for name, handle in opened.further.items()}
+    policy = _policy(crew, opened.handle, opened, POLICY)
+    further = {name: _policy(crew, handle, opened, further_model(name)) for name, handle in opened.further.items()}
     try:
         with contextlib.closing(Run(opened, policy, further, max_minutes)) as run:
             result = program(policy, Fleet(crew), run)
@@ -129,38 +141,6 @@ def _lead(program: Program, crew: TreeCrew, opened: OpenedRun, max_minutes: floa
     return result
 
 
-def _policy(crew: Crew, handle: ModelHandle, opened: OpenedRun) -> Policy:
+def _policy(crew: TreeCrew, handle: ModelHandle, opened: OpenedRun, name: str) -> Policy:
     packing = Packing.of(opened.config.batch, opened.config.parallel, handle.flops)
-    return Policy(crew, packing, handle.config.vocab_size)
-
-
-class _Rank:
-    """What this rank does for each job of a run.
-
-    Args:
-        opened: what the run starts with.
-    """
-
-    def __init__(self, opened: OpenedRun):
-        config, tokenizer, variables = opened.config, opened.chat.tokenizer, opened.config.data.chat_template_kwargs
-        policy = PolicyRank(opened.handle, tokenizer, variables)
-        self._further = {name: PolicyRank(handle, tokenizer, variables) for name, handle in opened.further.items()}
-        self._handlers: dict[type[Job], Callable[[Any, Share | None], Any]] = {
-            **policy.handlers,
-            OfFurtherModel: self._of_further,
-        }
-        self._open = contextlib.ExitStack()
-        if config.generation is not None:
-            fleet = self._open.enter_context(contextlib.closing(FleetRank(policy, tokenizer)))
-            self._handlers |= fleet.handlers
-
-    def do(self, job: Job, share: Share | None) -> Any:
-        """Does a job, with the rows of this rank's data rank."""
-        return self._handlers[type(job)](job, share)
-
-    def _of_further(self, job: OfFurtherModel, share: Share | None) -> Any:
-        return self._further[job.name].do(job.job, share)
-
-    def close(self) -> None:
-        """Ends the processes that this rank has started."""
-        self._open.close()
+    return Policy(crew, packing, handle.config.vocab_size, name)

@@ -7,7 +7,7 @@ from automodel_rl.batch import Packing
 from automodel_rl.config import MemoryConfig, ModelConfig, ParallelConfig
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.policy.crew import TreeCrew
+from automodel_rl.policy.crew import POLICY, TreeCrew
 from automodel_rl.policy.policy import Policy
 from automodel_rl.policy.policy_rank import PolicyRank
 
@@ -27,7 +27,7 @@ def use(
 ) -> Any:
     """Lets a program use a policy on this rank and others."""
     handle = load(folder, sizes, num_labels)
-    crew = TreeCrew(handle.layout, PolicyRank(handle, tokenizer).do)
+    crew = TreeCrew(handle.layout, {POLICY: PolicyRank(handle, tokenizer)})
     if crew.rank:
         return crew.follow()
     parallel = handle.layout.parallel

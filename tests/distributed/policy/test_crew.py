@@ -1,6 +1,5 @@
-"""A program leads any number of ranks: jobs go down a tree, and answers come back."""
+"""A program calls methods on any number of ranks: calls go down a tree, and answers come back."""
 
-import dataclasses
 import os
 import pickle
 import signal
@@ -16,40 +15,27 @@ from automodel_rl.batch import TokenSequence
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.stop_signal import StopSignal
-from automodel_rl.policy.crew import TreeCrew
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.crew import POLICY, TreeCrew
 from automodel_rl.policy.shares import Share
 from tests.rank_pool import RankPool
 
 
-@dataclasses.dataclass(frozen=True)
-class Ask(Job):
-    """Each rank answers with its rank, what it was told, and the rows that it got."""
+class Rank:
+    """What the program calls on each rank."""
 
-    answered_by = "all"
+    def answer(self, share: Share | None, told: Any) -> Any:
+        """The rank, what it was told, and the rows that it got."""
+        rank = dist.get_rank()
+        return rank, told(rank), None if share is None else share.rows[rank % 2].input_ids.tolist()
 
-    told: Any
+    def refuse(self, ranks: tuple[int, ...]) -> None:
+        if dist.get_rank() in ranks:
+            raise InputError("no")
 
-
-@dataclasses.dataclass(frozen=True)
-class Refuse(Job):
-    ranks: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class SignalYourself(Job):
-    rank: int
-
-
-def do(job: Job, share: Share | None) -> Any:
-    rank = dist.get_rank()
-    if isinstance(job, Refuse) and rank in job.ranks:
-        raise InputError("no")
-    if isinstance(job, SignalYourself) and rank == job.rank:
-        os.kill(os.getpid(), signal.SIGTERM)
-    if isinstance(job, Ask):
-        return rank, job.told(rank), None if share is None else share.rows[rank % 2].input_ids.tolist()
-    return rank
+    def signal_yourself(self, rank: int) -> int:
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return dist.get_rank()
 
 
 def lead(size: int, program: Any) -> Any:
@@ -59,7 +45,7 @@ def lead(size: int, program: Any) -> Any:
     layout: Any = SimpleNamespace(
         world_control=dist.new_group(backend="gloo"), is_outsider=rank == 2, data_rank=rank % 2
     )
-    crew = TreeCrew(layout, do)
+    crew = TreeCrew(layout, {POLICY: Rank()})
     if rank:
         with StopSignal() as stop:
             return crew.follow(stop)
@@ -79,7 +65,8 @@ def share_of(number: int) -> Share:
 
 def ask(crew: TreeCrew) -> Any:
     offset = 100  # a function of a program's own goes to ranks with what it refers to
-    return crew.ask(Ask(lambda rank: rank + offset), [share_of(0), share_of(1)] if crew.size > 1 else [share_of(0)])
+    shares = [share_of(0), share_of(1)] if crew.size > 1 else [share_of(0)]
+    return crew.gather(POLICY, "answer", lambda rank: rank + offset, shares=shares)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7])
@@ -91,13 +78,13 @@ def test_every_rank_gets_its_share_and_answers(ranks: RankPool, size: int) -> No
 
 def refuse(crew: TreeCrew) -> str:
     with pytest.raises(InputError, match="no"):
-        crew.ask(Refuse(tuple(range(crew.size))))
+        crew.ask(POLICY, "refuse", tuple(range(crew.size)))
     assert len(ask(crew)) == crew.size
     with pytest.raises(InputError, match="no"):  # by one rank, as of a reward that one machine lacks
-        crew.ask(Refuse((1,)))
+        crew.ask(POLICY, "refuse", (1,))
     assert len(ask(crew)) == crew.size
     with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
-        crew.ask(Ask(threading.Lock()))
+        crew.ask(POLICY, "refuse", threading.Lock())
     assert len(ask(crew)) == crew.size
     return "refused"
 
@@ -121,8 +108,8 @@ def test_an_error_of_the_program_ends_every_rank_with_the_same_error(ranks: Rank
 
 
 def listen(crew: TreeCrew) -> list[str]:
-    crew.ask(SignalYourself(2))
-    crew.ask(Refuse(()))
+    assert crew.ask(POLICY, "signal_yourself", 2) == 0, "rank 0 answers, whatever others return"
+    crew.ask(POLICY, "refuse", ())
     return crew.signals
 
 

@@ -11,7 +11,7 @@ import torch
 from automodel_rl import LoraConfig, ModelHandle, ParallelConfig
 from automodel_rl.config import ModelConfig
 from automodel_rl.errors import InputError
-from automodel_rl.serve.messages import CreateRun, Keep, Load, LossResult, RunPass, Save
+from automodel_rl.serve.messages import LossResult, RunPass
 from automodel_rl.serve.requests import AdamBody
 from tests.distributed.serve.test_together import LOSSES, SHAPES, Leader, job, lead
 from tests.rank_pool import RankPool
@@ -28,7 +28,7 @@ def lead_in_fp32(folder: Path, sizes: dict[str, int], program: Any) -> Any:
 def create(runs: Leader) -> None:
     runs.restart()
     for run in "ac":
-        runs.ask(CreateRun(run, SHAPES[run]))
+        runs.ask(run, "create", SHAPES[run])
 
 
 def refused(work: Any) -> str:
@@ -70,16 +70,16 @@ def break_a_run(folder: Path, runs: Leader) -> list[str]:
     runs.passes.forward_backward(job("a", 1, LOSSES))
     ruin = {"lr": 1e20, "weight_decay": 1e20}
     said = [refused(lambda: runs.optimizer_step("a", ruin))]
-    for asked in (Keep("a", "k"), Save("a", str(folder / "broken"), True, {})):
-        said.append(refused(lambda: runs.ask(asked)))  # noqa: B023
+    for asked in (("keep", "k"), ("save", str(folder / "broken"), True, {})):
+        said.append(refused(lambda: runs.ask("a", *asked)))  # noqa: B023
     for for_training in (True, False):
-        save = Save("c", str(folder / "file" / "run"), for_training, {})
-        said.append(refused(lambda: runs.ask(save)))  # noqa: B023
+        save = ("save", str(folder / "file" / "run"), for_training, {})
+        said.append(refused(lambda: runs.ask("c", *save)))  # noqa: B023
     assert not (folder / "broken").exists()
     runs.passes.forward_backward(job("c", 1, LOSSES))
     assert runs.optimizer_step("c", STEP)["skipped:max"] == 0
-    runs.ask(Save("c", str(folder / "good"), True, {}))
-    runs.ask(Load("c", SHAPES["c"], str(folder / "good"), with_optimizer=True))
+    runs.ask("c", "save", str(folder / "good"), True, {})
+    runs.ask("c", "load", SHAPES["c"], str(folder / "good"), True)
     return said
 
 
@@ -105,7 +105,7 @@ def at_the_limits(folder: Path, runs: Leader) -> list[dict[str, float]]:
     for body in (smallest, clipped, largest):
         runs.passes.forward_backward(job("c", 1, LOSSES))
         found.append(runs.optimizer_step("c", body.settings))
-        runs.ask(CreateRun("c", SHAPES["c"]))
+        runs.ask("c", "create", SHAPES["c"])
     return found
 
 

@@ -13,19 +13,10 @@ from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.policy.crew import TreeCrew
 from automodel_rl.rollout.sampled import Refused
-from automodel_rl.serve import jobs
-from automodel_rl.serve.messages import (
-    CreateRun,
-    Datum,
-    Keep,
-    LossResult,
-    RunOptimizerStep,
-    RunPass,
-    RunShape,
-    ServiceJob,
-)
+from automodel_rl.serve.messages import Datum, LossResult, RunPass, RunShape
 from automodel_rl.serve.passes import Passes
-from automodel_rl.serve.service_rank import ServiceRank
+from automodel_rl.serve.runs import RUNS
+from automodel_rl.serve.service_rank import SERVICE, ServiceRank
 from tests.distributed.model.test_compiled import traced_only
 from tests.rank_pool import RankPool
 from tests.tiny import VOCAB, save_tiny_model
@@ -72,20 +63,20 @@ class Leader:
 
     def restart(self) -> None:
         """Forgets all runs."""
-        self.crew.ask(jobs.OpenRuns())
+        self.crew.ask(SERVICE, "open_runs")
         self.passes = Passes(self.policy, self.rank.runs)
 
-    def ask(self, asked: ServiceJob) -> Any:
-        return self.crew.ask(jobs.OfRuns(asked))[0]
+    def ask(self, run: str, method: str, *arguments: Any) -> Any:
+        return self.crew.ask(RUNS, method, run, *arguments)
 
     def optimizer_step(self, run: str, settings: dict[str, Any]) -> dict[str, float]:
-        return self.ask(RunOptimizerStep(run, settings))
+        return self.ask(run, "optimizer_step", settings)
 
 
 def lead(handle: ModelHandle, program: Any) -> Any:
-    """What a program on rank 0 finds out; other ranks do its jobs, and return it, too."""
+    """What a program on rank 0 finds out; other ranks answer its calls, and return it, too."""
     rank = ServiceRank(handle, None)  # type: ignore[arg-type]  # nothing is written
-    crew = TreeCrew(handle.layout, rank.do)
+    crew = TreeCrew(handle.layout, rank.targets)
     if crew.rank:
         return crew.follow()
     try:
@@ -101,7 +92,7 @@ def train(runs: Leader, losses: dict[str, Any], meet: bool) -> dict[str, Any]:
     """Two optimizer steps of two calls each of every run. What each run got, and its state in the end."""
     found: dict[str, Any] = {run: [] for run in SHAPES}
     for run, shape in SHAPES.items():
-        runs.ask(CreateRun(run, shape))
+        runs.ask(run, "create", shape)
     for step in range(2):
         for call in range(2):
             asked = [job(run, 10 * step + call, losses) for run in SHAPES]
@@ -115,7 +106,7 @@ def train(runs: Leader, losses: dict[str, Any], meet: bool) -> dict[str, Any]:
         for run in SHAPES:
             found[run].append(runs.optimizer_step(run, {"lr": 0.05, "weight_decay": 0.1})["grad_norm:mean"])
     for run in SHAPES:
-        runs.ask(Keep(run, run))
+        runs.ask(run, "keep", run)
         found[run].append(runs.rank.runs._kept[run][1].weights)
     return found
 
@@ -176,8 +167,8 @@ def with_one_gone(folder: Path) -> tuple[list[bool], float, float]:
 
 
 def find_one_gone(runs: Leader) -> tuple[list[bool], float, float]:
-    runs.ask(CreateRun("a", SHAPES["a"]))
-    runs.ask(CreateRun("c", SHAPES["c"]))
+    runs.ask("a", "create", SHAPES["a"])
+    runs.ask("c", "create", SHAPES["c"])
     results = runs.passes.together([job(run, 1, LOSSES) for run in SHAPES])
     alone = [runs.passes.forward_backward(job(run, 1, LOSSES)) for run in "ac"]
     expected = [result.loss for result in alone]

@@ -15,6 +15,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators import fleet as fleet_module
 from automodel_rl.generators.meeting import Meeting, meet
 from automodel_rl.generators.protocol import Completion, OnFinished
+from automodel_rl.policy.crew import Call
 from tests.fleets import VOCABULARY, Echo, LocalCrew, Waiting, fleet_of
 
 SHAPE = RouterShape(num_layers=2, layers=(0, 1), num_experts=4, top_k=2)
@@ -269,14 +270,14 @@ def test_requests_are_held_while_generators_that_share_memory_are_started_again(
     fleet.spec.shares_memory = True  # type: ignore[misc]
     fleet.lose(3, "it is broken")
     waits: list[Callable[[], list[Completion]]] = []
-    ask, asked = crew.ask, list[int]()
+    call, asked = crew.call, list[int]()
 
-    def restarting(job: Any, shares: Sequence[Any] = ()) -> list[Any]:
+    def restarting(given: Call, shares: Sequence[Any]) -> dict[int, Any]:
         waits.append(fleet.submit(requests(3)))
         asked.append(sum(len(generator.asked) for generator in generators(crew)))
-        return ask(job, shares)
+        return call(given, shares)
 
-    crew.ask = restarting  # type: ignore[method-assign]
+    crew.call = restarting  # type: ignore[method-assign]
     fleet.restart()
     assert asked == [0]
     assert [completion.writer for completion in waits[0]()] == [0, 3, 5]

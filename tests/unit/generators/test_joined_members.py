@@ -20,7 +20,7 @@ from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError, StoppedError
 from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Request, Sampling, UseVersion
 from automodel_rl.generators import fleet as fleet_module
-from automodel_rl.generators import jobs, joined_members
+from automodel_rl.generators import joined_members
 from automodel_rl.generators import member as member_module
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.joined_members import JoinedMembers
@@ -38,7 +38,7 @@ from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.run_places import JOIN_FILE, address_in
 from automodel_rl.launch.authenticated import AuthenticatedConnection
 from automodel_rl.launch.door import DoorAddress
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.crew import Call
 from tests.fleets import LocalCrew
 
 SOON = 30.0
@@ -55,13 +55,13 @@ class Crew(LocalCrew):
         super().__init__({})
         self.published: tuple[int, str] | None = (0, "hash")
 
-    def ask(self, job: Job, shares: Any = ()) -> list[Any]:
-        match job:
-            case jobs.WelcomeGenerators():
-                return [WELCOME]
-            case jobs.PublishedVersion():
-                return [self.published]
-        return super().ask(job, shares)
+    def call(self, call: Call, shares: Any) -> dict[int, Any]:
+        match call.method:
+            case "welcome":
+                return {0: WELCOME}
+            case "published_version":
+                return {0: self.published}
+        return super().call(call, shares)
 
 
 class Guest:

@@ -18,7 +18,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.rollout.openai_answers import OpenAIAnswers
 from automodel_rl.rollout.sampled import Sampled
 from automodel_rl.serve.app import make_app
-from automodel_rl.serve.messages import LossResult, RunOptimizerStep, RunPass, SampleJob, ServiceJob, Spoil
+from automodel_rl.serve.messages import LossResult, OfRun, RunPass, SampleJob, ServiceJob
 from automodel_rl.serve.openai import Completions
 from automodel_rl.serve.saved_weights import SavedWeights, about
 from automodel_rl.serve.service import Service
@@ -52,7 +52,7 @@ class Answering:
                     assert all(values.shape == datum.tokens.shape for values in datum.inputs.values())
                     assert all(np.isfinite(values).all() for values in datum.inputs.values())
                 answer.set_result(LossResult(1.0, [np.zeros(len(datum), np.float32) for datum in data]))
-            case RunOptimizerStep():
+            case OfRun(method="optimizer_step"):
                 answer.set_result({"grad_norm:mean": 1.0})
             case SampleJob(prompts=prompts):
                 assert all(0 <= token < VOCAB for prompt in prompts for token in prompt.tokens)
@@ -61,6 +61,10 @@ class Answering:
             case _:
                 answer.set_result(None)
         return answer
+
+
+def is_call(job: ServiceJob, method: str) -> bool:
+    return isinstance(job, OfRun) and job.method == method
 
 
 @pytest.fixture(name="ranks")
@@ -231,14 +235,14 @@ def test_broken_requests_are_refused_and_lose_nothing(client: TestClient, ranks:
             failed = result(client, post(client, "forward_backward", sent)).json()
             assert failed["category"] == "user"
             assert failed["error"]
-            assert ranks.jobs[-1] == Spoil(good.run)  # else the next optimizer step would go without it
+            assert ranks.jobs[-1] == OfRun(good.run, "spoil")  # else the next optimizer step would go without it
         good.step()
     alone = Answering()
     with client_of(tmp_path / "alone", alone) as undisturbed:
         good = GoodClient(undisturbed)
         for _ in range(num_steps):
             good.step()
-    of_good = [told(job) for job in ranks.jobs if not isinstance(job, Spoil)]
+    of_good = [told(job) for job in ranks.jobs if not is_call(job, "spoil")]
     assert of_good == [told(job) for job in alone.jobs], "ranks compute what they do without the broken requests"
 
 
@@ -387,7 +391,7 @@ def test_steps_with_numbers_that_fp32_does_not_hold_take_their_turn_and_fail(
             body = {"model_id": good.run, "seq_id": good.turn(), "adam_params": wrong}
             failed = result(client, post(client, "optim_step", body)).json()
             assert (failed["category"], f"adam_params.{min(wrong)}: " in failed["error"]) == ("user", True), failed
-        assert not any(isinstance(job, RunOptimizerStep) for job in ranks.jobs)
+        assert not any(is_call(job, "optimizer_step") for job in ranks.jobs)
         for setting in (1e31, 1e308, float("nan")):
             message = MESSAGES["Request"].FromString(training(good.run, good.turn()))
             message.loss_fn, message.settings["beta"].number = "dro", setting

@@ -13,7 +13,7 @@ from automodel_rl.serve.joining import answers_of, joined, take_together
 from automodel_rl.serve.messages import (
     Datum,
     Forget,
-    RunOptimizerStep,
+    OfRun,
     RunPass,
     RunShape,
     SampleJob,
@@ -43,6 +43,10 @@ def soft(run: str, first: int, tokens: int, width: int) -> RunPass:
     return RunPass(run, "cross_entropy", {}, data, False, RunShape(2, first=first))
 
 
+def step(run: str) -> OfRun:
+    return OfRun(run, "optimizer_step", ({},))
+
+
 def taken(*jobs: ServiceJob, pass_tokens: int = 20) -> list[list[int]]:
     """The places of the jobs that run as one, until none is left."""
     waiting: deque[Any] = deque(SimpleNamespace(job=job, place=place) for place, job in enumerate(jobs))
@@ -56,8 +60,11 @@ def taken(*jobs: ServiceJob, pass_tokens: int = 20) -> list[list[int]]:
     ("jobs", "groups"),
     [
         ([forward("a"), forward("b", 2), forward("c", 4)], [[0, 1, 2]]),
-        ([forward("a"), RunOptimizerStep("a", {}), forward("b", 2), RunOptimizerStep("b", {})], [[0, 2], [1], [3]]),
-        ([forward("a"), RunOptimizerStep("b", {}), forward("b", 2)], [[0], [1], [2]]),
+        (
+            [forward("a"), step("a"), forward("b", 2), step("b")],
+            [[0, 2], [1], [3]],
+        ),
+        ([forward("a"), step("b"), forward("b", 2)], [[0], [1], [2]]),
         ([forward("a"), Forget(("b",)), forward("b", 2), forward("c", 4)], [[0, 3], [1], [2]]),
         ([forward("a"), forward("a"), forward("b", 2)], [[0, 2], [1]]),
         ([forward("a"), forward("b", 1), forward("c", 2)], [[0, 2], [1]]),

@@ -7,7 +7,6 @@ import pytest
 
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.optimizers import learning_rate
-from automodel_rl.policy import jobs
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.trainers.online import OnlineRun
 from automodel_rl.trainers.run import Goal, Run
@@ -42,7 +41,7 @@ def test_a_rank_gives_its_engine_the_place() -> None:
     asked: list[Any] = []
     rank: Any = object.__new__(PolicyRank)
     rank.engine = SimpleNamespace(train_step=lambda *given: asked.append(given[-1]))
-    rank._train_step(jobs.TrainStep(len, None, None, False, 2.5), None)  # type: ignore[arg-type]
+    rank.train_step(None, len, None, None, False, 2.5)  # type: ignore[arg-type]
     assert asked == [2.5]
 
 

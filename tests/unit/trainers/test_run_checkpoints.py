@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from automodel_rl.observe.run_directory import RunDirectory
-from automodel_rl.policy import jobs
+from automodel_rl.policy.policy_rank import Settled
 from automodel_rl.trainers.further_checkpoints import FurtherCheckpoints
 from automodel_rl.trainers.run_checkpoints import RunCheckpoints, _Checkpoint
 from tests.unit.observe.test_observe import make_config
@@ -68,22 +68,23 @@ class Ranks:
         self.saved: list[dict] = []
         self._folder, self._fails = folder, fails
 
-    def ask(self, job: jobs.Job) -> list[Any]:
-        if isinstance(job, jobs.SaveCheckpoint):
-            self.saved.append(job.progress)
-            return [None]
-        assert isinstance(job, jobs.SettleCheckpoint)
+    def ask(self, method: str, *arguments: Any) -> Any:
+        if method == "save_checkpoint":
+            self.saved.append(arguments[1])
+            return None
+        assert method == "settle_checkpoint"
         name = f"step_{self.saved[-1]['step']}"
         if name in self._fails:
-            return [jobs.Settled(True, "No space left on device", 0.0)]
+            return Settled(True, "No space left on device", 0.0)
         (self._folder / name).mkdir(parents=True, exist_ok=True)
-        return [jobs.Settled(True, None, 0.0)]
+        return Settled(True, None, 0.0)
 
 
 @pytest.mark.parametrize("fails", [(), ("step_4",)], ids=["all are written", "one is not"])
 def test_a_step_is_kept_until_its_metric_is_known_and_may_be_the_best(tmp_path: Path, fails: Sequence[str]) -> None:
     checkpoints: Any = checkpoints_of(tmp_path, True, keep_last=1)
-    checkpoints.began_with, checkpoints.crew = "", Ranks(checkpoints.directory.checkpoints, fails)
+    ranks = Ranks(checkpoints.directory.checkpoints, fails)
+    checkpoints.began_with, checkpoints._ask = "", ranks.ask
     checkpoints.save(2, {}, 0.5)
     checkpoints.awaited = 3
     assert [step for step in (2, 3, 4) if checkpoints.awaits(step)] == [3]
@@ -94,7 +95,7 @@ def test_a_step_is_kept_until_its_metric_is_known_and_may_be_the_best(tmp_path: 
     checkpoints.finish()
     assert checkpoints.best == {"step": 3, "metric": 0.9}
     assert {path.name for path in checkpoints.directory.checkpoints.iterdir()} == {"step_3", "step_5"}
-    assert checkpoints.crew.saved[-1]["best"] == {"step": 3, "metric": 0.9}
+    assert ranks.saved[-1]["best"] == {"step": 3, "metric": 0.9}
 
 
 def test_the_metric_of_an_earlier_step_ends_no_other_wait_and_is_not_the_best_without_a_checkpoint(
@@ -109,11 +110,12 @@ def test_the_metric_of_an_earlier_step_ends_no_other_wait_and_is_not_the_best_wi
 
 def test_a_metric_that_is_no_number_or_was_not_measured_is_not_the_best(tmp_path: Path) -> None:
     checkpoints: Any = checkpoints_of(tmp_path, False)
-    checkpoints.began_with, checkpoints.crew = "", Ranks(checkpoints.directory.checkpoints)
+    ranks = Ranks(checkpoints.directory.checkpoints)
+    checkpoints.began_with, checkpoints._ask = "", ranks.ask
     checkpoints.directory.checkpoints.mkdir(parents=True)
     for step, metric in enumerate((None, 0.5, float("nan"), 0.75, 0.25, None), start=1):
         checkpoints.save(step, {}, metric)
-    assert [None if one["best"] is None else one["best"]["step"] for one in checkpoints.crew.saved] == [
+    assert [None if one["best"] is None else one["best"]["step"] for one in ranks.saved] == [
         None,
         2,
         2,

@@ -18,6 +18,7 @@ from automodel_rl.rollout.episodes import fork_pool
 from automodel_rl.rollout.rollouts import Rollouts
 from tests import fleets
 from tests.fleets import Echo, LocalCrew
+from tests.processes import descendants_of, is_alive
 from tests.unit.data.stock_templates import stock_tokenizer
 from tests.unit.rollout.agents.agent_runs import LONGEST, agent_rollouts, collected, prompts
 
@@ -283,27 +284,15 @@ def test_two_hundred_agents_of_which_a_tenth_is_odd_end_and_leave_nothing(rollou
     by_number = dict(enumerate(found))
     assert sum(rollout.is_rewarded for rollout in found) >= 188
     assert all(by_number[number].score.total == 9.0 for number in range(200) if number % 10)
+    assert "agent_server" in _names_of_descendants()
     rollouts.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split())
-    assert not _descendants_called("agent_server")
+    assert "agent_server" not in _names_of_descendants()
 
 
-def _descendants_called(name: str) -> list[str]:
-    """Command lines of processes that descend from this one and have a name in them."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    waiting, found = [os.getpid()], []
-    while waiting:
-        for pid in children.get(waiting.pop(), []):
-            waiting.append(pid)
-            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") if pid else ""
-            found += [command] if name in command else []
-    return found
+def _names_of_descendants() -> list[str]:
+    """Names of processes that descend from this one: of forks, those of their modules."""
+    return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in descendants_of(os.getpid()) if is_alive(pid)]
 
 
 @pytest.mark.parametrize(

@@ -14,26 +14,16 @@ from automodel_rl.rollout.episodes.environment_server import Setup
 from automodel_rl.rollout.episodes.fork_server import MOST_LOG_BYTES
 from automodel_rl.rollout.episodes.protocol import Outcome, Turn
 from tests.odd_environments import RESULTS, TRICKS
+from tests.processes import descendants_of, is_alive
 
 
 def setup_of(folder: Path, environment: str, seconds: float = 600.0) -> Setup:
     return Setup(environment, (), seconds, "auto", str(folder / "environments" / "rank0.log"))
 
 
-def descendants(parent: int) -> set[int]:
-    """Processes below a process."""
-    parents = {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, its_parent, *_ = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if state != "Z":
-            parents[int(status.parent.name)] = int(its_parent)
-    found: set[int] = set()
-    while new := {pid for pid, above in parents.items() if above in {parent, *found}} - found:
-        found |= new
-    return found
+def descendants(parent: int) -> list[int]:
+    """Processes below a process that have not ended."""
+    return [pid for pid in descendants_of(parent) if is_alive(pid)]
 
 
 def wait_until(happens: Callable[[], bool]) -> None:
