@@ -19,7 +19,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost
 from automodel_rl.generators.relay import Relay
-from automodel_rl.policy.crew import Call, Crew
+from automodel_rl.policy.crew import Crew, RemoteCall
 
 TOKENS, LENGTH, PROMPT, TIMES = 4_000_000, 2048, 512, 3
 
@@ -43,7 +43,7 @@ class Forked(Crew):
         self.size, self.host, self.is_intact, self.signals = size, "localhost", True, []
         self.ranks: list[int] = []
 
-    def call(self, call: Call, shares: Sequence[Any]) -> dict[int, Any]:
+    def call(self, call: RemoteCall, shares: Sequence[Any]) -> dict[int, Any]:
         if call.method != "start":
             return {}
         _, address = call.arguments

@@ -11,7 +11,7 @@ from automodel_rl.generator_messages import Request
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
 from automodel_rl.generators.relay import Relay
-from automodel_rl.policy.crew import Call, Crew
+from automodel_rl.policy.crew import Crew, RemoteCall
 from automodel_rl.policy.routes import RouteStore
 
 VOCABULARY = 100
@@ -97,7 +97,7 @@ class LocalCrew(Crew):
         self.restarted: list[dict[int, str]] = []
         self.num_looks = 0
 
-    def call(self, call: Call, shares: Sequence[Any]) -> dict[int, Any]:
+    def call(self, call: RemoteCall, shares: Sequence[Any]) -> dict[int, Any]:
         match call.method, call.arguments:
             case "start", (_, address):
                 for rank, supervisor in self.supervisors.items():

@@ -34,7 +34,7 @@ TEMPLATE = "chat_template.jinja"
 """File of the chat template that the run used in place of the tokenizer's own."""
 
 OWN_HASH = "hash"
-"""Key of the marker for the hash of all its other values. Markers of older versions have none."""
+"""Key of the marker for the hash of all its other values."""
 
 MOST_RANKS = 2**20
 
@@ -113,7 +113,7 @@ def read_marker(folder: Path) -> Marker:
                 f"{folder}: is of checkpoint format {version}, this version of automodel_rl reads format {FORMAT}: "
                 "use the version that wrote it"
             )
-        if OWN_HASH in values and values.pop(OWN_HASH) != hash_values(values):
+        if values.pop(OWN_HASH, "") != hash_values(values):
             raise ValueError("it was changed after it was written: its hash is another")
         files = {
             inner_name(name): StoredFile(int(of["bytes"]), str(of["hash"])) for name, of in values["files"].items()

@@ -52,12 +52,9 @@ class EncoderComponent(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_stages(cls, values: Any) -> Any:
-        """Configs of earlier versions have the key `pp`."""
-        if not isinstance(values, dict) or "pp" not in values:
-            return values
-        if values["pp"] != 1:
+        if isinstance(values, dict) and "pp" in values:
             raise ValueError(f"pp={values['pp']}: encoders have no pipeline stages: use dp_shard, or tp")
-        return {key: value for key, value in values.items() if key != "pp"}
+        return values
 
 
 class LanguageComponent(ParallelConfig):

@@ -1,12 +1,9 @@
 """What writes completions: transformers, vLLM, or servers of vLLM that run already. Each kind has the keys that it
 needs."""
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from automodel_rl.config.base import Fraction, PathText, Positive, Section
@@ -268,46 +265,3 @@ GeneratorConfig = Annotated[
 SamplerConfig = Annotated[
     Annotated[TransformersSamplerConfig | VllmSamplerConfig, Field(discriminator="kind")], BeforeValidator(_of_kind)
 ]
-
-EARLIER = ("own_process", "devices", "batch_size", "vllm")
-"""Keys beside `generator` in earlier versions."""
-
-
-def generator_of_earlier(section: dict[str, Any]) -> dict[str, Any] | None:
-    """The section `generator` that means what keys of earlier versions meant; None if they mean nothing together.
-
-    Args:
-        section: the section `rollout`, or a service's config, with some of `EARLIER`.
-    """
-    kind, vllm = section.get("generator") or "transformers", section.get("vllm") or {}
-    if not isinstance(kind, str) or not isinstance(vllm, dict):
-        return None
-    if kind == "vllm" and vllm.get("servers"):
-        return {"kind": "servers", "urls": vllm["servers"]}
-    place = section.get("devices") or ("shared" if section.get("own_process") else None)
-    if kind == "vllm":
-        place = None if place == "shared" else place
-        given = {key: value for key, value in vllm.items() if value not in (None, (), [], {})}
-    else:
-        given = {"batch_size": section["batch_size"]} if section.get("batch_size") else {}
-    return {"kind": kind, **({"place": place} if place else {}), **given}
-
-
-def refuse_earlier(section: Any, earlier: Sequence[str] = EARLIER) -> None:
-    """Raises ValueError if a section has keys of earlier versions; the text has the section to write.
-
-    Args:
-        section: the section `rollout`, or a service's config.
-        earlier: its keys of earlier versions.
-    """
-    found = [key for key in earlier if isinstance(section, dict) and key in section]
-    if not found:
-        return
-    today = generator_of_earlier(section)
-    write = "add them there" if today is None else f"write generator: {_flow(today)}"
-    raise ValueError(f"{', '.join(found)}: the section generator has such keys now, by its kind: {write}")
-
-
-def _flow(value: Any) -> str:
-    """A section as YAML on one line."""
-    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=sys.maxsize).strip()

@@ -20,7 +20,6 @@ from automodel_rl.config.algorithms import (
 )
 from automodel_rl.config.base import Section
 from automodel_rl.config.elsewhere import answer, answers
-from automodel_rl.config.generators import EARLIER, generator_of_earlier
 from automodel_rl.config.keys import describe_keys, inner_section, kinds_of
 from automodel_rl.config.run import RunConfig
 from automodel_rl.config.serve import ServeConfig
@@ -41,19 +40,6 @@ ALGORITHMS: dict[str, type[RunConfig]] = {
 
 TELLING = {"ppo": {"critic", "gae"}, "grpo": {"rollout", "rewards", "weight_sync"}, "distill": {"teachers"}}
 """Sections by which a config without the key `algorithm` is known."""
-
-EARLIER_DUMP = {*EARLIER}
-"""Keys of `rollout` by which a config that an earlier version has written is known: it has all of them."""
-
-RENAMED = {
-    "rollout.engine": "rollout.generator",
-    "batch.row_tokens": "batch.microbatch_tokens",
-    "batch.updates": "batch.optimizer_steps",
-    "modules": "components",
-    "loss.likelihood": "loss.scaled_likelihood",
-    "distillation.loss.likelihood": "distillation.loss.scaled_likelihood",
-}
-"""Dotted keys of earlier versions, with their names of today."""
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorithm: str | None = None) -> Any:
@@ -115,9 +101,6 @@ def _read(
         kind_of: the kind of config that the file's values are for.
     """
     values = read_yaml(Path(path))
-    rollout = values.get("rollout")
-    if isinstance(rollout, dict) and rollout.keys() >= EARLIER_DUMP:
-        values = _of_today(values)
     kind = kind_of(values)
     for key, text in parse_overrides(overrides, kind):
         _assign(values, key, _parse_value(key, text), kind)
@@ -184,7 +167,7 @@ def parse_overrides(arguments: typing.Sequence[str], kind: type[BaseModel] = SFT
 
 
 def completed(values: Any, config: RunConfig) -> Any:
-    """Values of a dumped config, of an earlier version perhaps, with the defaults of keys that it did not have.
+    """Values of a dumped config with the defaults of keys that it does not have.
 
     Args:
         values: the values, as they were read.
@@ -194,35 +177,9 @@ def completed(values: Any, config: RunConfig) -> Any:
         The values as they are if they are no config of this kind.
     """
     try:
-        return parse_yaml(dump_config(type(config).model_validate(_of_today(values))))
+        return parse_yaml(dump_config(type(config).model_validate(values)))
     except ValidationError:
         return values
-
-
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of a dumped config, or of its section on distillation, with the loss's keys of today."""
-    distillation, loss = values.get("distillation"), values.get("loss")
-    if isinstance(distillation, dict):
-        values = {**values, "distillation": _renamed(distillation)}
-    if not isinstance(loss, dict):
-        return values
-    new = {old: RENAMED.get(f"loss.{old}", f"loss.{old}").removeprefix("loss.") for old in loss}
-    return {**values, "loss": {new[old]: value for old, value in loss.items()}}
-
-
-def _of_today(values: Any) -> Any:
-    """Values of a dumped config in the keys of today."""
-    values = _renamed(values) if isinstance(values, dict) else values
-    rollout = values.get("rollout") if isinstance(values, dict) else None
-    if not isinstance(rollout, dict) or not any(key in rollout for key in EARLIER):
-        return values
-    generator, sync = generator_of_earlier(rollout), values.get("weight_sync")
-    if generator is None:
-        return values  # the section's own check will say what is wrong
-    kept = {key: value for key, value in rollout.items() if key not in EARLIER}
-    if isinstance(sync, dict):
-        values = {**values, "weight_sync": {key: value for key, value in sync.items() if key != "transport"}}
-    return {**values, "rollout": {**kept, "generator": generator}}
 
 
 def differing_keys(one: Any, other: Any, prefix: str = "") -> list[str]:
@@ -343,9 +300,6 @@ def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> st
     if detail["type"].startswith("union_tag_"):
         return f"{where}: {_kind_rule(detail, kind)}"
     if detail["type"] == "extra_forbidden":
-        new = RENAMED.get(where)
-        if new is not None and any(f"{key.name}.".startswith(f"{new}.") for key in describe_keys(kind)):
-            return f"{where} is now called {new}: rename it"
         return _unknown(where, detail, kind)
     prefix = f"{where}: " if where else ""
     if detail["type"] == "value_error":

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from automodel_rl.config.base import BatchSize, Positive, Section
 from automodel_rl.config.episodes import EpisodeConfig
-from automodel_rl.config.generators import GeneratorConfig, TransformersGeneratorConfig, refuse_earlier
+from automodel_rl.config.generators import GeneratorConfig, TransformersGeneratorConfig
 from automodel_rl.generator_messages import Sampling
 
 ReplayStage = Literal["old_logprobs", "ref_logprobs", "train"]
@@ -98,12 +98,6 @@ class RolloutConfig(EpisodeConfig):
         """Most tokens after a prompt that the model itself writes."""
         most = self.max_turns * self.max_new_tokens if self.has_turns else self.max_new_tokens
         return min(most, self.completion_tokens)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys_of_today(cls, values: Any) -> Any:
-        refuse_earlier(values)
-        return values
 
     @model_validator(mode="after")
     def _placement(self) -> "RolloutConfig":
@@ -288,13 +282,6 @@ class WeightSyncConfig(Section):
     timeout: Annotated[float, Field(gt=0)] = 300.0
     """Most seconds that the trainer or a generator waits for the other at any point of a weight sync. After that the
     generator is started again; servers are only connected to again."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _follows_the_place(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "transport" in values:
-            raise ValueError("transport: follows from where rollout.generator runs: leave it out")
-        return values
 
     @model_validator(mode="after")
     def _publishes_whole_weights(self) -> "WeightSyncConfig":

@@ -1,13 +1,13 @@
 """Config of a training service (`automodel-rl serve`)."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from automodel_rl.config.base import PathText, Positive, Section
 from automodel_rl.config.further_models import FrozenModelConfig
 from automodel_rl.config.generator_spec import GeneratorSpec
-from automodel_rl.config.generators import SamplerConfig, TransformersSamplerConfig, refuse_earlier
+from automodel_rl.config.generators import SamplerConfig, TransformersSamplerConfig
 from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.parallel import ParallelConfig
@@ -130,12 +130,6 @@ class ServeConfig(Section):
     def base_name(self) -> str:
         """Name of the base model for clients."""
         return self.name or self.model.path
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys_of_today(cls, values: Any) -> Any:
-        refuse_earlier(values, ("batch_size", "vllm"))
-        return values
 
     @model_validator(mode="after")
     def _can_be_served(self) -> "ServeConfig":

@@ -1,1 +1,1 @@
-"""The policy as a program sees it: rows in, results in their order. One program leads; all ranks do its jobs."""
+"""The policy as a program sees it: rows in, results in their order. One program leads; all ranks answer its calls."""

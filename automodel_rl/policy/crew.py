@@ -37,7 +37,7 @@ def further_model(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class RemoteCall:
     """A method that all ranks call.
 
     Attributes:
@@ -112,7 +112,7 @@ class Crew(abc.ABC):
     host: str
 
     @abc.abstractmethod
-    def call(self, call: Call, shares: Sequence[Share]) -> dict[int, Any]:
+    def call(self, call: RemoteCall, shares: Sequence[Share]) -> dict[int, Any]:
         """Calls a method on all ranks.
 
         Args:
@@ -136,12 +136,12 @@ class Crew(abc.ABC):
             arguments: its arguments.
             shares: the share of every data rank, which ranks get as their first argument; None for a method without.
         """
-        return self.call(Call(target, method, arguments, shares is not None, False), shares or ()).get(0)
+        return self.call(RemoteCall(target, method, arguments, shares is not None, False), shares or ()).get(0)
 
     def gather(self, target: str, method: str, *arguments: Any, shares: Sequence[Share] | None = None) -> list[Any]:
         """Calls a method as `ask` does. Returns the answers of all ranks in their order, without those that are
         None."""
-        answers = self.call(Call(target, method, arguments, shares is not None, True), shares or ())
+        answers = self.call(RemoteCall(target, method, arguments, shares is not None, True), shares or ())
         return [answer for _, answer in sorted(answers.items())]
 
 
@@ -177,7 +177,7 @@ class TreeCrew(Crew):
     def _parent(self) -> int:
         return self.rank & (self.rank - 1)
 
-    def call(self, call: Call, shares: Sequence[Share]) -> dict[int, Any]:
+    def call(self, call: RemoteCall, shares: Sequence[Share]) -> dict[int, Any]:
         """Calls a method on all ranks, as `Crew.call`. Rank 0 calls it."""
         if not self.is_intact:
             raise RuntimeError("the ranks take no more calls, for one has failed")
@@ -232,7 +232,7 @@ class TreeCrew(Crew):
             self._collect(answers)
             self._send(self._parent, _pickled(answers), {})
 
-    def _answers(self, call: Call, share: Share | None) -> Answers:
+    def _answers(self, call: RemoteCall, share: Share | None) -> Answers:
         """This rank's answer."""
         try:
             value = call.on(self.targets, share)

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from automodel_rl.policy.crew import FLEET, Call, Crew
+from automodel_rl.policy.crew import FLEET, Crew, RemoteCall
 from automodel_rl.policy.shares import Share
 from automodel_rl.ray.policy_actor import ActorFailure
 
@@ -39,7 +39,7 @@ class ActorCrew(Crew):
         self.host = ray.util.get_node_ip_address()
         self.data_ranks: list[int | None] = []
 
-    def call(self, call: Call, shares: Sequence[Share]) -> dict[int, Any]:
+    def call(self, call: RemoteCall, shares: Sequence[Share]) -> dict[int, Any]:
         """Calls a method on all ranks, as `Crew.call`. Each gets its own share alone.
 
         Raises:
@@ -88,7 +88,7 @@ class ActorCrew(Crew):
         """
         try:
             if self.is_intact and has_fleet:
-                last = Call(FLEET, "close", (), has_rows=False, is_gathered=False)
+                last = RemoteCall(FLEET, "close", (), has_rows=False, is_gathered=False)
                 futures = [actor.answer.remote("do", last, None) for actor in self._ranks]
                 ray.wait(futures, num_returns=len(futures), timeout=GRACE_SECONDS)
         finally:

@@ -17,7 +17,7 @@ from automodel_rl.launch.failure import describe
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.watchdog import set_hang_limit
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.policy.crew import FLEET, POLICY, REFUSALS, Call
+from automodel_rl.policy.crew import FLEET, POLICY, REFUSALS, RemoteCall
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.policy.shares import Share
 
@@ -113,7 +113,7 @@ class PolicyActor:
         data_rank = None if layout.is_outsider else layout.data_rank
         return RankFacts(data_rank, packing, self.handle.config.vocab_size)
 
-    def do(self, call: Call, share: Share | None) -> Any:
+    def do(self, call: RemoteCall, share: Share | None) -> Any:
         """Calls a method of an object of this rank. Returns what it returns, if the rank is to answer."""
         value = call.on(self.targets, share)
         return value if dist.get_rank() == 0 or call.is_gathered else None

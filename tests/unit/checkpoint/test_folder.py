@@ -17,6 +17,7 @@ from automodel_rl.checkpoint.folder import (
     write_marker,
 )
 from automodel_rl.cli import main
+from automodel_rl.manifest import hash_values
 
 NAMES = ("config.yaml", "progress.json", "tensors/index.json", "ranks/rank_0.json")
 
@@ -34,10 +35,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change_marker(folder: Path, **values: object) -> None:
-    """A marker with other values, as an older version would have written it: without a hash of its own."""
+    """A marker with other values, and their hash."""
     marker = json.loads((folder / MARKER).read_text())
     del marker["hash"]
-    (folder / MARKER).write_text(json.dumps(marker | values))
+    marker |= values
+    (folder / MARKER).write_text(json.dumps(marker | {"hash": hash_values(marker)}))
 
 
 def edit_step(folder: Path) -> None:

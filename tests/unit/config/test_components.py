@@ -65,8 +65,3 @@ def test_a_runs_own_config_takes_overrides_of_modules(tmp_path: Path) -> None:
         tmp_path / "config.yaml", ["--components.language.pp", "4", "--components.language.dp_shard=1"]
     )
     assert (changed.parallel.pp, changed.world_size) == (4, 6)
-
-
-def test_configs_of_earlier_versions_name_a_single_stage_of_encoders(tmp_path: Path) -> None:
-    config = load(tmp_path, {"vision": {"ranks": 0, "pp": 1}, "language": {"ranks": 1}})
-    assert config.components == load(tmp_path, {"vision": {"ranks": 0}, "language": {"ranks": 1}}).components

@@ -20,9 +20,9 @@ from automodel_rl.config import (
     load_config,
     load_serve_config,
 )
-from automodel_rl.config.algorithms import DistillConfig, GRPOConfig
+from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.config.generators import TransformersGeneratorConfig
-from automodel_rl.config.load import RENAMED, check_config
+from automodel_rl.config.load import check_config
 from automodel_rl.errors import InputError
 
 SHIPPED = sorted((Path(__file__).parents[3] / "configs").glob("**/*.yaml"))
@@ -129,41 +129,12 @@ def test_mistakes_are_named_with_key_rule_and_remedy(minimal: Path, overrides: l
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_renamed_key_is_answered_with_its_new_name(tmp_path: Path, old: str, new: str) -> None:
-    kind = DistillConfig if new.startswith("loss.") else GRPOConfig
-    config = {"algorithm": "distill", "output": "x"} if kind is DistillConfig else GRPO
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(InputError) as caught:
-        load_config(tmp_path / "c.yaml", [f"--{old}", "1"])
-    assert f"{old} is now called {new}: rename it" in str(caught.value).split("; ")
-    keys = [f"{key.name}." for key in describe_keys(kind)]
-    assert any(key.startswith(f"{new}.") for key in keys)
-    assert not any(key.startswith(f"{old}.") for key in keys)
-
-
-def test_a_new_name_is_told_only_where_the_key_is(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(GRPO))
-    with pytest.raises(InputError, match="loss.likelihood: unknown key"):
-        load_config(tmp_path / "c.yaml", ["--loss.likelihood", "1"])
-
-
-def test_a_dumped_config_with_an_earlier_name_is_that_of_today(tmp_path: Path) -> None:
-    config = DistillConfig.model_validate(
-        {
-            "output": "x",
-            "model": {"path": "m"},
-            "teachers": {"large": {"path": "t"}},
-            "data": {"train": ["a.jsonl"]},
-            "batch": {"sequences": 2},
-            "length": {"steps": 1},
-        }
-    )
-    today = yaml.safe_load(dump_config(config))
-    before = {**today, "loss": {**today["loss"]}}
-    before["loss"]["likelihood"] = before["loss"].pop("scaled_likelihood")
-    assert completed(before, config) == completed(today, config)
-    assert "scaled_likelihood" in completed(before, config)["loss"]
+def test_a_dumped_config_that_lacks_a_key_has_its_default() -> None:
+    config = check_config(GRPOConfig, GRPO)
+    dumped = yaml.safe_load(dump_config(config))
+    short = {**dumped, "loss": {key: value for key, value in dumped["loss"].items() if key != "kl"}}
+    assert differing_keys(short, dumped) == ["loss.kl"]
+    assert completed(short, config) == dumped
 
 
 def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -275,38 +246,6 @@ def test_weights_go_the_way_that_fits_the_generators_place(generator: Any, trans
     assert generator.transport == transport
 
 
-VLLM = {"python": "/opt/vllm/bin/python", "memory_fraction": 0.4, "options": {}, "sleep": 2, "servers": []}
-
-
-@pytest.mark.parametrize(
-    ("rollout", "today"),
-    [
-        ({"own_process": True}, "own_process: .*: write generator: {kind: transformers, place: shared}"),
-        ({"own_process": True, "devices": [4, 5]}, "write generator: {kind: transformers, place: .4, 5.}"),
-        ({"batch_size": 8}, "write generator: {kind: transformers, batch_size: 8}"),
-        (
-            {"generator": "vllm", "vllm": VLLM},
-            "write generator: {kind: vllm, python: /opt/vllm/bin/python, memory_fraction: 0.4, sleep: 2}",
-        ),
-        (
-            {"generator": "vllm", "devices": [4], "vllm": {}},
-            "devices, vllm: the section generator has such keys now, .* write generator: {kind: vllm, place: .4.}",
-        ),
-        (
-            {"generator": "vllm", "vllm": {"servers": ["http://a:1"]}},
-            "write generator: {kind: servers, urls: .*http://a:1.*}",
-        ),
-        (
-            {"generator": {"kind": "vllm"}, "vllm": {"sleep": 2}},
-            "rollout: vllm: the section .* by its kind: add them there$",
-        ),
-    ],
-)
-def test_keys_of_earlier_versions_are_answered_with_the_section_to_write(rollout: dict[str, Any], today: str) -> None:
-    with pytest.raises(InputError, match=today):
-        check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | rollout})
-
-
 OVERRIDES: list[tuple[Any, list[str], dict[str, Any]]] = [
     (None, ["--rollout.generator", "vllm"], {"kind": "vllm"}),
     ("vllm", ["--rollout.generator.sleep", "2"], {"kind": "vllm", "sleep": 2}),
@@ -332,26 +271,6 @@ def test_a_services_generator_may_be_changed_by_overrides(tmp_path: Path) -> Non
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump({"output": "o", "model": {"path": "m"}, "generator": "vllm"}))
     config = load_serve_config(tmp_path / "serve.yaml", ["--generator.memory_fraction", "0.5"])
     assert config.generator.model_dump(exclude_unset=True) == {"kind": "vllm", "memory_fraction": 0.5}
-    with pytest.raises(
-        InputError, match="vllm: the section generator .*: write generator: {kind: vllm, memory_fraction"
-    ):
-        load_serve_config(tmp_path / "serve.yaml", ["--vllm.memory_fraction", "0.5"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"generator": {"kind": "vllm"}}, "rollout: own_process, devices, batch_size, vllm: .*: add them there"),
-        ({"vllm": 3}, "rollout: own_process, devices, batch_size, vllm: .*: add them there"),
-    ],
-)
-def test_what_an_earlier_version_did_not_write_is_not_taken_for_its_own(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    earlier = {"own_process": True, "devices": [], "batch_size": 32, "vllm": {}, **changes}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(GRPO | {"rollout": GRPO["rollout"] | earlier, "weight_sync": 3}))
-    with pytest.raises(InputError, match=message):
-        load_config(tmp_path / "c.yaml")
 
 
 def test_an_algorithm_that_there_is_not_is_named(tmp_path: Path) -> None:
@@ -374,22 +293,9 @@ def test_drafts_are_refused_where_they_would_be_wrong_or_lost(generator: dict, r
         check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | drafting})
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_the_same_generator(tmp_path: Path) -> None:
-    config = check_config(GRPOConfig, GRPO | {"rollout": GRPO["rollout"] | {"generator": {"kind": "vllm", "sleep": 2}}})
-    values = yaml.safe_load(dump_config(config))
-    del values["rollout"]["generator"]
-    earlier = {"generator": "vllm", "own_process": False, "devices": [], "batch_size": 256}
-    values["rollout"] |= {**earlier, "vllm": {"python": None, "memory_fraction": 0.4, "options": {}, "sleep": 2}}
-    values["weight_sync"]["transport"] = "auto"
-    assert differing_keys(completed(values, config), yaml.safe_load(dump_config(config))) == []
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))  # export and --resume read it
-    assert load_config(tmp_path / "config.yaml").rollout == config.rollout
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_sync": {"transport": "ipc"}}, "transport: follows from where rollout.generator runs: leave it out"),
         ({"rollout": {"max_staleness": 1}}, "a generator in this process cannot write while it trains"),
         (
             {"rollout": {"max_staleness": 1, "generator": {"kind": "transformers", "place": "shared"}}},

@@ -15,7 +15,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators import fleet as fleet_module
 from automodel_rl.generators.meeting import Meeting, meet
 from automodel_rl.generators.protocol import Completion, OnFinished
-from automodel_rl.policy.crew import Call
+from automodel_rl.policy.crew import RemoteCall
 from tests.fleets import VOCABULARY, Echo, LocalCrew, Waiting, fleet_of
 
 SHAPE = RouterShape(num_layers=2, layers=(0, 1), num_experts=4, top_k=2)
@@ -272,7 +272,7 @@ def test_requests_are_held_while_generators_that_share_memory_are_started_again(
     waits: list[Callable[[], list[Completion]]] = []
     call, asked = crew.call, list[int]()
 
-    def restarting(given: Call, shares: Sequence[Any]) -> dict[int, Any]:
+    def restarting(given: RemoteCall, shares: Sequence[Any]) -> dict[int, Any]:
         waits.append(fleet.submit(requests(3)))
         asked.append(sum(len(generator.asked) for generator in generators(crew)))
         return call(given, shares)

@@ -38,7 +38,7 @@ from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.run_places import JOIN_FILE, address_in
 from automodel_rl.launch.authenticated import AuthenticatedConnection
 from automodel_rl.launch.door import DoorAddress
-from automodel_rl.policy.crew import Call
+from automodel_rl.policy.crew import RemoteCall
 from tests.fleets import LocalCrew
 
 SOON = 30.0
@@ -55,7 +55,7 @@ class Crew(LocalCrew):
         super().__init__({})
         self.published: tuple[int, str] | None = (0, "hash")
 
-    def call(self, call: Call, shares: Any) -> dict[int, Any]:
+    def call(self, call: RemoteCall, shares: Any) -> dict[int, Any]:
         match call.method:
             case "welcome":
                 return {0: WELCOME}

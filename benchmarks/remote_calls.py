@@ -1,15 +1,14 @@
-"""The cost of leading ranks by jobs: a step by `Policy.train_step` against the same step by `Engine.train_step`.
+"""The cost of calling ranks from one program: `Policy.train_step` against the same step by `Engine.train_step`.
 
-    python benchmarks/jobs.py W1                                   on one GPU
-    torchrun --nproc-per-node 2 benchmarks/jobs.py W1 dp_shard=2
-    python benchmarks/jobs.py W1 --tiny --tokens 2048              check on a CPU
+    python benchmarks/remote_calls.py W1                                   on one GPU
+    torchrun --nproc-per-node 2 benchmarks/remote_calls.py W1 dp_shard=2
+    python benchmarks/remote_calls.py W1 --tiny --tokens 2048              check on a CPU
 
 Both train one model with one optimizer, in turn, on the same rows in the same microbatches, made before. Prints
 a JSON line: median seconds of either, of the steps after the first four, and their ratio.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -29,35 +28,23 @@ from automodel_rl.batch import Packing
 from automodel_rl.config import ModelConfig
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
-from automodel_rl.policy.crew import TreeCrew
-from automodel_rl.policy.jobs import Job
+from automodel_rl.policy.crew import POLICY, TreeCrew
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.policy.shares import Share
 
 WARMUP = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class KeepRows(Job):
-    """Keep the rows, as microbatches."""
+class Rank(PolicyRank):
+    """A rank that can also take a step as a script of SPMD ranks does."""
 
+    def keep_rows(self, share: Share | None) -> None:
+        """Keeps the rows, as microbatches."""
+        self.microbatches = [] if share is None else share.pack()
 
-@dataclasses.dataclass(frozen=True)
-class StepByEngine(Job):
-    """A step over the rows that were kept, on which the ranks agree. The answer is seconds and loss."""
-
-
-class Ranks(PolicyRank):
-    """Ranks that can also take a step as a script of SPMD ranks does."""
-
-    def do(self, job: Job, share: Share | None) -> Any:
-        kind = type(job).__name__  # other ranks get classes of this file by value
-        if kind == "KeepRows":
-            self.microbatches = [] if share is None else share.pack()
-            return None
-        if kind == "StepByEngine":
-            return timed(lambda: self.engine.train_step(self.microbatches, sft_loss).loss)
-        return super().do(job, share)
+    def step_by_engine(self) -> tuple[float, float]:
+        """Seconds and loss of a step over the rows that were kept, on which the ranks agree."""
+        return timed(lambda: self.engine.train_step(self.microbatches, sft_loss).loss)
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -93,13 +80,13 @@ def main() -> None:
     parallel, _ = parse_layout(options.layout)
     join_process_group(parallel.world_size)
     sizes = model_sizes(options.workload, options.tiny)
-    folder = Path(tempfile.gettempdir()) / f"jobs_{options.workload}{'_tiny' if options.tiny else ''}"
+    folder = Path(tempfile.gettempdir()) / f"calls_{options.workload}{'_tiny' if options.tiny else ''}"
     if dist.get_rank() == 0 and not (folder / "config.json").is_file():
         write_model(folder, sizes)
     dist.barrier()
     device: dict[str, Any] = {} if torch.cuda.is_available() else {"dtype": "float32"}
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), **device), parallel)
-    crew = TreeCrew(handle.layout, Ranks(handle, None).do)  # nothing is saved
+    crew = TreeCrew(handle.layout, {POLICY: Rank(handle, None)})  # nothing is saved
     if crew.rank == 0:
         longest = 256 if options.tiny else 8192
         capacity = 600 if options.tiny else options.capacity
@@ -118,28 +105,28 @@ def measure(
 ) -> dict[str, Any]:
     policy.begin(OptimizerConfig(lr=1e-5, decay="constant", weight_decay=0.0))
     generator = np.random.default_rng(0)
-    by_job: list[float] = []
+    by_call: list[float] = []
     by_engine: list[float] = []
     losses: list[float] = []
     for number in range(options.steps):
         batch = rows_of(options.tokens * crew.size, vocab_size, generator, longest)
-        crew.ask(KeepRows(), policy.shares(batch)[1])
+        crew.ask(POLICY, "keep_rows", shares=policy.shares(batch)[1])
 
-        def by_jobs(batch: Batch = batch) -> None:
+        def by_calls(batch: Batch = batch) -> None:
             seconds, output = timed(lambda: policy.train_step(batch, sft_loss))
-            by_job.append(seconds)
+            by_call.append(seconds)
             losses.append(output.loss)
 
         def by_engines() -> None:
-            by_engine.append(crew.ask(StepByEngine())[0][0])
+            by_engine.append(crew.ask(POLICY, "step_by_engine")[0])
 
-        for take in (by_jobs, by_engines) if number % 2 else (by_engines, by_jobs):
+        for take in (by_calls, by_engines) if number % 2 else (by_engines, by_calls):
             take()
-    ours, theirs = (statistics.median(seconds[WARMUP:]) for seconds in (by_job, by_engine))
+    ours, theirs = (statistics.median(seconds[WARMUP:]) for seconds in (by_call, by_engine))
     return {
         "tokens": sum(batch.lengths),
         "rows": len(batch),
-        "job_s": round(ours, 4),
+        "call_s": round(ours, 4),
         "engine_s": round(theirs, 4),
         "ratio": round(ours / theirs, 4),
         "loss": round(losses[-1], 4),
