@@ -43,9 +43,7 @@ demo: .venv/installed
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	MYPYPATH=benchmarks $(BIN)/mypy --no-warn-unused-ignores --disable-error-code arg-type --disable-error-code assignment \
-	  --disable-error-code dict-item --disable-error-code var-annotated benchmarks/*.py
+	$(BIN)/mypy automodel_rl benchmarks/*.py
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/lints
 

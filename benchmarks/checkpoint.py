@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # as runs do
     out = Path(options.folder) / "checkpoint"
-    rounds = {in_background: [] for in_background in savers}
+    rounds: dict[bool, list[Any]] = {in_background: [] for in_background in savers}
     plain: list[float] = []
     for number in range(options.rounds):
         plain += [timed_step(engine, microbatches) for _ in range(options.steps)]
@@ -111,7 +112,8 @@ def one_round(
     started = time.perf_counter()
     assert saver.save(folder, {"step": engine.step}, {}) is None
     blocked = time.perf_counter() - started
-    times, written_after = [], 0.0
+    times: list[float] = []
+    written_after = 0.0
     while len(times) < steps or not written_after:
         times.append(timed_step(engine, microbatches))
         if not written_after and any_rank([saver.is_done], engine.handle.layout)[0]:

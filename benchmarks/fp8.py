@@ -59,7 +59,7 @@ def main() -> None:
         print(json.dumps({"shape": options.shape, "recipe": recipe, **result}), flush=True)
 
 
-def train(folder: Path, recipe: str | None, options: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
+def train(folder: Path, recipe: Any, options: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
     cuda = torch.cuda.is_available()
     if cuda:
         release_memory()

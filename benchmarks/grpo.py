@@ -147,7 +147,7 @@ def watch_differences() -> list[dict[str, float]]:
     train_step = Engine.train_step
 
     def watching(engine: Any, microbatches: Any, *arguments: Any) -> Any:
-        measured = {}
+        measured: dict[str, float] = {}
         for name, key in (("old_logprobs", "replay"), ("live_logprobs", "live")):
             pairs = [
                 (microbatch.values["rollout_logprobs"] - microbatch.values[name])[microbatch.loss_mask].abs()
@@ -161,7 +161,7 @@ def watch_differences() -> list[dict[str, float]]:
         found.append(measured)
         return train_step(engine, microbatches, *arguments)
 
-    Engine.train_step = watching  # type: ignore[method-assign]
+    Engine.train_step = watching  # type: ignore[method-assign, assignment]
     return found
 
 
@@ -171,7 +171,9 @@ def watch_memory() -> list[dict[str, float]]:
     grows at the end of every step."""
     from automodel_rl.generators.supervisor import GeneratorSupervisor
 
-    phase, peaks, found, num_syncs = ["trainer"], {}, [], 0
+    phase, num_syncs = ["trainer"], 0
+    peaks: dict[str, float] = {}
+    found: list[dict[str, float]] = []
 
     def sample() -> None:
         while True:
@@ -190,9 +192,10 @@ def watch_memory() -> list[dict[str, float]]:
 
         return watched
 
-    def load_weights(supervisor: Any, version: int) -> None:  # before the first step, and at the end of each
+    def load_weights(supervisor: Any, version: int, needed: int | None = None) -> None:
+        """Comes before the first step, and at the end of each."""
         nonlocal num_syncs
-        send(supervisor, version)
+        send(supervisor, version, needed)
         if num_syncs:
             found.append(dict(peaks))
         num_syncs += 1
@@ -201,7 +204,7 @@ def watch_memory() -> list[dict[str, float]]:
     send = GeneratorSupervisor.load_weights
     GeneratorSupervisor.wake = within(GeneratorSupervisor.wake, "exchange", "rollout")  # type: ignore[method-assign]
     GeneratorSupervisor.sleep = within(GeneratorSupervisor.sleep, "exchange", "trainer")  # type: ignore[method-assign]
-    GeneratorSupervisor.load_weights = load_weights  # type: ignore[method-assign]
+    GeneratorSupervisor.load_weights = load_weights  # type: ignore[method-assign, assignment]
     threading.Thread(target=sample, daemon=True).start()
     return found
 

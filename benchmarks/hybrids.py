@@ -124,7 +124,7 @@ def train(folder: Path, way: str, options: argparse.Namespace) -> tuple[list[flo
     cuda = torch.cuda.is_available()
     if cuda:
         release_memory()
-    asked = WAYS[way] if cuda else {**WAYS[way], "dtype": "float32"}
+    asked: dict[str, Any] = WAYS[way] if cuda else {**WAYS[way], "dtype": "float32"}
     is_exact = asked["dtype"] == "float32"
     memory = MemoryConfig(activation_checkpointing="full", compile=False if is_exact else "auto")
     if cuda:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,7 +138,7 @@ def pad(sequences: list[TokenSequence], width: int, device: torch.device) -> dic
     return {n: t.to(device) for n, t in {"input_ids": ids, "attention_mask": mask, "labels": labels}.items()}
 
 
-def measure(step: Step, sequences: list[TokenSequence], steps: int, device: torch.device) -> dict[str, float]:
+def measure(step: Step, sequences: list[TokenSequence], steps: int, device: torch.device) -> dict[str, Any]:
     """Median of `steps` steps after two to warm up."""
     seconds = []
     for _ in range(steps + 2):

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -51,7 +52,7 @@ class Cell:
     family: str
     parallel: ParallelConfig
     tied: bool = False
-    recomputed: str = "none"
+    recomputed: Any = "none"
     replay: bool = False
 
     @property
@@ -89,15 +90,18 @@ def _layouts() -> Iterator[Cell]:
         for schedule, rule in SCHEDULES.items():
             if pp == 1 and schedule != "1F1B":
                 continue
-            sizes = {"pp": pp, "tp": tp, "ep": ep, "cp": cp, "dp_shard": dp}
-            virtual = {"schedule": schedule, "virtual_stages": rule.min_virtual_stages} if pp > 1 else {}
+            sizes: dict[str, Any] = {"pp": pp, "tp": tp, "ep": ep, "cp": cp, "dp_shard": dp}
+            virtual: dict[str, Any] = (
+                {"schedule": schedule, "virtual_stages": rule.min_virtual_stages} if pp > 1 else {}
+            )
             for family in ("qwen3_moe",) if ep > 1 else ("qwen3", "qwen3_moe"):
                 if not (tp > 1 and ep > 1):
                     yield Cell(family, ParallelConfig(**sizes, **virtual), tied=family == "qwen3")
                 if tp > 1:
                     yield Cell(family, ParallelConfig(**sizes, **virtual, sequence_parallel=True))
     for family, known in TEXT_FAMILIES.items():
-        for sizes in ({}, {"pp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "ep": 2}):
+        small: list[dict[str, Any]] = [{}, {"pp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2, "cp": 2}, {"cp": 2, "ep": 2}]
+        for sizes in small:
             if ("ep" in sizes) <= known.is_moe:
                 yield Cell(family, ParallelConfig(**sizes))
         yield Cell(family, ParallelConfig(tp=2, sequence_parallel=True))
@@ -114,9 +118,9 @@ def _layouts() -> Iterator[Cell]:
 
 def _replay_layouts() -> Iterator[Cell]:
     """Router replay under every kind of recomputation, then over families, eight ranks last."""
-    virtual = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
-    v_shaped = {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}
-    ways = (
+    virtual: dict[str, Any] = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
+    v_shaped: dict[str, Any] = {"pp": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 2}
+    ways: tuple[dict[str, Any], ...] = (
         {"pp": 2},
         virtual,
         v_shaped,

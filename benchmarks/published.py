@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ def read_sequences(model: Path, records: Path) -> list[TokenSequence]:
 def measure(
     options: argparse.Namespace, sequences: list[TokenSequence], parallel: ParallelConfig, lr: float, folder: Path
 ) -> dict[str, float]:
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    dtype: Any = "bfloat16" if torch.cuda.is_available() else "float32"
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(options.model), dtype=dtype), parallel)
     engine = Engine(handle, OptimizerConfig(name=options.optimizer, lr=lr, decay="constant"))
     publisher = Publisher(handle, folder, WeightSyncConfig(dtype="bfloat16"))

@@ -115,7 +115,8 @@ def _broadcast_totals(box: list[Any], _: Any) -> None:
 def measure(size: int, layout: dict[str, int]) -> dict[str, Any]:
     """What one rank of a layout makes and sends."""
     parallel, before = ParallelConfig.model_validate(layout), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, **heads}
     with tempfile.TemporaryDirectory() as name:
         save_tiny_model(Path(name), "qwen3", tied=False, num_layers=16, **sizes)
         with made_up_job(0, size) as (groups, collectives):

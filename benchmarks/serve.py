@@ -90,7 +90,7 @@ def said(name: str, seconds: list[float], batches: list[list[TokenSequence]]) ->
 
 
 def library_step(folder: Path) -> Callable[[list[TokenSequence]], float]:
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    dtype: Any = "bfloat16" if torch.cuda.is_available() else "float32"
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype=dtype, lora=LoraConfig(rank=RANK)))
     engine = Engine(handle, OptimizerConfig(decay="constant"))
     loss = token_loss("cross_entropy", {})

@@ -145,7 +145,8 @@ def make_batch(num_tokens: int, longest: int, seed: int) -> list[TokenSequence]:
     sequences: list[TokenSequence] = []
     while num_tokens > 0:
         images: list[Image] = []
-        pieces, masks = [], []
+        pieces: list[Any] = []
+        masks: list[Any] = []
         for _ in range(int(generator.choice([0, 1, 1, 2]))):
             height, width = (int(side) for side in generator.integers(8, min(32, int(longest**0.5)) + 1, 2))
             length = int(generator.integers(8, 65))

@@ -100,8 +100,10 @@ def measure(options: argparse.Namespace, handle: ModelHandle, trainer: Engine, s
         transport = VllmNccl(generator.weights, handle.layout, 120.0)
     else:
         generator = start(options, source)
-        way = VllmSameDevice if options.device is None else VllmNccl
-        transport = way(generator, handle.layout, 120.0)
+        if options.device is None:
+            transport = VllmSameDevice(generator, handle.layout.device, 120.0)
+        else:
+            transport = VllmNccl(generator, handle.layout, 120.0)
     sync = WeightSync(handle, transport, WeightSyncConfig(buffer_mib=64.0, timeout=120.0))
     report("checkpoint", trainer, generator.submit(requests(COUNT))())
     microbatches = pack([sequence_of(request.prompt, []) for request in requests(COUNT)], 512)

@@ -133,7 +133,7 @@ def write_nf4_model(folder: Path, sizes: dict[str, Any]) -> None:
         tensors[name] = codes.cpu()
         tensors |= {f"{name}.{key}": part.cpu() for key, part in state.as_dict(packed=True).items()}
     folder.mkdir(parents=True, exist_ok=True)
-    index = {}
+    index: dict[str, str] = {}
     for place, tensors in enumerate(files.values()):
         file = f"model-{place + 1:05}-of-{len(files):05}.safetensors"
         save_file(tensors, folder / file, {"format": "pt"})
