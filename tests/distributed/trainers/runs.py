@@ -58,7 +58,7 @@ OF_ALGORITHM: dict[str, Settings] = {
         "rollout": {"prompts": 4, "group_size": 4, "max_prompt_tokens": 64, "max_new_tokens": 10},
         "rewards": [{"function": "tests.light_rewards:vowels"}],
         "loss": {"kl": {"coefficient": 0.05}},
-        "length": {"steps": 5},
+        "length": {"steps": 3},
         "optimizer": {"lr": 1e-3, "decay": "constant"},
         "checkpoint": {"every_steps": None},
     },

@@ -32,7 +32,7 @@ def values(workspace: Path, output: Path, **changes: Any) -> Settings:
 
 
 def test_a_pipeline_follows_one_process(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
-    length = {"steps": 5, "validate_every": 5}
+    length = {"steps": 3, "validate_every": 3}
     ranks(1).run(train, values(workspace, tmp_path / "one", length=length))
     parallel = {"pp": 2, "schedule": "Interleaved1F1B", "virtual_stages": 2}
     ranks(2).run(train, values(workspace, tmp_path / "two", length=length, parallel=parallel))
@@ -42,7 +42,7 @@ def test_a_pipeline_follows_one_process(ranks: RankPool, workspace: Path, tmp_pa
     for one, two in zip(ones, twos, strict=True):
         for name in ("train/loss", "train/grad_norm", "train/kl_ref", "rollout/reward_mean", "train/entropy"):
             assert two[name] == pytest.approx(one[name], rel=1e-8, abs=1e-12), name
-    for step in range(1, 6):
+    for step in range(1, 4):
         of_one, of_two = (read_lines(tmp_path / run / "rollouts" / f"step_{step}.jsonl") for run in ("one", "two"))
         assert {row.pop("generator") for row in of_two} == {"generator of rank 0", "generator of rank 1"}
         assert {row.pop("generator") for row in of_one} == {"generator of rank 0"}
