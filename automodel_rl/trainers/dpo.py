@@ -9,23 +9,17 @@ from automodel_rl.batch import Batch
 from automodel_rl.config.algorithms import DPOConfig
 from automodel_rl.data.loader import LoadedStep
 from automodel_rl.data.sampler import Draw
-from automodel_rl.losses import dpo_loss
+from automodel_rl.losses import LossFn, dpo_loss
 from automodel_rl.policy.policy import Policy
 from automodel_rl.trainers.example_data import ExampleData
 from automodel_rl.trainers.open_run import choose_loss
-from automodel_rl.trainers.run import REFERENCE, Goal, Run
+from automodel_rl.trainers.run import REFERENCE, Run
+from automodel_rl.trainers.step import Step
+from automodel_rl.trainers.supervised import Objective, train_on_examples
 
 
 def dpo(policy: Policy, run: Run) -> Path:
-    """Trains on preferences. The config is a `DPOConfig`.
-
-    Args:
-        policy: the model in training.
-        run: the frame around the steps.
-
-    Returns:
-        The folder of the trained checkpoint.
-    """
+    """Trains on preferences, by a `DPOConfig`. Returns the folder of the trained checkpoint."""
     config: DPOConfig = run.config
     loss = choose_loss(config, functools.partial(dpo_loss, config=config.loss))
     data = ExampleData(run)
@@ -34,23 +28,13 @@ def dpo(policy: Policy, run: Run) -> Path:
     reference = Reference(policy, config, data)
     held_out = data.held_out()
     reference.score(held_out)
-    run.resume(Goal(data.total_steps), {"data": data.train})
-    batches = data.steps()
-    run.save_examples(data.examples)
-    for step in run.steps(f"{data.per_step} pairs a step, of {data.num_records:,}"):
-        with step.time("data"):
-            loaded = next(batches)
+
+    def prepare(step: Step, loaded: LoadedStep) -> LossFn:
         with step.time("reference"):
             reference.add_to(loaded)
-        with step.time("train"):
-            output = policy.train_step(loaded.batch, loss)
-        step.record([output], policy.size(loaded.batch))
-        data.note(step, loaded)
-        if len(held_out) and run.validates:
-            with step.time("validate"):
-                step.metrics["val/loss"], metrics = policy.evaluate(held_out, loss)
-            step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
-    return run.finish(data.samples)
+        return loss
+
+    return train_on_examples(run, data, held_out, Objective("pairs", prepare, lambda: loss, samples=data.samples))
 
 
 class Reference:

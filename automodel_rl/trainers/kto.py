@@ -7,48 +7,36 @@ from torch import Tensor
 
 from automodel_rl.batch import Batch
 from automodel_rl.config.algorithms import KTOConfig
+from automodel_rl.data.loader import LoadedStep
 from automodel_rl.losses import LossFn
 from automodel_rl.losses.kto import kto_loss, mismatched, reference_point
 from automodel_rl.policy.policy import Policy
 from automodel_rl.trainers.example_data import ExampleData
 from automodel_rl.trainers.open_run import choose_loss
-from automodel_rl.trainers.run import REFERENCE, Goal, Run
+from automodel_rl.trainers.run import REFERENCE, Run
+from automodel_rl.trainers.step import Step
+from automodel_rl.trainers.supervised import Objective, train_on_examples
 
 
 def kto(policy: Policy, run: Run) -> Path:
-    """Trains on completions that are called good or bad. The config is a `KTOConfig`.
-
-    Args:
-        policy: the model in training.
-        run: the frame around the steps.
-
-    Returns:
-        The folder of the trained checkpoint.
-    """
+    """Trains on completions that are called good or bad, by a `KTOConfig`. Returns the folder of the trained checkpoint."""
     config: KTOConfig = run.config
     data, context = ExampleData(run), run.handle.description.context
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
     policy.keep_weights(REFERENCE)  # the model's first weights, before a checkpoint replaces them
     held_out = data.held_out()
-    run.resume(Goal(data.total_steps), {"data": data.train})
-    batches = data.steps()
-    run.save_examples(data.examples)
-    for step in run.steps(f"{data.per_step} completions a step, of {data.num_records:,}"):
-        with step.time("data"):
-            loaded = next(batches)
+
+    def prepare(step: Step, loaded: LoadedStep) -> LossFn:
         with step.time("reference"):
             point = add_reference(policy, loaded.batch, config, context)
         step.metrics["train/reference_point"] = point
-        with step.time("train"):
-            output = policy.train_step(loaded.batch, own_loss(config, point))
-        step.record([output], policy.size(loaded.batch))
-        data.note(step, loaded)
-        if len(held_out) and run.validates:
-            with step.time("validate"):
-                loss = own_loss(config, add_reference(policy, held_out, config, context))
-                step.metrics["val/loss"], metrics = policy.evaluate(held_out, loss)
-            step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
-    return run.finish(data.samples)
+        return own_loss(config, point)
+
+    def prepare_held_out() -> LossFn:
+        return own_loss(config, add_reference(policy, held_out, config, context))
+
+    objective = Objective("completions", prepare, prepare_held_out, samples=data.samples)
+    return train_on_examples(run, data, held_out, objective)
 
 
 def own_loss(config: KTOConfig, point: float) -> LossFn:
