@@ -150,8 +150,7 @@ def _start(
         return run_local_ranks(ranks, config.world_size, Path(config.output) / FLIGHTS)
 
     def work() -> None:  # imported late: it is all that a run needs
-        from automodel_rl.trainers.loop import open_loop
-        from automodel_rl.trainers.train import run_program, train
+        from automodel_rl.trainers.train import open_loop, run_program, train
 
         if loop:
             run_program(open_loop(Path(loop)), config, resume, max_minutes)

@@ -32,7 +32,7 @@ from automodel_rl.launch.quiet import quiet_libraries
 
 IMPORTED = (
     *("cli", "data.chat", "data.checks", "generators.transformers_worker", "rollout.rewards.scorer"),
-    *("rollout.rewards.worker", "serve.server", "serve.worker", "trainers.loop", "trainers.train"),
+    *("rollout.rewards.worker", "serve.server", "serve.worker", "trainers.train"),
 )
 """Modules of the package, with which the others and most libraries are imported."""
 
@@ -116,7 +116,10 @@ class WarmProcess:
             streams = [_descriptor(given, 0), _descriptor(stdout, 1), _descriptor(stderr, 2)]
             socket.send_fds(_requests(), [pickle.dumps(request)], [theirs, *streams, *pass_fds])
         os.close(theirs)
-        self.pid = int(os.read(self._answers, 32))
+        answer = os.read(self._answers, 32)
+        if not answer:
+            raise RuntimeError("the process to fork from has ended: see what it has written to standard error")
+        self.pid = int(answer)
 
     def poll(self) -> int | None:
         """The exit code, if it has ended."""

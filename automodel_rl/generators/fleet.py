@@ -15,13 +15,12 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError, StoppedError
 from automodel_rl.generator_messages import Failed, Finished, ProtocolError, Request, UseVersion
-from automodel_rl.generators.dealing import deal
 from automodel_rl.generators.joined_members import JoinedMembers, WayIn
 from automodel_rl.generators.joining_messages import IsReading, Leaving, MessageConnection
 from automodel_rl.generators.meeting import Meeting
 from automodel_rl.generators.member import Member, name_of
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
-from automodel_rl.generators.submission import Assignment, Submission, nobody_writes
+from automodel_rl.generators.submission import Assignment, Submission, deal, nobody_writes
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.background import in_thread
 from automodel_rl.launch.flight import flight

@@ -14,8 +14,7 @@ from automodel_rl.errors import EXIT_OK
 from automodel_rl.files import TemporaryFolder
 from automodel_rl.launch.rank_processes import NodeShare, RankProcesses
 from automodel_rl.launch.record import show
-from automodel_rl.launch.stop_signal import stop_signals
-from automodel_rl.launch.terminal import Terminal
+from automodel_rl.launch.stop_signal import Terminal, stop_signals
 
 PORTS = range(16_384, 30_000)
 """Ports on which rank 0 may listen. They lie below those of outgoing connections, on Linux from 32,768."""

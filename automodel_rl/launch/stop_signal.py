@@ -1,9 +1,23 @@
 """A request to stop, by SIGTERM, Ctrl-C or a closed terminal, that waits for the end of the step."""
 
+import os
 import signal
 from types import FrameType
 
-from automodel_rl.launch.terminal import Terminal
+
+class Terminal:
+    """The terminal that this process prints to, if there is one. Make it while the terminal is open."""
+
+    def __init__(self) -> None:
+        self._descriptors = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+    def outlive(self) -> None:
+        """Discards output from here on, if the terminal is closed by now."""
+        for descriptor in self._descriptors:
+            if not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 def stop_signals() -> list[signal.Signals]:

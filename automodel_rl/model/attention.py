@@ -31,8 +31,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.model import flash_attention_3, flash_sinks
 from automodel_rl.model.indexer_loss import AddGradients
 from automodel_rl.model.sparse_attention import QUERIES_AT_ONCE, KeyIndex, SequenceAttention
-from automodel_rl.parallel.collectives import AllGatherCP
-from automodel_rl.parallel.head_exchange import from_heads, to_heads
+from automodel_rl.parallel.collectives import AllGatherCP, from_heads, to_heads
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.support.attention import ATTENTION, FASTEST_FIRST
 from automodel_rl.support.combination import Combination

@@ -3,10 +3,13 @@
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,32 @@ from automodel_rl.files import check_place, write_complete
 from automodel_rl.observe.metrics import read_lines
 from automodel_rl.observe.run_files import RunFiles, read_number
 from automodel_rl.observe.run_lock import JOB_VARIABLE, RunLock, check_free
-from automodel_rl.observe.versions import versions
+
+PACKAGES = ("automodel-rl", "torch", "transformers", "nemo-automodel", "datasets", "triton", "transformer-engine")
+
+
+def versions() -> dict[str, Any]:
+    """Versions, machine, and the time by the wall clock, as JSON."""
+    import torch  # takes seconds, and the command line checks run directories before it needs it
+
+    devices = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
+    return {
+        **{name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "python": platform.python_version(),
+        "CUDA": torch.version.cuda,
+        "device": devices,
+        "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
 
 AGENT_VARIABLE, AGENT_FILE = "TORCHELASTIC_RUN_ID", ".started_by"
 """Environment variable with torchrun's name for a job, and the file in which a run keeps that name."""

@@ -4,6 +4,7 @@ Each says what happens to gradients, for that is where layouts go wrong. The rul
 what they received, the backward keeps the rank's own part of the gradient. If each computes something else, it sums.
 """
 
+import functools
 from typing import Any, Literal
 
 import torch
@@ -131,3 +132,26 @@ def all_reduce(tensor: Tensor, group: Group) -> Tensor:
 
 def _own_rows(tensor: Tensor, group: Group) -> Tensor:
     return tensor.chunk(group.size())[group.rank()].contiguous()
+
+
+def to_heads(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Exchanges [t, heads, d] of this rank's tokens for [size * t, heads / size, d] of all ranks' tokens, rank 0's
+    first. The dtype of the tensors together is the widest."""
+    size, num_tokens = group.size(), len(parts[0])
+    widest = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    cut = [part.to(widest).unflatten(1, (size, -1)).transpose(0, 1).flatten(2) for part in parts]  # [size, t, ...]
+    sent = [num_tokens] * size
+    came = AllToAll.apply(torch.cat(cut, dim=-1).flatten(0, 1), sent, sent, 0, group)
+    pieces = came.split([piece.shape[-1] for piece in cut], dim=-1)
+    return tuple(
+        piece.unflatten(1, (part.shape[1] // size, -1)).to(part.dtype)
+        for piece, part in zip(pieces, parts, strict=True)
+    )
+
+
+def from_heads(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchanges [size * t, heads / size, d] for [t, heads, d]."""
+    size = group.size()
+    sent = [len(whole) // size] * size
+    came = AllToAll.apply(whole.flatten(1), sent, sent, 0, group).unflatten(0, (size, -1)).transpose(0, 1)
+    return came.unflatten(2, whole.shape[1:]).flatten(1, 2)

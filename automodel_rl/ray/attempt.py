@@ -16,7 +16,7 @@ from automodel_rl.errors import EXIT_FAILURE, InputError
 from automodel_rl.launch.flight import last_place, left_flight
 from automodel_rl.launch.rank_processes import Ends, NodeShare
 from automodel_rl.launch.record import FailureRecord, show
-from automodel_rl.launch.terminal import Terminal
+from automodel_rl.launch.stop_signal import Terminal
 from automodel_rl.ray.cluster import Nodes, environment_for_nodes, reserved
 from automodel_rl.ray.joined_generators import JoinedGenerators
 from automodel_rl.ray.node_agent import NodeAgent, Place

@@ -2,17 +2,18 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from automodel_rl.batch import Microbatch
 from automodel_rl.engine import Engine
 from automodel_rl.engine.trained_state import TrainedState, trained_parameters
 from automodel_rl.errors import InputError
-from automodel_rl.losses import UNDIVIDED, LossFn, Readout
+from automodel_rl.losses import UNDIVIDED, LinearLoss, LossFn, LossOutput, Readout, TokenOutputs
 from automodel_rl.optimizers import AdamWSettings
 from automodel_rl.parallel.host_collectives import any_rank, from_last_stage
 from automodel_rl.parallel.sharding import local_tensor
@@ -21,8 +22,44 @@ from automodel_rl.serve.adapters import Adapters
 from automodel_rl.serve.all_weights import AllWeights
 from automodel_rl.serve.joint_batch import gated, with_own_targets
 from automodel_rl.serve.messages import RunShape
-from automodel_rl.serve.recorded_loss import recorded
 from automodel_rl.step.agreement import GlobalBatch
+
+
+def recorded(loss: LossFn, found: dict[int, Tensor]) -> LossFn:
+    """The same loss, which notes the log-probabilities of targets.
+
+    Args:
+        loss: the loss.
+        found: gets them by the sequence's place in the list that was packed: [n - 1], or [n - 1, K] where several are
+            read for each, without those of the last position, which has no target.
+    """
+    if isinstance(loss, LinearLoss):
+        return _RecordedLinearLoss(loss.weights, loss.denominator, found)
+
+    def record(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
+        _note(found, outputs, microbatch)
+        return loss(outputs, microbatch)
+
+    return record
+
+
+@dataclass(frozen=True)
+class _RecordedLinearLoss(LinearLoss):
+    found: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
+        _note(self.found, outputs, microbatch)
+        return super().__call__(outputs, microbatch)
+
+
+def _note(found: dict[int, Tensor], outputs: TokenOutputs, microbatch: Microbatch) -> None:
+    if microbatch.is_empty:
+        return
+    logprobs = outputs.logprobs if outputs.at is None else outputs.at
+    pieces = logprobs.detach().split(microbatch.lengths)
+    for place, piece in zip(microbatch.order, pieces, strict=True):
+        found[place] = piece[:-1]
+
 
 RUNS = "runs"
 """The name of a rank's `Runs`, for remote calls."""

@@ -18,7 +18,7 @@ from automodel_rl.trainers.teachers import Teachers
 
 
 def distill(policy: Policy, run: Run) -> Path:
-    """Teaches a student its teachers' distributions, by a `DistillConfig`. Returns the folder of the trained checkpoint."""
+    """Teaches a student its teachers' distributions, by a `DistillConfig`. Returns the folder of its checkpoint."""
     config: DistillConfig = run.config
     teachers = Teachers(config.teachers, run.further, run.tokenizer)
     run.at_end(teachers.close)

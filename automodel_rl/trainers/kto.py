@@ -19,7 +19,7 @@ from automodel_rl.trainers.supervised import Objective, train_on_examples
 
 
 def kto(policy: Policy, run: Run) -> Path:
-    """Trains on completions that are called good or bad, by a `KTOConfig`. Returns the folder of the trained checkpoint."""
+    """Trains on completions called good or bad, by a `KTOConfig`. Returns the folder of the trained checkpoint."""
     config: KTOConfig = run.config
     data, context = ExampleData(run), run.handle.description.context
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)

@@ -65,7 +65,7 @@ def _states_that_leak(mixer: str) -> Any:
 
 
 def _keys_of_other_heads() -> Any:
-    from automodel_rl.parallel.head_exchange import to_heads
+    from automodel_rl.parallel.collectives import to_heads
 
     def turned(tensors: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ...]:
         query, *others = tensors
@@ -75,7 +75,7 @@ def _keys_of_other_heads() -> Any:
 
 
 def _heads_of_other_tokens() -> Any:
-    from automodel_rl.parallel.head_exchange import from_heads
+    from automodel_rl.parallel.collectives import from_heads
 
     return patch("model.attention.from_heads", lambda whole, group: from_heads(whole.roll(1, 0), group))
 

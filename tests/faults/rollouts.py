@@ -147,14 +147,14 @@ def _cut_completions_trained() -> Any:
 
 def _only_what_is_above_0() -> Any:
     """Of the sums of conversations' metrics those above 0 are kept, after each conversation, as `Counter` does."""
-    from automodel_rl.rollout.episodes.metrics import conversation_metrics
+    from automodel_rl.rollout.groups import conversation_metrics
 
     def positive(conversations: Any) -> dict[str, float]:
         sums = sum((Counter(one.metrics) for one in conversations), Counter[str]())
         empty = [dataclasses.replace(one, metrics={}) for one in conversations[1:]]
         return conversation_metrics([*(dataclasses.replace(one, metrics=sums) for one in conversations[:1]), *empty])
 
-    return everywhere(positive, "rollout.episodes.metrics.conversation_metrics", "rollout.groups.conversation_metrics")
+    return everywhere(positive, "rollout.groups.conversation_metrics", "rollout.groups.conversation_metrics")
 
 
 DRIVER, GROUPS = "unit/rollout/episodes/test_driver.py", "unit/rollout/test_shaped_rewards.py"

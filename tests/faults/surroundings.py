@@ -281,7 +281,7 @@ def _higher_is_better() -> Any:
 
 def _never_calm() -> Any:
     """Steps without signal count though there were others between."""
-    from automodel_rl.trainers.reward_watch import RewardWatch
+    from automodel_rl.trainers.step_rollouts import RewardWatch
 
     look_at = RewardWatch.look_at
 

@@ -1,16 +1,10 @@
-"""The whole configs of runs, one file for each algorithm.
+"""The whole configs of runs, those with data and those with rewards.
 
 Only trainers and commands know them. Other rooms ask a run's config (config/run.py: RunConfig).
 """
 
-from automodel_rl.config.algorithms.distill import DistillConfig
-from automodel_rl.config.algorithms.dpo import DPOConfig
-from automodel_rl.config.algorithms.grpo import GRPOConfig
-from automodel_rl.config.algorithms.kto import KTOConfig
-from automodel_rl.config.algorithms.online import OnlineConfig
-from automodel_rl.config.algorithms.ppo import PPOConfig
-from automodel_rl.config.algorithms.reward import RewardModelConfig
-from automodel_rl.config.algorithms.sft import SFTConfig
+from automodel_rl.config.algorithms.online import GRPOConfig, OnlineConfig, PPOConfig
+from automodel_rl.config.algorithms.supervised import DistillConfig, DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
 
 __all__ = [
     "DPOConfig",

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch
 from automodel_rl.errors import InputError
-from automodel_rl.parallel.collectives import AllGatherCP
-from automodel_rl.parallel.head_exchange import from_heads, to_heads
+from automodel_rl.parallel.collectives import AllGatherCP, from_heads, to_heads
 from automodel_rl.parallel.tensor_parallel import Sections, own_rows
 
 WRONG_TRITON = (Version("3.4.0"), Version("3.7.1"))

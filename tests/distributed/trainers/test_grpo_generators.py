@@ -73,7 +73,7 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1, works: int = 0
     """How training ends when the generator fails so often at its third batch, and how many were made anew. In that
     batch it works so often before it fails."""
     Flaky.written = Flaky.left = Flaky.works = made = calls = 0
-    write = FleetRank._write
+    write = FleetRank.write
 
     def make(*arguments: Any) -> tuple[Generator, Transport]:
         nonlocal made
@@ -94,7 +94,7 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1, works: int = 0
             write(*arguments)
 
         try:
-            with mock.patch.object(FleetRank, "_write", counting):
+            with mock.patch.object(FleetRank, "write", counting):
                 train(settings | {"weight_sync": {"check_every": 0}})
         except RolloutError as error:
             return str(error), made - 1
@@ -140,7 +140,7 @@ def test_the_others_write_what_a_dead_generator_was_to_write(ranks: RankPool, wo
 def run_with_one_that_does_not_come_back(settings: Settings) -> int:
     """Trains; the generator of rank 1 dies at its third batch, and no other one starts. How often one was to."""
     made = calls = 0
-    write = FleetRank._write
+    write = FleetRank.write
 
     def make(*arguments: Any) -> tuple[Generator, Transport]:
         nonlocal made
@@ -160,7 +160,7 @@ def run_with_one_that_does_not_come_back(settings: Settings) -> int:
     Flaky.works = 0
     with (
         mock.patch("automodel_rl.generators.supervisor.make_generator", make),
-        mock.patch.object(FleetRank, "_write", counting),
+        mock.patch.object(FleetRank, "write", counting),
     ):
         train(settings | {"weight_sync": {"check_every": 0}})
     return made - 1

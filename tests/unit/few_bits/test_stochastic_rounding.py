@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.few_bits.stochastic_rounding import hashed_rows, random_bits, round_to_bfloat16
-from automodel_rl.tools.verify.rounded_masters import rounded
+from automodel_rl.tools.verify.one_process import rounded
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 CPU = torch.device("cpu")

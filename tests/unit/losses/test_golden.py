@@ -22,9 +22,9 @@ from automodel_rl.losses import LossFn, TokenOutputs, dft_loss, dpo_loss, grpo_l
 from automodel_rl.losses.advantages import advantages, whitened_over_tokens
 from automodel_rl.losses.kto import reference_point
 from automodel_rl.losses.outputs import count
+from automodel_rl.losses.policy_gradient import UNCERTAIN, uncertain_tokens
 from automodel_rl.losses.sft import ENTROPY_WEIGHT, eaft_loss, entropy_weights
 from automodel_rl.losses.terms import correction_weights
-from automodel_rl.losses.uncertain import UNCERTAIN, uncertain_tokens
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())
 CASES = {case["name"]: case for case in GOLDEN["cases"]}

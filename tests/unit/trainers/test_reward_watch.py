@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from automodel_rl.errors import RolloutError
-from automodel_rl.trainers.reward_watch import MOST_STEPS, RewardWatch
+from automodel_rl.trainers.step_rollouts import MOST_STEPS, RewardWatch
 
 EQUAL: Any = SimpleNamespace(has_signal=False)
 UNLIKE: Any = SimpleNamespace(has_signal=True)

@@ -16,9 +16,8 @@ from automodel_rl.chat_api.messages import call_of, checked_tools
 from automodel_rl.chat_api.values import MOST_DEPTH
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.agents.episode import TooLongError, _num_characters
-from automodel_rl.rollout.agents.frames import MOST_BYTES, FrameReader
 from automodel_rl.rollout.agents.protocol import AgentEndpoint, AgentResult
-from automodel_rl.rollout.agents.runner import ForkedAgents
+from automodel_rl.rollout.agents.runner import MOST_BYTES, ForkedAgents, FrameReader
 from automodel_rl.rollout.http_thread import parsed
 from tests.unit.rollout.agents.scripted import Ask, Script, run_case, said, user
 
