@@ -183,10 +183,10 @@ def run_split(settings: Settings) -> int:
     """Trains with a generator that two ranks share, which fails at first. The completions that this rank wrote."""
 
     def make(
-        spec: GeneratorSpec, handle: Any, tokenizer: Any, ranks: EngineRanks, is_first: bool
+        spec: GeneratorSpec, handle: Any, tokenizer: Any, ranks: EngineRanks, *others: Any
     ) -> tuple[Generator, Transport]:
         within = dataclasses.replace(spec, choice=TransformersGeneratorConfig())
-        generator, transport = make_generator(within, handle, tokenizer, ranks, is_first)
+        generator, transport = make_generator(within, handle, tokenizer, ranks, *others)
         generator.__class__ = Flaky
         return (generator if ranks.leads else NoGenerator()), transport
 
