@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
+from automodel_rl.compat.forks import renew_thread_pool
 from automodel_rl.launch.quiet import quiet_libraries
 
 IMPORTED = (
@@ -306,6 +307,8 @@ def _run(request: _Request, descriptors: list[int]) -> None:
     os.environ.update(request.environment, **{REQUESTS: asks}, **ONE_THREAD)
     if "OMP_NUM_THREADS" in os.environ:  # which is looked at when torch is imported
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    else:
+        renew_thread_pool()
     random.seed()
     ours = importlib.import_module("tests.warm")
     importlib.import_module("automodel_rl.launch.rank_processes").subprocess = types.SimpleNamespace(Popen=ours.popen)

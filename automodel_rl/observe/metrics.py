@@ -4,23 +4,12 @@ import errno
 import json
 import math
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from automodel_rl.files import write_complete
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has reserved at most: on its CUDA device, or on the host if it computes there."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
 
 MEASURED = "val/step"
 """Name of the metric that says of which step a record's validation is, if it may be an earlier one."""

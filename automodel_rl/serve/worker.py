@@ -14,7 +14,7 @@ from automodel_rl.launch.authenticated import AuthenticatedConnection
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.observe.metrics import peak_memory
+from automodel_rl.observe.peak_memory import peak_memory
 from automodel_rl.policy.crew import POLICY, TreeCrew
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.sampled import Refused

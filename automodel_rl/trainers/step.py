@@ -18,7 +18,7 @@ from automodel_rl.launch.timeline import TRAINER, StepTimeline
 from automodel_rl.losses.disagreement import EXTREMES
 from automodel_rl.model.flops import peak_flops
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.observe.metrics import peak_memory
+from automodel_rl.observe.peak_memory import peak_memory
 
 NEARLY_FULL = 0.95
 """Share of a device's memory above which a step warns."""

@@ -21,6 +21,8 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
+from automodel_rl.compat.forks import renew_thread_pool
+
 PR_SET_CHILD_SUBREAPER = 36
 
 LOOK_SECONDS = 0.1
@@ -115,6 +117,7 @@ class ForkServer:
 
 def _serve_episode(connection: Connection, serve: Callable[[Connection], None], log: int) -> None:
     """Serves one episode in this process, and ends it."""
+    renew_thread_pool()
     os.setsid()
     _adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_DFL)

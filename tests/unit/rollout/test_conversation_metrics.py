@@ -1,9 +1,9 @@
 """Metrics of a step's conversations add up what each has counted."""
 
 from automodel_rl.generators.protocol import Conversation
-from automodel_rl.rollout.episodes import metrics
 from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, ENVIRONMENT_ERRORS, MALFORMED, SECONDS, TURNS
 from automodel_rl.rollout.episodes.tools import FAILED
+from automodel_rl.rollout.groups import conversation_metrics
 
 
 def test_shares_are_of_turns_and_calls_and_means_of_conversations() -> None:
@@ -15,7 +15,7 @@ def test_shares_are_of_turns_and_calls_and_means_of_conversations() -> None:
         Conversation([1], [], end="error", metrics={TURNS: 0, ENVIRONMENT_ERRORS: 1}),
         Conversation([1], [True], end="turns", metrics={CACHED: 6, ASKED: 24}),
     ]
-    found = metrics.conversation_metrics(conversations)
+    found = conversation_metrics(conversations)
     assert found["rollout/turns_mean"] == 8 / 4
     assert found["rollout/calls_mean"] == 4 / 4
     assert found["rollout/malformed_calls"] == 2 / 8
@@ -26,12 +26,12 @@ def test_shares_are_of_turns_and_calls_and_means_of_conversations() -> None:
     assert found["rollout/observed_tokens_mean"] == 2 / 4
     assert found["rollout/ended_by_limit"] == 2 / 4
     assert found["rollout/cached_tokens"] == 6 / 24
-    assert metrics.conversation_metrics([]) == {}
+    assert conversation_metrics([]) == {}
 
 
 def test_numbers_of_environments_may_be_negative_or_0() -> None:
     """Each of an environment's metrics is there in every step, whatever its values."""
     reported = [{"score": -3.0, "wins": 0.0}, {"score": 5.0, "wins": 0.0}, {"score": -4.0, "losses": -1.0}]
-    found = metrics.conversation_metrics([Conversation([1], metrics=numbers) for numbers in reported])
+    found = conversation_metrics([Conversation([1], metrics=numbers) for numbers in reported])
     named = {name: found.get(f"rollout/environment_{name}") for name in ("score", "wins", "losses")}
     assert named == {"score": -2 / 3, "wins": 0.0, "losses": -1 / 3}
