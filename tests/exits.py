@@ -3,8 +3,7 @@
 python -m tests.exits [--jobs 200] [--seed 0]
 
 All is imported once. Every rank is a fork of this process, which has neither threads nor groups. Without
-`renew_thread_pool` after the fork about one job in 22 ends badly on a machine with 16 cores and torch 2.11 for CUDA,
-and an occasional one elsewhere: two threads ask torch for its thread pool at once, and the rank aborts.
+`renew_thread_pool` about 1 job in 22 aborted (16 cores, torch 2.11 for CUDA); elsewhere it is rare.
 """
 
 import argparse
@@ -24,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, ParallelConfig, pack, sft_loss
-from automodel_rl.compat.forks import renew_thread_pool
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.failure import guard
+from automodel_rl.launch.forks import renew_thread_pool
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries

@@ -1,6 +1,6 @@
 """How large the package is, and how often it says the same: `python -m tests.measures` prints a table.
 
-`budget.toml` has the most lines of each room, which the lints compare. Who needs more raises the number in the same
+`budget.toml` has the most lines of each room, which the lints compare. Whoever needs more raises the number in the same
 change, and says why.
 """
 

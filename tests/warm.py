@@ -1,8 +1,8 @@
 """Python with its libraries and this package imported: `python -m MODULE` as a fork of it, without the seconds that
 imports cost.
 
-Nothing of what is imported is used before the fork. A fork has the environment, the streams, the session and the end of
-a process of its own, and starts a process to fork from for what it starts in turn, such as a launcher's ranks.
+Nothing of what is imported is used before the fork. Each fork has its own environment, streams, session and exit. It
+also has its own helper process, from which the processes that it starts, such as a launcher's ranks, are forked.
 `python -m tests.warm DESCRIPTOR` is the process that is forked.
 """
 
@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
-from automodel_rl.compat.forks import renew_thread_pool
+from automodel_rl.launch.forks import renew_thread_pool
 from automodel_rl.launch.quiet import quiet_libraries
 
 IMPORTED = (
@@ -63,6 +63,9 @@ CAN_FORK = not os.path.exists("/dev/nvidiactl")
 
 REQUESTS = "AUTOMODEL_RL_WARM_REQUESTS"
 """Environment variable of a fork with the descriptor by which it asks for others."""
+
+WIDTH = 16
+"""Bytes of each of the two numbers that are told of a fork: its id, and its exit code."""
 
 HELPER = b"warm"
 """Name of processes that fork others or watch them; `tests.processes` looks through them."""
@@ -117,7 +120,7 @@ class WarmProcess:
             streams = [_descriptor(given, 0), _descriptor(stdout, 1), _descriptor(stderr, 2)]
             socket.send_fds(_requests(), [pickle.dumps(request)], [theirs, *streams, *pass_fds])
         os.close(theirs)
-        answer = os.read(self._answers, 32)
+        answer = os.read(self._answers, WIDTH)
         if not answer:
             raise RuntimeError("the process to fork from has ended: see what it has written to standard error")
         self.pid = int(answer)
@@ -139,7 +142,7 @@ class WarmProcess:
 
     def _take(self) -> int:
         if self.returncode is None:
-            self.returncode = int(os.read(self._answers, 32) or -signal.SIGKILL)
+            self.returncode = int(os.read(self._answers, WIDTH) or -signal.SIGKILL)
             os.close(self._answers)
         return self.returncode
 
@@ -242,9 +245,9 @@ def _fork_watched(answers: int, descriptors: list[int]) -> None:
     for descriptor in (0, 1, 2, *descriptors):
         os.close(descriptor)
     with contextlib.suppress(BrokenPipeError):  # who asked is gone
-        os.write(answers, str(pid).encode())
+        os.write(answers, b"%*d" % (WIDTH, pid))
         _, status = os.waitpid(pid, 0)
-        os.write(answers, str(os.waitstatus_to_exitcode(status)).encode())
+        os.write(answers, b"%*d" % (WIDTH, os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 

@@ -72,7 +72,7 @@ class ExampleLoader:
         return {PLACE: self._num_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._num_steps = state[PLACE] if PLACE in state else _earlier_place(state)
+        self._num_steps = state[PLACE]
 
     def _step(self, examples: Sequence[Example]) -> LoadedStep:
         sequences = [sequence for example in examples for sequence in example.sequences]
@@ -92,10 +92,3 @@ def _outlive_signals(number: int) -> None:
     process ends with it."""
     for stop in stop_signals():
         signal.signal(stop, signal.SIG_IGN)
-
-
-def _earlier_place(state: dict[str, Any]) -> int:
-    """The place in the state of torchdata's loader, which earlier checkpoints hold."""
-    if "_snapshot" not in state:
-        return int(state["_num_yielded"])
-    return int(state["_snapshot"]["_snapshot_step"]) + int(state["_steps_since_snapshot"])

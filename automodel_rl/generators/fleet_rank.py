@@ -23,7 +23,7 @@ from automodel_rl.weight_sync.transport import Transport
 class FleetRank:
     """This rank's generator, if it has one. Its methods are collectives, which `Fleet` calls on all ranks.
 
-    Those that give weights return the rank and why its generator has failed, or None.
+    `sync_weights`, `wake` and `restart` return (rank, reason) if this rank's generator has failed, else None.
 
     Args:
         policy: this rank of the policy, whose weights the generator gets.

@@ -29,7 +29,8 @@ class Member:
 
     Args:
         number: its number in the fleet: the rank, if one leads it.
-        works_alone: whether the generator writes while its rank does something else. If not, it writes in a job.
+        works_alone: whether the generator writes while its rank does something else. If not, it writes during a remote
+            call.
         connection: the connection to it.
         take: gets what it sends, and a `Failed` with the number 0 if nothing more will come. If it raises an error, the
             member is lost: it has sent what it should not.
@@ -38,7 +39,7 @@ class Member:
     Attributes:
         problem: why it is lost, "" if it is not.
         broke_off: whether its connection ended without a reason, or for what it sent.
-        queued: requests that it has not got yet: they wait for a job.
+        queued: requests not sent yet: they wait for the next `write`.
         heard: time at which it last sent a completion that it was asked for, or was reading weights, by the monotonic
             clock.
         first_number: the first number of what its generator was asked. Earlier requests went to generators before it.

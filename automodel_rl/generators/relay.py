@@ -21,8 +21,8 @@ from automodel_rl.policy.routes import RouteStore
 class Relay:
     """Passes requests of a program to this rank's generator. Completions go back one by one, as they are written.
 
-    A thread takes the requests, and lets a generator that works alone begin at once. What another one is to write comes
-    with a job, which calls `write`.
+    A thread takes the requests, and lets a generator that works alone begin at once. Another one gets its requests by a
+    remote call of `FleetRank.write`.
 
     Args:
         rank: this rank.

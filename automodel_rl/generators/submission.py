@@ -11,26 +11,6 @@ from automodel_rl.generator_messages import Request
 from automodel_rl.generators.member import Member
 from automodel_rl.generators.protocol import Completion, OnFinished, OnLost
 
-
-def deal(requests: Sequence[Request], num_members: int) -> list[int]:
-    """A member for each request, by its place among the members. All get equally many.
-
-    Completions of one prompt are of similar length. So they go to different members, which then finish together. Where
-    prompts are longer than what may be written after them, reading counts for more: then requests that stand next to
-    each other, as those of one prompt do, go to one member, which has the prompt cached from the second on.
-
-    Args:
-        requests: the requests, without those of conversations that have a member already.
-        num_members: number of members.
-    """
-    read = sum(len(request.prompt) for request in requests)
-    written = sum(request.sampling.max_tokens for request in requests)
-    if read > written:
-        return [turn * num_members // len(requests) for turn in range(len(requests))]
-    numbers = (turn if request.conversation is None else request.conversation for turn, request in enumerate(requests))
-    return [number % num_members for number in numbers]
-
-
 MOST_LOSSES = 3
 """A request whose generators were lost so often is to blame, and is not asked again."""
 
@@ -123,3 +103,22 @@ class Assignment:
 def nobody_writes(member: Member) -> RolloutError:
     """The error of a submission that no member can write."""
     return RolloutError(f"the {member.name} cannot write: {member.problem}")
+
+
+def deal(requests: Sequence[Request], num_members: int) -> list[int]:
+    """A member for each request, by its place among the members. All get equally many.
+
+    Completions of one prompt are of similar length. So they go to different members, which then finish together. Where
+    prompts are longer than what may be written after them, reading counts for more: then requests that stand next to
+    each other, as those of one prompt do, go to one member, which has the prompt cached from the second on.
+
+    Args:
+        requests: the requests, without those of conversations that have a member already.
+        num_members: number of members.
+    """
+    read = sum(len(request.prompt) for request in requests)
+    written = sum(request.sampling.max_tokens for request in requests)
+    if read > written:
+        return [turn * num_members // len(requests) for turn in range(len(requests))]
+    numbers = (turn if request.conversation is None else request.conversation for turn, request in enumerate(requests))
+    return [number % num_members for number in numbers]

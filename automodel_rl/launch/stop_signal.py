@@ -1,4 +1,4 @@
-"""A request to stop, by SIGTERM, Ctrl-C or a closed terminal, that waits for the end of the step."""
+"""A request to stop, by SIGTERM, Ctrl-C or a closed terminal, that waits for the end of the step. Also the terminal."""
 
 import os
 import signal

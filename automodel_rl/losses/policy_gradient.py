@@ -35,32 +35,6 @@ UNCERTAIN = "uncertain"
 """Name of values: 1 for tokens that have a policy term, and 0 for others, [T]."""
 
 
-def uncertain_tokens(entropies: Sequence[Tensor], masks: Sequence[Tensor], share: float) -> list[Tensor]:
-    """Whether each token of each row is among those with the highest entropies of all rows.
-
-    Args:
-        entropies: the policy's entropy over each token of each row, [n].
-        masks: the tokens that count, bool [n].
-        share: the share of counted tokens that are asked for; the quantile between two of them is interpolated.
-
-    Returns:
-        float64 [n] for each row, 1 or 0.
-
-    Example:
-        >>> import torch
-        >>> uncertain_tokens([torch.tensor([9.0, 1.0, 3.0])], [torch.tensor([False, True, True])], 0.5)
-        [tensor([0., 0., 1.], dtype=torch.float64)]
-    """
-    counted = torch.cat([of_row[mask] for of_row, mask in zip(entropies, masks, strict=True)]).double().sort().values
-    if not len(counted):
-        return [torch.zeros(len(mask), dtype=torch.float64) for mask in masks]
-    place = (1 - share) * (len(counted) - 1)
-    low = int(place)
-    high = min(low + 1, len(counted) - 1)
-    bound = torch.lerp(counted[low], counted[high], place - low)
-    return [((of_row >= bound) & mask).double() for of_row, mask in zip(entropies, masks, strict=True)]
-
-
 def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossConfig) -> LossOutput:
     """A policy-gradient loss over completions. Formulas and papers are in `PolicyLossConfig`.
 
@@ -68,7 +42,7 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
         outputs: log-probabilities under the policy, and its entropy.
         microbatch: `loss_mask` marks the completions' tokens. `values` has `advantages`, `old_logprobs` unless
             `on_policy` is True, `rollout_logprobs` if there is a correction, `ref_logprobs` if there is a KL term, and
-            `uncertain` (losses/uncertain.py) if there is such a share.
+            `uncertain` (`uncertain_tokens`) if there is such a share.
             If `rollout_logprobs` are there, a metric says how far they are from the trainer's log-probabilities. If
             `live_logprobs` (those without router replay) are there, a second metric says how far they are from these.
         config: the settings of the loss.
@@ -246,3 +220,30 @@ def _normalise(loss: Tensor, microbatch: Microbatch, config: PolicyLossConfig) -
     if config.max_completion_tokens is None:
         raise ValueError("normalise=constant needs max_completion_tokens, the constant to divide by")
     return {"sequences": total / config.max_completion_tokens}
+
+
+def uncertain_tokens(entropies: Sequence[Tensor], masks: Sequence[Tensor], share: float) -> list[Tensor]:
+    """Whether each token of each row is among those with the highest entropies of all rows (Wang et al.,
+    arXiv:2506.01939).
+
+    Args:
+        entropies: the policy's entropy over each token of each row, [n].
+        masks: the tokens that count, bool [n].
+        share: the share of counted tokens that are asked for; the quantile between two of them is interpolated.
+
+    Returns:
+        float64 [n] for each row, 1 or 0.
+
+    Example:
+        >>> import torch
+        >>> uncertain_tokens([torch.tensor([9.0, 1.0, 3.0])], [torch.tensor([False, True, True])], 0.5)
+        [tensor([0., 0., 1.], dtype=torch.float64)]
+    """
+    counted = torch.cat([of_row[mask] for of_row, mask in zip(entropies, masks, strict=True)]).double().sort().values
+    if not len(counted):
+        return [torch.zeros(len(mask), dtype=torch.float64) for mask in masks]
+    place = (1 - share) * (len(counted) - 1)
+    low = int(place)
+    high = min(low + 1, len(counted) - 1)
+    bound = torch.lerp(counted[low], counted[high], place - low)
+    return [((of_row >= bound) & mask).double() for of_row, mask in zip(entropies, masks, strict=True)]

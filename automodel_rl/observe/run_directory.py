@@ -1,4 +1,4 @@
-"""The run directory: which run it holds, and where its files are."""
+"""The run directory: which run it holds, where its files are, and which versions it ran with."""
 
 import contextlib
 import json

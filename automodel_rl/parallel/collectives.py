@@ -134,9 +134,12 @@ def _own_rows(tensor: Tensor, group: Group) -> Tensor:
     return tensor.chunk(group.size())[group.rank()].contiguous()
 
 
-def to_heads(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def to_heads(parts: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
     """Exchanges [t, heads, d] of this rank's tokens for [size * t, heads / size, d] of all ranks' tokens, rank 0's
-    first. The dtype of the tensors together is the widest."""
+    first. The dtype of the tensors together is the widest.
+
+    Ulysses; Jacobs et al., arXiv:2309.14509.
+    """
     size, num_tokens = group.size(), len(parts[0])
     widest = functools.reduce(torch.promote_types, (part.dtype for part in parts))
     cut = [part.to(widest).unflatten(1, (size, -1)).transpose(0, 1).flatten(2) for part in parts]  # [size, t, ...]
@@ -149,7 +152,7 @@ def to_heads(parts: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tenso
     )
 
 
-def from_heads(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+def from_heads(whole: Tensor, group: Group) -> Tensor:
     """Exchanges [size * t, heads / size, d] for [t, heads, d]."""
     size = group.size()
     sent = [len(whole) // size] * size

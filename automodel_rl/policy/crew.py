@@ -1,11 +1,12 @@
-"""Remote calls: a program on one process calls methods on all ranks. `TreeCrew` are the ranks of a job of torchrun, our
-launcher or Ray, whose program runs on rank 0.
+"""Remote calls: a program in one process calls methods on all ranks. `TreeCrew` is the crew of a job that torchrun, our
+launcher or Ray started; its program runs on rank 0.
 
 A call travels from rank to rank in a binomial tree, and so do the answers: rank 0 talks to the ranks 1, 2, 4, 8 and so
 on, each of which talks to those behind it. Each part of the tree gets the shares of its own data ranks and no others.
 """
 
 import abc
+import inspect
 import io
 import os
 import pickle
@@ -25,7 +26,7 @@ from automodel_rl.parallel.layout import Layout
 from automodel_rl.policy.shares import Share
 
 REFUSALS = (InputError, RolloutError, TrainingDivergedError)
-"""What ranks raise alike and then are as they were, ready for the next call. After any other error they end."""
+"""Errors that ranks raise without changing their state. They then take the next call; any other error ends them."""
 
 POLICY, FLEET = "policy", "fleet"
 """Objects of a rank whose methods can be called: its part of the trained model, and its generator."""
@@ -44,8 +45,8 @@ class RemoteCall:
         target: the name of the object that has it, on every rank.
         method: its name.
         arguments: all but the rank's share of rows.
-        has_rows: whether the share comes before the arguments; it is None on an outsider.
-        is_gathered: whether all ranks answer; else rank 0 does.
+        has_rows: whether the rank's share of the rows is passed as the first argument (None on an outsider).
+        is_gathered: whether the values of all ranks are returned; otherwise only rank 0's.
     """
 
     target: str
@@ -58,6 +59,11 @@ class RemoteCall:
         """Calls the method of this rank's object."""
         rows = (share,) if self.has_rows else ()
         return getattr(targets[self.target], self.method)(*rows, *self.arguments)
+
+    def check(self, targets: Mapping[str, Any]) -> None:
+        """Raises AttributeError or TypeError if there is no such method, or it does not take the arguments."""
+        method = getattr(targets[self.target], self.method)
+        inspect.signature(method).bind(*((None,) if self.has_rows else ()), *self.arguments)
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class Crew(abc.ABC):
             shares: the share of every data rank; none if it has no rows.
 
         Returns:
-            Answers by rank, of the ranks that are to answer and do not answer None.
+            Values by rank, without None: of all ranks if the call is gathered, else of rank 0.
 
         Raises:
             InputError, RolloutError, TrainingDivergedError: all ranks refuse the call alike, and are as they were.
@@ -181,6 +187,7 @@ class TreeCrew(Crew):
         """Calls a method on all ranks, as `Crew.call`. Rank 0 calls it."""
         if not self.is_intact:
             raise RuntimeError("the ranks take no more calls, for one has failed")
+        call.check(self.targets)  # on one rank, before all would raise
         header, sent = b"", list[bytes]()
         if self.size > 1:  # before anything is sent: a loss may not pickle
             header, sent = _pickled((flight.where, call)), [_pickled(share) for share in shares]

@@ -112,7 +112,7 @@ def orders_of(orders: Sequence[tuple[Any, float, bool]]) -> list[dict[str, Any]]
     """
     return [
         {
-            "job": type(job).__name__,
+            "job": job.title,
             "run": next((str(vars(job)[name]) for name in ("run", "kept", "folder") if vars(job).get(name)), ""),
             "seconds": round(seconds, 1),
             "runs": runs,

@@ -61,6 +61,11 @@ class RunShape:
 class ServiceJob:
     """The base of all jobs. Ranks run them one after the other."""
 
+    @property
+    def title(self) -> str:
+        """What it is called for people."""
+        return type(self).__name__
+
 
 @dataclass(frozen=True)
 class Stop(ServiceJob):
@@ -69,7 +74,7 @@ class Stop(ServiceJob):
 
 @dataclass(frozen=True)
 class OfRun(ServiceJob):
-    """A method of `Runs` to call for a run. The answer is what it returns.
+    """A method of `Runs` to call for a run. The answer is None; of `optimizer_step` it is metrics by name.
 
     Attributes:
         run: the run, which is the first argument.
@@ -80,6 +85,11 @@ class OfRun(ServiceJob):
     run: str
     method: str
     arguments: tuple[Any, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The method."""
+        return self.method
 
 
 @dataclass(frozen=True)

@@ -243,8 +243,10 @@ class Service:
             checks.check_optimizer(body.optimizer_config)
             saved = self._training_weights(body.path)
             metadata = body.user_metadata or saved.user_metadata
-            given = (str(saved.folder), body.optimizer)
-            return self._new_run(body, saved.shape, metadata, lambda run, shape: OfRun(run, "load", (shape, *given)))
+            folder, optimizer = str(saved.folder), body.optimizer
+            return self._new_run(
+                body, saved.shape, metadata, lambda run, shape: OfRun(run, "load", (shape, folder, optimizer))
+            )
         run = self._run(body.model_id)
 
         def work() -> Work:

@@ -94,7 +94,7 @@ class ServiceWorker:
     def _answer(self, job: messages.ServiceJob) -> Any:
         """The answer to a job. What all ranks refuse alike is refused; any other failure ends the ranks."""
         try:
-            with flight.phase(type(job).__name__):
+            with flight.phase(job.title):
                 return self._run(job)
         except InputError as error:
             self._shown = None

@@ -1,4 +1,4 @@
-"""The rollouts of each step: collected, filtered, counted, and written beside the metrics."""
+"""The rollouts of each step: collected, filtered, counted, and written. A run whose rewards never differ ends."""
 
 import dataclasses
 import itertools

@@ -19,9 +19,10 @@ class Objective:
     """What an algorithm trains in each step, and validates.
 
     Attributes:
-        examples: the plural of what an example is, for people.
-        prepare: gives the rows of a step the values that the loss reads, and returns the loss.
-        prepare_held_out: does so for the validation data, before each validation.
+        examples: what the console calls the examples, in the plural, such as "pairs".
+        prepare: called before each optimizer step: adds the values that the loss reads to the step's rows, and returns
+            the loss.
+        prepare_held_out: the same for the validation data, called before each validation.
         readout: what the loss gets for every token.
         samples: makes completions of the trained model for the report.
     """
@@ -34,7 +35,7 @@ class Objective:
 
 
 def train_on_examples(run: Run, data: ExampleData, held_out: Batch, objective: Objective) -> Path:
-    """Trains from the checkpoint to resume, if there is one, to the end of the run. The optimizer is there.
+    """Trains from the checkpoint to resume, if there is one, to the end of the run. `policy.begin` has been called.
 
     Args:
         run: the frame around the steps.
@@ -61,5 +62,5 @@ def train_on_examples(run: Run, data: ExampleData, held_out: Batch, objective: O
             with step.time("validate"):
                 loss = objective.prepare_held_out()
                 step.metrics["val/loss"], metrics = policy.evaluate(held_out, loss, objective.readout)
-            step.metrics |= {name.replace("train/", "val/"): value for name, value in metrics.items()}
+            step.metrics |= {f"val/{name.removeprefix('train/')}": value for name, value in metrics.items()}
     return run.finish(objective.samples)

@@ -1,4 +1,4 @@
-"""Runs a program: rank 0 leads the others through it."""
+"""Runs a program, of an algorithm or from a file: rank 0 leads the others through it."""
 
 import contextlib
 import importlib
@@ -37,36 +37,6 @@ from automodel_rl.trainers.ppo import ppo
 from automodel_rl.trainers.reward import reward
 from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.sft import sft
-
-
-def open_loop(file: Path) -> Callable[..., Any]:
-    """The function `main(policy, fleet, run)` of a file.
-
-    The file becomes a module of its own name, so that ranks find losses that are defined in it.
-
-    Raises:
-        InputError: there is no such file, it cannot be imported, or it has no such function.
-    """
-    if not file.is_file():
-        raise InputError(f"run {file}: there is no such file")
-    if not file.stem.isidentifier():
-        raise InputError(f"run {file}: its name is no name of a Python module: use letters, digits and _")
-    sys.path.append(str(file.parent.absolute()))  # last, so that a file beside it takes the place of no other module
-    try:
-        module = importlib.import_module(file.stem)
-    except Exception as error:
-        raise InputError(f"run {file}: cannot be imported ({innermost(error)}{line_of_caller(error)})") from error
-    if Path(module.__file__ or "").absolute() != file.absolute():
-        raise InputError(f"run {file}: Python has another module named {file.stem}: rename the file")
-    main = vars(module).get("main")
-    if not callable(main):
-        raise InputError(f"run {file}: has no function main(policy, fleet, run)")
-    try:
-        inspect.signature(main).bind("policy", "fleet", "run")
-    except TypeError as error:
-        raise InputError(f"run {file}: main cannot be called as main(policy, fleet, run) ({error})") from None
-    return main
-
 
 Program = Callable[[Policy, Fleet, Run], Any]
 """A run from its beginning to its end, in one process: the model in training, its generators, and the frame around the
@@ -177,3 +147,32 @@ def _lead(program: Program, crew: TreeCrew, opened: OpenedRun, max_minutes: floa
 def _policy(crew: TreeCrew, handle: ModelHandle, opened: OpenedRun, name: str) -> Policy:
     packing = Packing.of(opened.config.batch, opened.config.parallel, handle.flops)
     return Policy(crew, packing, handle.config.vocab_size, name)
+
+
+def open_loop(file: Path) -> Callable[..., Any]:
+    """The function `main(policy, fleet, run)` of a file.
+
+    The file becomes a module of its own name, so that ranks find losses that are defined in it.
+
+    Raises:
+        InputError: there is no such file, it cannot be imported, or it has no such function.
+    """
+    if not file.is_file():
+        raise InputError(f"run {file}: there is no such file")
+    if not file.stem.isidentifier():
+        raise InputError(f"run {file}: its name is no name of a Python module: use letters, digits and _")
+    sys.path.append(str(file.parent.absolute()))  # last, so that a file beside it takes the place of no other module
+    try:
+        module = importlib.import_module(file.stem)
+    except Exception as error:
+        raise InputError(f"run {file}: cannot be imported ({innermost(error)}{line_of_caller(error)})") from error
+    if Path(module.__file__ or "").absolute() != file.absolute():
+        raise InputError(f"run {file}: Python has another module named {file.stem}: rename the file")
+    main = vars(module).get("main")
+    if not callable(main):
+        raise InputError(f"run {file}: has no function main(policy, fleet, run)")
+    try:
+        inspect.signature(main).bind("policy", "fleet", "run")
+    except TypeError as error:
+        raise InputError(f"run {file}: main cannot be called as main(policy, fleet, run) ({error})") from None
+    return main

@@ -154,7 +154,7 @@ def _only_what_is_above_0() -> Any:
         empty = [dataclasses.replace(one, metrics={}) for one in conversations[1:]]
         return conversation_metrics([*(dataclasses.replace(one, metrics=sums) for one in conversations[:1]), *empty])
 
-    return everywhere(positive, "rollout.groups.conversation_metrics", "rollout.groups.conversation_metrics")
+    return patch("rollout.groups.conversation_metrics", positive)
 
 
 DRIVER, GROUPS = "unit/rollout/episodes/test_driver.py", "unit/rollout/test_shaped_rewards.py"
@@ -222,7 +222,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "metrics of conversations that are not above 0 left out": Fault(
         _only_what_is_above_0,
-        "unit/rollout/episodes/test_metrics.py::test_numbers_of_environments_may_be_negative_or_0",
+        "unit/rollout/test_conversation_metrics.py::test_numbers_of_environments_may_be_negative_or_0",
     ),
     "completions that were cut are trained": Fault(
         _cut_completions_trained, f"{BATCHES}::test_sampled_tokens_count_unless_their_completion_was_cut"

@@ -118,7 +118,7 @@ def keys_of(values: Any, prefix: str = "") -> Iterator[str]:
 
 
 def parts_of_configs() -> Iterator[tuple[str, str]]:
-    """(page, YAML) of every block, and of every span such as `rollout: {own_process: true}`."""
+    """(page, YAML) of every block, and of every span such as `rollout: {prompts: 8}`."""
     for page, text in TEXTS.items():
         yield from ((page, code) for code in blocks(text, "yaml"))
         yield from ((page, span) for span in spans(text) if re.match(r"(\w+): [{\[]", span))

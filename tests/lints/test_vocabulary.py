@@ -26,9 +26,6 @@ RETIRED = {
 }
 """Patterns of words for things that have another name, and that name. The glossary has all names."""
 
-KEEPS_OLD_NAMES = {"automodel_rl/config/load.py"}
-"""It answers keys that were renamed."""
-
 FRAGMENTS = re.compile(
     r"(And|Args|Around|As|At|Before|Between|By|For|From|In|Not|Of|On|Than|That|To|Until|Where|Which|With)\b"
 )
@@ -39,7 +36,6 @@ def test_retired_words_stay_away() -> None:
     assert_none(
         f"{place(file)}, line {number}: {found[0]!r} is called {word}"
         for file in PROSE
-        if place(file) not in KEEPS_OLD_NAMES
         for number, line in enumerate(file.read_text().splitlines(), start=1)
         for pattern, word in RETIRED.items()
         if (found := re.search(pattern, line))

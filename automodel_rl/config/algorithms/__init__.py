@@ -1,4 +1,4 @@
-"""The whole configs of runs, those with data and those with rewards.
+"""The whole configs of runs: supervised algorithms, and those with rollouts.
 
 Only trainers and commands know them. Other rooms ask a run's config (config/run.py: RunConfig).
 """

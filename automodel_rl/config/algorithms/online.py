@@ -1,4 +1,4 @@
-"""The configs of runs with rewards: grpo and ppo, and what they have in common."""
+"""The configs of runs with rollouts: what they have in common, grpo and ppo."""
 
 import itertools
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The configs of runs on data that exist before them: sft, dpo, kto, reward and distill."""
+"""The configs of supervised runs: sft, dpo, kto, reward and distill."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,25 +18,22 @@ from automodel_rl.config.losses import DPOLossConfig, KTOLossConfig, RewardLossC
 from automodel_rl.config.run import Records, RunConfig, refuse_idle_data_ranks
 
 
-class DistillConfig(RunConfig):
-    """A run of distillation. `automodel-rl distill --help` lists every key.
+class SFTConfig(RunConfig):
+    """A run of supervised fine-tuning. `automodel-rl sft --help` lists every key.
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "chats.jsonl"}]}}
         >>> values |= {"batch": {"sequences": 8, "microbatch_tokens": 4096}, "length": {"steps": 10}}
-        >>> DistillConfig(output="runs/mine", teachers={"large": {"path": "Qwen/Qwen3-8B"}}, **values).loss.top_k
-        64
+        >>> SFTConfig(output="runs/mine", **values).optimizer.lr
+        1e-05
     """
 
-    algorithm: Literal["distill"] = "distill"
-    """Distillation of teachers into a student, on chats."""
+    algorithm: Literal["sft"] = "sft"
+    """Supervised fine-tuning on chats."""
 
     data: DataConfig
     batch: BatchConfig
-    teachers: Annotated[dict[str, TeacherConfig], Field(min_length=1)]
-    """The models that the student learns from, by names of your choice. Each teaches the sources that it names."""
-
-    loss: DistillLossConfig = DistillLossConfig()
+    loss: SFTLossConfig = SFTLossConfig()
 
     @property
     def reads(self) -> Records:
@@ -49,9 +46,14 @@ class DistillConfig(RunConfig):
         return self.data.train_on
 
     @property
-    def further_models(self) -> dict[str, FurtherModel]:
-        """The teachers on the run's ranks by name."""
-        return local(self.teachers, self.model)
+    def compares_logprobs(self) -> bool:
+        """Whether log-probabilities of several passes are compared: they are not."""
+        return False
+
+    @property
+    def has_likelihood_loss(self) -> bool:
+        """Whether the loss is the mean negative log-likelihood of the trained tokens."""
+        return self.loss_function is None and self.loss.kind == "likelihood"
 
     @property
     def sequences_per_step(self) -> int:
@@ -59,13 +61,98 @@ class DistillConfig(RunConfig):
         return self.batch.sequences
 
     @model_validator(mode="after")
-    def _teachers_can_tell(self) -> "DistillConfig":
-        check_can_compare(self.teachers, self.loss, self.loss.temperature)
+    def _microbatches_for_every_data_rank(self) -> "SFTConfig":
+        refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
         return self
 
+
+class DPOConfig(RunConfig):
+    """A run of preference training. `automodel-rl dpo --help` lists every key.
+
+    Example:
+        >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "pairs.jsonl"}]}}
+        >>> values |= {"batch": {"pairs": 8, "microbatch_tokens": 4096}, "length": {"steps": 10}}
+        >>> DPOConfig(output="runs/mine", **values).loss.variant
+        'dpo'
+    """
+
+    algorithm: Literal["dpo"] = "dpo"
+    """Preference training on pairs of a chosen and a rejected completion."""
+
+    data: ExamplesConfig
+    batch: PairBatchConfig
+    loss: DPOLossConfig = DPOLossConfig()
+
+    precompute_reference: bool = False
+    """Compute the reference's log-probabilities of all pairs before the first step, and keep them in place of its
+    weights. Steps then need no forward of the reference, but the run begins with a pass over the data."""
+
+    @property
+    def reads(self) -> Records:
+        """What a record of the data holds: two completions of a prompt."""
+        return "pairs"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference policy is kept."""
+        return self.loss.needs_reference
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Token sequences of one optimizer step, over all data ranks."""
+        return 2 * self.batch.pairs
+
     @model_validator(mode="after")
-    def _microbatches_for_every_data_rank(self) -> "DistillConfig":
+    def _microbatches_for_every_data_rank(self) -> "DPOConfig":
+        refuse_idle_data_ranks("batch.pairs", self.batch.pairs, self.parallel)
+        return self
+
+
+class KTOConfig(RunConfig):
+    """A run of preference training on single completions. `automodel-rl kto --help` lists every key.
+
+    Example:
+        >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "judged.jsonl"}]}}
+        >>> values |= {"batch": {"sequences": 8, "microbatch_tokens": 4096}, "length": {"steps": 10}}
+        >>> KTOConfig(output="runs/mine", **values).loss.beta
+        0.1
+    """
+
+    algorithm: Literal["kto"] = "kto"
+    """Preference training on completions that are each called good or bad (Ethayarajh et al., arXiv:2402.01306)."""
+
+    data: JudgedDataConfig
+    batch: BatchConfig
+    loss: KTOLossConfig = KTOLossConfig()
+
+    @property
+    def reads(self) -> Records:
+        """What a record of the data holds: a completion of a prompt, and whether it is good."""
+        return "judged"
+
+    @property
+    def trained_turns(self) -> Literal["all", "last"]:
+        """The assistant's turns of a chat that are judged."""
+        return self.data.train_on
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference policy is kept: it is."""
+        return True
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Token sequences of one optimizer step, over all data ranks."""
+        return self.batch.sequences
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "KTOConfig":
         refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
+        if self.loss.reference_point == "batch" and self.batch.sequences < 2:
+            raise ValueError(
+                "batch.sequences=1: the reference point comes from completions of other prompts: use at least 2, or "
+                "loss.reference_point=zero"
+            )
         return self
 
 
@@ -124,112 +211,25 @@ class RewardModelConfig(RunConfig):
         return self
 
 
-class KTOConfig(RunConfig):
-    """A run of preference training on single completions. `automodel-rl kto --help` lists every key.
-
-    Example:
-        >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "judged.jsonl"}]}}
-        >>> values |= {"batch": {"sequences": 8, "microbatch_tokens": 4096}, "length": {"steps": 10}}
-        >>> KTOConfig(output="runs/mine", **values).loss.beta
-        0.1
-    """
-
-    algorithm: Literal["kto"] = "kto"
-    """Preference training on completions that are each called good or bad (Ethayarajh et al., arXiv:2402.01306)."""
-
-    data: JudgedDataConfig
-    batch: BatchConfig
-    loss: KTOLossConfig = KTOLossConfig()
-
-    @property
-    def reads(self) -> Records:
-        """What a record of the data holds: a completion of a prompt, and whether it is good."""
-        return "judged"
-
-    @property
-    def trained_turns(self) -> Literal["all", "last"]:
-        """The assistant's turns of a chat that are judged."""
-        return self.data.train_on
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a reference policy is kept: it is."""
-        return True
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
-        return self.batch.sequences
-
-    @model_validator(mode="after")
-    def _sizes(self) -> "KTOConfig":
-        refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
-        if self.loss.reference_point == "batch" and self.batch.sequences < 2:
-            raise ValueError(
-                "batch.sequences=1: the reference point comes from completions of other prompts: use at least 2, or "
-                "loss.reference_point=zero"
-            )
-        return self
-
-
-class DPOConfig(RunConfig):
-    """A run of preference training. `automodel-rl dpo --help` lists every key.
-
-    Example:
-        >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "pairs.jsonl"}]}}
-        >>> values |= {"batch": {"pairs": 8, "microbatch_tokens": 4096}, "length": {"steps": 10}}
-        >>> DPOConfig(output="runs/mine", **values).loss.variant
-        'dpo'
-    """
-
-    algorithm: Literal["dpo"] = "dpo"
-    """Preference training on pairs of a chosen and a rejected completion."""
-
-    data: ExamplesConfig
-    batch: PairBatchConfig
-    loss: DPOLossConfig = DPOLossConfig()
-
-    precompute_reference: bool = False
-    """Compute the reference's log-probabilities of all pairs before the first step, and keep them in place of its
-    weights. Steps then need no forward of the reference, but the run begins with a pass over the data."""
-
-    @property
-    def reads(self) -> Records:
-        """What a record of the data holds: two completions of a prompt."""
-        return "pairs"
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a reference policy is kept."""
-        return self.loss.needs_reference
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
-        return 2 * self.batch.pairs
-
-    @model_validator(mode="after")
-    def _microbatches_for_every_data_rank(self) -> "DPOConfig":
-        refuse_idle_data_ranks("batch.pairs", self.batch.pairs, self.parallel)
-        return self
-
-
-class SFTConfig(RunConfig):
-    """A run of supervised fine-tuning. `automodel-rl sft --help` lists every key.
+class DistillConfig(RunConfig):
+    """A run of distillation. `automodel-rl distill --help` lists every key.
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "chats.jsonl"}]}}
         >>> values |= {"batch": {"sequences": 8, "microbatch_tokens": 4096}, "length": {"steps": 10}}
-        >>> SFTConfig(output="runs/mine", **values).optimizer.lr
-        1e-05
+        >>> DistillConfig(output="runs/mine", teachers={"large": {"path": "Qwen/Qwen3-8B"}}, **values).loss.top_k
+        64
     """
 
-    algorithm: Literal["sft"] = "sft"
-    """Supervised fine-tuning on chats."""
+    algorithm: Literal["distill"] = "distill"
+    """Distillation of teachers into a student, on chats."""
 
     data: DataConfig
     batch: BatchConfig
-    loss: SFTLossConfig = SFTLossConfig()
+    teachers: Annotated[dict[str, TeacherConfig], Field(min_length=1)]
+    """The models that the student learns from, by names of your choice. Each teaches the sources that it names."""
+
+    loss: DistillLossConfig = DistillLossConfig()
 
     @property
     def reads(self) -> Records:
@@ -242,14 +242,9 @@ class SFTConfig(RunConfig):
         return self.data.train_on
 
     @property
-    def compares_logprobs(self) -> bool:
-        """Whether log-probabilities of several passes are compared: they are not."""
-        return False
-
-    @property
-    def has_likelihood_loss(self) -> bool:
-        """Whether the loss is the mean negative log-likelihood of the trained tokens."""
-        return self.loss_function is None and self.loss.kind == "likelihood"
+    def further_models(self) -> dict[str, FurtherModel]:
+        """The teachers on the run's ranks by name."""
+        return local(self.teachers, self.model)
 
     @property
     def sequences_per_step(self) -> int:
@@ -257,6 +252,11 @@ class SFTConfig(RunConfig):
         return self.batch.sequences
 
     @model_validator(mode="after")
-    def _microbatches_for_every_data_rank(self) -> "SFTConfig":
+    def _teachers_can_tell(self) -> "DistillConfig":
+        check_can_compare(self.teachers, self.loss, self.loss.temperature)
+        return self
+
+    @model_validator(mode="after")
+    def _microbatches_for_every_data_rank(self) -> "DistillConfig":
         refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
         return self

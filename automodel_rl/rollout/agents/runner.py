@@ -1,4 +1,4 @@
-"""What runs agents: processes forked for one each, or another package's worker."""
+"""What runs agents: processes forked for one each, or another package's worker, and the frames of its messages."""
 
 import asyncio
 import contextlib

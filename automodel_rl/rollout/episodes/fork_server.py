@@ -21,7 +21,7 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any
 
-from automodel_rl.compat.forks import renew_thread_pool
+from automodel_rl.launch.forks import renew_thread_pool
 
 PR_SET_CHILD_SUBREAPER = 36
 

@@ -9,6 +9,7 @@ import pytest
 
 from automodel_rl.generator_messages import Sampling
 from automodel_rl.rollout.sampled import PromptScoring, Refused, SamplePrompt
+from automodel_rl.serve.history import orders_of
 from automodel_rl.serve.joining import answers_of, joined, take_together
 from automodel_rl.serve.messages import (
     Datum,
@@ -111,3 +112,9 @@ def test_a_run_gets_rows_of_its_own_or_those_that_were_used_longest_ago() -> Non
     assert choose_rows([run(8, 0, 5.0), run(4, 12, 5.0)], 8, 32) == 16
     assert choose_rows([run(4, 0, 5.0), run(4, 4, 3.0)], 4, 8) == 4
     assert choose_rows([run(4, 0, 5.0), run(4, 4, 3.0)], 8, 8) == 0
+
+
+def test_a_call_for_a_run_has_the_name_of_its_method_on_the_page() -> None:
+    (call, forwards) = orders_of([(step("a"), 1.0, True), (forward("b"), 2.0, False)])
+    assert (call["job"], call["run"]) == ("optimizer_step", "a")
+    assert (forwards["job"], forwards["run"]) == ("RunPass", "b")
