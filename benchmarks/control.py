@@ -1,9 +1,9 @@
-"""The cost of leading many ranks: time of a job, connections and groups of a rank, and what a large batch takes.
+"""The cost of leading many ranks: time of a remote call, connections and groups of a rank, and what a large batch takes.
 
     python benchmarks/control.py 4 16 64
 
-Ranks are processes of this machine over gloo, forked from one that has imported everything. They have no model: a job
-does nothing, so that times are those of control alone. On few processors ranks take turns, and a job's time is that of
+Ranks are processes of this machine over gloo, forked from one that has imported everything. They have no model: a call
+does nothing, so that times are those of control alone. On few processors ranks take turns, and a call's time is that of
 all its messages one after the other; `messages` says how many lie one behind the other on the way, which is what counts
 where every rank has a processor. The layout is dp_shard = ranks / 4, pp = 4.
 """
@@ -31,7 +31,7 @@ from automodel_rl.parallel.layout import build_layout, own_group
 from automodel_rl.policy.crew import POLICY, TreeCrew
 from automodel_rl.policy.shares import Share
 
-TOKENS, JOBS, BATCHES, LONGEST = 4_000_000, 30, 5, 8192
+TOKENS, CALLS, BATCHES, LONGEST = 4_000_000, 30, 5, 8192
 
 SHARDS = 100
 """Number of shards of each kind in the planned checkpoint."""
@@ -134,7 +134,7 @@ def plan_checkpoint(rank: int, size: int) -> float:
 
 def lead(crew: TreeCrew, size: int, took: float) -> None:
     policy = Policy(crew, Packing(16_384, size // 4, 4), 32_768)
-    empty = seconds_of(lambda: crew.ask(POLICY, "ping"), JOBS)
+    empty = seconds_of(lambda: crew.ask(POLICY, "ping"), CALLS)
     batch = rows()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     shared = seconds_of(lambda: policy.evaluate(batch, sft_loss, Readout()), BATCHES)
@@ -145,7 +145,7 @@ def lead(crew: TreeCrew, size: int, took: float) -> None:
             {
                 "ranks": size,
                 "start_s": round(took, 2),
-                "job_ms": round(1000 * empty, 2),
+                "call_ms": round(1000 * empty, 2),
                 "messages": depth,
                 "batch_of_4M_tokens_s": round(shared, 3),
                 "memory_more_mib": more // 1024,

@@ -74,20 +74,6 @@ def test_processes_that_tokenise_outlive_signals_to_stop(folder: Path) -> None:
     assert ids_of([*found, *steps]) == expected
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"_num_yielded": 3, "_sampler_iter_yielded": 3, "_iterator_finished": False},
-        {"_snapshot": {"_snapshot_step": 2, "_main_snapshot": {"_num_workers": 2}}, "_steps_since_snapshot": 1},
-    ],
-    ids=["without workers", "with workers"],
-)
-def test_the_place_of_an_earlier_checkpoint_is_understood(folder: Path, state: dict[str, Any]) -> None:
-    loader = loader_of(folder)
-    loader.load_state_dict(state)
-    assert ids_of([*loader]) == ids_of([*loader_of(folder)])[3:]
-
-
 def loader_of_lines(folder: Path, lines: list[dict[str, Any]], **data: Any) -> ExampleLoader:
     """A loader of one record a step, in their order."""
     path = folder / "lines.jsonl"
