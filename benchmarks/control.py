@@ -1,4 +1,4 @@
-"""The cost of leading many ranks: time of a remote call, connections and groups of a rank, and what a large batch takes.
+"""The cost of leading many ranks: time of a call, connections and groups of a rank, and what a large batch takes.
 
     python benchmarks/control.py 4 16 64
 
