@@ -105,7 +105,7 @@ def write_record(seconds: dict[str, float], machine: str) -> None:
         if place.is_file() and f"def {test}(" in place.read_text():  # others are gone
             by_file.setdefault(file, {})[test] = round(spent, 1)
     lines = ",\n".join(f"    {json.dumps(file)}: {json.dumps(tests)}" for file, tests in by_file.items())
-    total = round(sum(seconds.values()))
+    total = round(sum(spent for tests in by_file.values() for spent in tests.values()))
     RECORD.write_text(
         f'{{\n  "measured": {json.dumps(machine)},\n  "total": {total},\n  "seconds": {{\n{lines}\n  }}\n}}\n'
     )

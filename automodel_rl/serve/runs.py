@@ -24,16 +24,6 @@ from automodel_rl.serve.joint_batch import gated, with_own_targets
 from automodel_rl.serve.messages import RunShape
 from automodel_rl.step.agreement import GlobalBatch
 
-
-@dataclass(frozen=True)
-class _RecordedLinearLoss(LinearLoss):
-    found: dict[int, Tensor] = field(default_factory=dict)
-
-    def __call__(self, outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
-        _note(self.found, outputs, microbatch)
-        return super().__call__(outputs, microbatch)
-
-
 RUNS = "runs"
 """The name of a rank's `Runs`, for remote calls."""
 
@@ -262,6 +252,15 @@ class Runs:
         if self._active is not None:
             self._states[self._active] = self.engine.take_state()
             self._active = None
+
+
+@dataclass(frozen=True)
+class _RecordedLinearLoss(LinearLoss):
+    found: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
+        _note(self.found, outputs, microbatch)
+        return super().__call__(outputs, microbatch)
 
 
 def recorded(loss: LossFn, found: dict[int, Tensor]) -> LossFn:

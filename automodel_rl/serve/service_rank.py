@@ -19,35 +19,6 @@ from automodel_rl.serve.runs import RUNS, Runs
 from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm_adapters import VllmAdapters
 
-
-class AdapterScale:
-    """Tells this rank's generator the factor of the output of the adapters that come next. It is told again to a
-    generator that is started again."""
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-        self._told: tuple[Generator, Transport] | None = None
-
-    def prepare(self, generator: Generator, transport: Transport) -> None:
-        """Tells it to a generator that has been started."""
-        self._told = generator, transport
-        self.set(self.scale)
-
-    def set(self, scale: float) -> None:
-        """Tells the generator another factor."""
-        self.scale = scale
-        if self._told is None:
-            return
-        generator, transport = self._told
-        if isinstance(generator, TransformersGenerator):
-            set_scale([generator.model], scale)
-        elif isinstance(transport, VllmAdapters):
-            # vLLM has places of the largest rank, and computes the factor from what a folder of adapters says.
-            lora = transport.origin.config
-            own = lora.model_copy(update={"alpha": scale * lora.rank, "rslora": False})
-            transport.origin = dataclasses.replace(transport.origin, config=own)
-
-
 SERVICE = "service"
 """The name of a rank's `ServiceRank`, for remote calls."""
 
@@ -90,3 +61,31 @@ class ServiceRank:
         """Gives the model weights to compute with, as `Runs.show`, and adapters of generators their scale."""
         self.runs.show(kept, folder, shape)
         self._scale.set(self.runs.trained.scale)
+
+
+class AdapterScale:
+    """Tells this rank's generator the factor of the output of the adapters that come next. It is told again to a
+    generator that is started again."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self._told: tuple[Generator, Transport] | None = None
+
+    def prepare(self, generator: Generator, transport: Transport) -> None:
+        """Tells it to a generator that has been started."""
+        self._told = generator, transport
+        self.set(self.scale)
+
+    def set(self, scale: float) -> None:
+        """Tells the generator another factor."""
+        self.scale = scale
+        if self._told is None:
+            return
+        generator, transport = self._told
+        if isinstance(generator, TransformersGenerator):
+            set_scale([generator.model], scale)
+        elif isinstance(transport, VllmAdapters):
+            # vLLM has places of the largest rank, and computes the factor from what a folder of adapters says.
+            lora = transport.origin.config
+            own = lora.model_copy(update={"alpha": scale * lora.rank, "rslora": False})
+            transport.origin = dataclasses.replace(transport.origin, config=own)
