@@ -28,7 +28,7 @@ from workload import TINY, WORKLOADS, write_model
 from automodel_rl.config.rollout import RolloutConfig
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.generators.protocol import Generator
+from automodel_rl.generators.protocol import RankGenerator, results
 from automodel_rl.quickstart.model import train_tokenizer
 from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
@@ -95,7 +95,7 @@ def make_agents(folder: Path, vocab_size: int, count: int) -> Agents:
 
 
 def measure(
-    repetition: int, generator: Generator, agents: Agents, options: argparse.Namespace
+    repetition: int, generator: RankGenerator, agents: Agents, options: argparse.Namespace
 ) -> dict[str, float | str]:
     watched = Watched(generator)
     episodes = []
@@ -105,7 +105,7 @@ def measure(
         request = Request([], 1000 * repetition + number, Sampling(TURN_TOKENS), conversation=number)
         episodes.append(agents.episode(prompt, request))
     began = time.perf_counter()
-    completions = agents.submit(watched, episodes)()
+    completions = results(agents.submit(watched, episodes))
     seconds = time.perf_counter() - began
     rows = [branch for completion in completions for branch in completion.branches([])]
     metrics = [one.conversation.metrics for one in completions if one.conversation is not None]

@@ -11,13 +11,14 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.fleet import Fleet
-from automodel_rl.generators.protocol import Completion, OnFinished, OnLost
+from automodel_rl.generators.protocol import Completion, results
 from automodel_rl.generators.relay import Relay
 from automodel_rl.policy.crew import Crew, RemoteCall
 
@@ -30,10 +31,11 @@ class Instant:
     works_alone = True
     completion = Completion([7] * LENGTH, [-0.125] * LENGTH, "length", versions=(0, 0))
 
-    def submit(self, requests: Sequence[Request], on_finished: OnFinished, on_lost: OnLost) -> Callable[[], list[Any]]:
-        for place in range(len(requests)):
-            on_finished(place, self.completion)
-        return list
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        completions: list[Future[Completion]] = [Future() for _ in requests]
+        for completion in completions:
+            completion.set_result(self.completion)
+        return completions
 
 
 class Forked(Crew):
@@ -69,7 +71,7 @@ def main() -> None:
         before, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
         for _ in range(TIMES):
             started = time.perf_counter()
-            completions = fleet.submit(requests)()
+            completions = results(fleet.submit(requests))
             seconds.append(time.perf_counter() - started)
             assert len(completions) == len(requests)
         more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -9,18 +9,20 @@ all conversations driven on their own, and one for rounds in which all turns are
 """
 
 import argparse
+import functools
 import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from workload import TINY, WORKLOADS, write_model
 
 from automodel_rl.generator_messages import Request, Sampling, VllmSettings
-from automodel_rl.generators.protocol import Completion, Generator, OnFinished, OnLost, do_nothing, not_told
+from automodel_rl.generators.protocol import Completion, RankGenerator, results
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
@@ -63,7 +65,7 @@ class Codec:
         return torch.randint(self.vocab_size, (ANSWER_TOKENS,)).tolist()
 
 
-class Watched:
+class Watched(RankGenerator):
     """A generator, and how long it had something to write.
 
     Attributes:
@@ -72,27 +74,25 @@ class Watched:
         cached, asked: tokens of prompts after first turns that were not computed again, and all of them.
     """
 
-    works_alone = True
-
-    def __init__(self, inner: Generator):
+    def __init__(self, inner: RankGenerator):
         self.inner, self.lock = inner, threading.Lock()
         self.open, self.busy, self.request_seconds, self.since = 0, 0.0, 0.0, 0.0
         self.turns = self.cached = self.asked = 0
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         self._add(len(requests))
+        completions = self.inner.submit(requests)
+        for request, completion in zip(requests, completions, strict=True):
+            completion.add_done_callback(functools.partial(self._finish, request))
+        return completions
 
-        def finished(place: int, completion: Completion) -> None:
-            self._add(-1)
-            self.turns += 1
-            if len(requests[place].prompt) > PROMPT_TOKENS and completion.num_cached is not None:
-                self.cached += completion.num_cached
-                self.asked += len(requests[place].prompt)
-            on_finished(place, completion)
-
-        return self.inner.submit(requests, finished, on_lost)
+    def _finish(self, request: Request, done: "Future[Completion]") -> None:
+        self._add(-1)
+        self.turns += 1
+        cached = done.result().num_cached
+        if len(request.prompt) > PROMPT_TOKENS and cached is not None:
+            self.cached += cached
+            self.asked += len(request.prompt)
 
     def close(self) -> None:
         self.inner.close()
@@ -111,19 +111,15 @@ class InRounds(Watched):
 
     works_alone = False
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
-        held: list[tuple[int, Completion]] = []
-        wait = super().submit(requests, lambda place, completion: held.append((place, completion)), on_lost)
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        held: list[Future[Completion]] = [Future() for _ in requests]
 
-        def waited() -> list[Completion]:
-            completions = wait()
-            for place, completion in held:
-                on_finished(place, completion)
-            return completions
+        def pass_on() -> None:
+            for completion, written in zip(held, results(super(InRounds, self).submit(requests)), strict=True):
+                completion.set_result(written)
 
-        return waited
+        threading.Thread(target=pass_on).start()
+        return held
 
 
 def main() -> None:
@@ -154,7 +150,7 @@ def main() -> None:
 def measure(
     kind: type[Watched],
     repetition: int,
-    generator: Generator,
+    generator: RankGenerator,
     pool: EnvironmentPool,
     vocab_size: int,
     options: argparse.Namespace,
@@ -176,7 +172,7 @@ def measure(
     ]
     driver = EpisodeDriver(options.conversations)
     began = time.perf_counter()
-    completions = driver.submit(watched, episodes)()
+    completions = results(driver.submit(watched, episodes))
     seconds = time.perf_counter() - began
     driver.close()
     sampled = sum(completion.sampled.count(True) for completion in completions)
@@ -192,7 +188,7 @@ def measure(
     }
 
 
-def _vllm(folder: Path, python: str | None, vocab_size: int) -> Generator:
+def _vllm(folder: Path, python: str | None, vocab_size: int) -> RankGenerator:
     options = {
         "model": str(folder),
         "dtype": "bfloat16",
@@ -205,30 +201,20 @@ def _vllm(folder: Path, python: str | None, vocab_size: int) -> Generator:
     return start_vllm(python, VllmSettings(options, ends))
 
 
-def _tiny_generator(folder: Path) -> Generator:
-    class Ends:
+def _tiny_generator(folder: Path) -> RankGenerator:
+    class Ends(RankGenerator):
         """Writes three tokens."""
 
-        works_alone = True
-
-        def submit(
-            self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-        ) -> Callable[[], list[Completion]]:
-            completion = Completion([1, 2, 0], [-1.0, -1.0, -1.0], "stop", num_cached=0)
+        def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+            completions: list[Future[Completion]] = [Future() for _ in requests]
 
             def write() -> None:
-                for place in range(len(requests)):
+                for completion in completions:
                     time.sleep(0.002)
-                    on_finished(place, completion)
+                    completion.set_result(Completion([1, 2, 0], [-1.0, -1.0, -1.0], "stop", num_cached=0))
 
-            thread = threading.Thread(target=write)
-            thread.start()
-
-            def wait() -> list[Completion]:
-                thread.join()
-                return [completion] * len(requests)
-
-            return wait
+            threading.Thread(target=write).start()
+            return completions
 
         def close(self) -> None: ...
 

@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from automodel_rl import Engine, ModelConfig, ModelHandle, OptimizerConfig, TokenSequence, pack, sft_loss
 from automodel_rl.config import WeightSyncConfig
 from automodel_rl.generator_messages import Request, Sampling, VllmSettings
-from automodel_rl.generators.protocol import Completion, Generator
+from automodel_rl.generators.protocol import Completion, RankGenerator, results
 from automodel_rl.generators.vllm_checks import connect_servers
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.generators.vllm_servers import VllmServers
@@ -88,7 +88,7 @@ def main() -> None:
             server.wait()
     handle.save_pretrained(new)
     fresh = start(options, new)
-    report("fresh vLLM of the new weights", trainer, fresh.submit(requests(COUNT))())
+    report("fresh vLLM of the new weights", trainer, results(fresh.submit(requests(COUNT))))
     fresh.close()
 
 
@@ -105,25 +105,25 @@ def measure(options: argparse.Namespace, handle: ModelHandle, trainer: Engine, s
         else:
             transport = VllmNccl(generator, handle.layout, 120.0)
     sync = WeightSync(handle, transport, WeightSyncConfig(buffer_mib=64.0, timeout=120.0))
-    report("checkpoint", trainer, generator.submit(requests(COUNT))())
+    report("checkpoint", trainer, results(generator.submit(requests(COUNT))))
     microbatches = pack([sequence_of(request.prompt, []) for request in requests(COUNT)], 512)
     for _ in range(8):
         trainer.train_step(microbatches, sft_loss)
-    report("old weights, new trainer (must be large)", trainer, generator.submit(requests(COUNT))())
+    report("old weights, new trainer (must be large)", trainer, results(generator.submit(requests(COUNT))))
     for _ in range(3):
         sync.send()
         say({"sync_seconds": round(sync.seconds, 3), "gb": round(sync.num_bytes / 1e9, 3)})
-    report("after the sync", trainer, generator.submit(requests(COUNT))())
+    report("after the sync", trainer, results(generator.submit(requests(COUNT))))
     running = generator.submit(requests(1000))
     sync.send()
-    completions = running()
+    completions = results(running)
     say({"versions of requests that ran during a sync": sorted({c.versions for c in completions})})
     report("requests that ran during a sync of the same weights", trainer, completions[:COUNT])
     sync.disconnect()
     generator.close()
 
 
-def start(options: argparse.Namespace, source: Path) -> Generator:
+def start(options: argparse.Namespace, source: Path) -> RankGenerator:
     llm = {
         "model": str(source),
         "dtype": "bfloat16",

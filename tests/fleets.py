@@ -3,13 +3,14 @@
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 from automodel_rl.batch import RouterShape
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.fleet import Fleet
-from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+from automodel_rl.generators.protocol import Completion, RankGenerator, fail_unfinished
 from automodel_rl.generators.relay import Relay
 from automodel_rl.policy.crew import Crew, RemoteCall
 from automodel_rl.policy.routes import RouteStore
@@ -17,7 +18,7 @@ from automodel_rl.policy.routes import RouteStore
 VOCABULARY = 100
 
 
-class Echo:
+class Echo(RankGenerator):
     """A generator that writes each prompt's last token and its seed. It writes nothing while it is `held`, and is lost
     once `lose` is called.
 
@@ -25,10 +26,9 @@ class Echo:
         asked: the requests that it got.
     """
 
-    works_alone = True
-
     def __init__(self) -> None:
         self.asked: list[Request] = []
+        self.submitted: list[tuple[Sequence[Request], list[Future[Completion]]]] = []
         self.held, self._lost = threading.Event(), threading.Event()
         self.held.set()
 
@@ -37,30 +37,31 @@ class Echo:
         self._lost.set()
         self.held.set()
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         self.asked += requests
-        if not self.works_alone:
-            return lambda: self.write(requests, on_finished)
+        completions: list[Future[Completion]] = [Future() for _ in requests]
+        self.submitted.append((requests, completions))
+        if self.works_alone:
+            threading.Thread(target=self.write, daemon=True).start()
+        return completions
 
-        def work() -> None:
-            try:
-                self.write(requests, on_finished)
-            except Exception as error:
-                on_lost(error)
+    def write(self) -> None:
+        requests, completions = self.submitted.pop(0)
+        try:
+            self.complete(requests, lambda place, completion: completions[place].set_result(completion))
+        except Exception as error:
+            fail_unfinished(completions, error)
 
-        threading.Thread(target=work, daemon=True).start()
-        return list
+    def close(self) -> None: ...
 
-    def write(self, requests: Sequence[Request], on_finished: OnFinished) -> list[Completion]:
+    def complete(self, requests: Sequence[Request], finish: Callable[[int, Completion], None]) -> None:
+        """Writes completions, and tells of each."""
         self.held.wait()
         if self._lost.is_set():
             raise ConnectionError("it is gone")
         written = [self.completion(request) for request in requests]
         for place, completion in enumerate(written):
-            on_finished(place, completion)
-        return written
+            finish(place, completion)
 
     def completion(self, request: Request) -> Completion:
         """What it writes."""

@@ -2,7 +2,8 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig, VllmGeneratorConfig, VllmServersConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Answer, Call, Committed, Message, Request, unknown
-from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+from automodel_rl.generators.protocol import Completion, RankGenerator
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import own_group
 
@@ -83,22 +84,19 @@ def _led_on(devices: Sequence[int], size: int, num_ranks: int) -> int:
     return led
 
 
-class NoGenerator:
+class NoGenerator(RankGenerator):
     """The generator and the channel of a rank that leads none: it agrees with everything."""
 
     num_workers = 0
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
-        self.works_alone = True
         self._coming: int | None = None
         self._answers: deque[Message] = deque()
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         assert not requests
-        return list
+        return []
 
     def close(self) -> None:
         """Does nothing: no process was started."""

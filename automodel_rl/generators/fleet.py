@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
@@ -19,8 +20,8 @@ from automodel_rl.generators.joined_members import JoinedMembers, WayIn
 from automodel_rl.generators.joining_messages import IsReading, Leaving, MessageConnection
 from automodel_rl.generators.meeting import Meeting
 from automodel_rl.generators.member import Member, name_of
-from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
-from automodel_rl.generators.submission import Assignment, Submission, deal, nobody_writes
+from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.tasks import Assignment, Task, divide
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.background import in_thread
 from automodel_rl.launch.flight import flight
@@ -75,7 +76,7 @@ class Fleet:
         self._news = threading.Condition()  # guards what follows, and all members and submissions
         self._numbers = itertools.count(1)
         self._assignments: dict[int, Assignment] = {}
-        self._held: list[tuple[Submission, Sequence[int]]] | None = None
+        self._held: list[Task] | None = None
         self._homes: dict[int, Member] = {}  # who has a conversation's beginning cached
         self._joined: JoinedMembers | None = None
         self._way_in: WayIn | None = None
@@ -165,36 +166,43 @@ class Fleet:
         if self.spec.shares_memory:
             self.crew.ask(FLEET, "restore")
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
-        """Lets generators begin to write. Any thread may call it, and none waits.
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        """Distributes requests among the members and returns at once. Any thread may call it.
 
-        Args:
-            requests: the completions to write, which are dealt to the members.
-            on_finished: called for every completion, by another thread.
-            on_lost: called if all members are lost before all completions have come.
+        Generators that share a process with their rank write only inside `wait`, which the program must call then.
 
         Returns:
-            A function that waits for the completions, in the order of the requests. If generators do not work alone,
-            the program's own thread must call it. It raises RolloutError if all members are lost.
+            A future for each request. It raises RolloutError if all members are lost. Its callbacks run in threads of
+            the fleet and must not block.
         """
-        return functools.partial(self._completions, self._begin(Submission(requests, on_finished, on_lost)))
+        tasks = [Task(request) for request in requests]
+        self._begin(tasks)
+        return [task.completion for task in tasks]
 
-    def waited(self, wait: Callable[[], T]) -> T:
-        """What a function returns that waits for completions. Meanwhile this looks whether all ranks are there, and
-        whether members that have something to write do send something.
+    def wait(self, results: "Sequence[Future[T]]") -> list[T]:
+        """Waits for futures of `submit`, or for others that depend on them. Meanwhile it checks that all ranks are
+        there, and that members with requests send completions. Only the program's thread may call it.
 
-        Args:
-            wait: the function.
+        Returns:
+            The results. Raises at once what one of the futures raises.
 
         Raises:
+            RolloutError: all members are lost.
             StoppedError: the run is asked to stop, and no generator is there to finish the step.
         """
-        if not self.works_alone:
-            return wait()
-        result, looked = in_thread(wait, "waiting"), time.monotonic()
-        while not futures.wait([result], min(STOP_SECONDS, self._look_seconds)).done:
+        if self.works_alone:
+            self._watch_until_done(results)
+        else:
+            self._write_until_done(results)
+        for result in results:
+            if result.done():
+                result.result()  # raises if it failed: the others may not be done
+        return [result.result() for result in results]
+
+    def _watch_until_done(self, results: "Sequence[Future[Any]]") -> None:
+        """Waits until all futures are done or one has failed, and checks ranks and members meanwhile."""
+        looked = time.monotonic()
+        while not _are_settled(results, min(STOP_SECONDS, self._look_seconds)):
             self._stop_if_alone()
             if time.monotonic() - looked < self._look_seconds:
                 continue
@@ -203,7 +211,6 @@ class Fleet:
             self._lose_those_that_are_silent()
             self._end_long_waits()
             looked = time.monotonic()
-        return result.result()
 
     def _stop_if_alone(self) -> None:
         """Ends a step that waits for a generator to join, if the run is asked to stop."""
@@ -227,7 +234,7 @@ class Fleet:
         """
         try:
             with self.awake():
-                return self.waited(self.submit(requests))
+                return self.wait(self.submit(requests))
         finally:
             if self.crew.is_intact:
                 self.restore()
@@ -238,17 +245,17 @@ class Fleet:
         Args:
             requests: the completions to write.
         """
-        members = [*self.members]
-        submissions = [self._begin(Submission(requests, do_nothing, not_told, member)) for member in members]
-
-        def wait() -> None:
-            for submission in submissions:
-                with contextlib.suppress(RolloutError):
-                    self._completions(submission)
-
-        self.waited(wait)
-        of_members = zip(members, submissions, strict=True)
-        return {member.number: done.completions() for member, done in of_members if done.error is None}
+        tasks = {member: [Task(request, only=member) for request in requests] for member in self.members}
+        for own in tasks.values():
+            self._begin(own)
+        for own in tasks.values():
+            with contextlib.suppress(RolloutError):
+                self.wait([task.completion for task in own])
+        return {
+            member.number: [task.completion.result() for task in own]
+            for member, own in tasks.items()
+            if not any(task.completion.exception() for task in own)
+        }
 
     def lose(self, number: int, problem: str) -> None:
         """Holds a member for lost: it gets no requests until `restart`, or at all if it has joined.
@@ -281,8 +288,7 @@ class Fleet:
             for member in self.members:
                 if not member.problem:
                     member.num_given_up = 0
-            for submission, places in held or ():
-                self._deal(submission, places)
+            self._assign(held or ())
 
     def give_up(self) -> None:
         """Notes that members that are lost do not come back: other starts are tried after 1, 2, 4 ... further policy
@@ -378,7 +384,8 @@ class Fleet:
             with self._news:
                 return self._news.wait_for(lambda: len(self.members) >= least, joined.longest_wait)
 
-        if not self.waited(are_there):
+        (have_come,) = self.wait([in_thread(are_there, "waiting for generators")])
+        if not have_come:
             raise InputError(
                 f"rollout.generator.{key}={least}: {len(self.members)} have joined in wait_minutes="
                 f"{joined.choice.wait_minutes:g}: start more with {joined.command}, or raise wait_minutes"
@@ -402,8 +409,7 @@ class Fleet:
             if joined.version is not None:
                 member.use(joined.version)
             waiting, joined.waiting = joined.waiting, []
-            for submission, places in waiting:
-                self._deal(submission, places)
+            self._assign(waiting)
             self._news.notify_all()
 
     def _tell_version(self, joined: JoinedMembers) -> None:
@@ -422,8 +428,8 @@ class Fleet:
             return
         with self._news:
             waiting = [] if self.members else self._joined.give_up()
-        for submission in waiting:
-            submission.fail(RolloutError(self._joined.nobody))
+        for task in waiting:
+            task.completion.set_exception(RolloutError(self._joined.nobody))
 
     def _is_given_up(self, member: Member) -> bool:
         return member.tried_again_at > self.policy_version
@@ -436,58 +442,67 @@ class Fleet:
                 if member.number in lost:
                     self._lose(member, lost[member.number])
 
-    def _begin(self, submission: Submission) -> Submission:
-        if not submission.requests:
-            submission.settled.set()
+    def _begin(self, tasks: Sequence[Task]) -> None:
         with self._news:
-            self._deal(submission, range(len(submission.requests)))
-        return submission
+            self._assign(tasks)
+            self._news.notify_all()  # `_write_until_done` may wait for something to write
 
-    def _deal(self, submission: Submission, places: Sequence[int]) -> None:
-        """Gives members requests. The turns of a conversation stay with its member as long as that is there."""
+    def _assign(self, tasks: Sequence[Task]) -> None:
+        """Gives tasks to members. The turns of a conversation stay with its member as long as that is there."""
         if self._held is not None:
-            self._held.append((submission, places))
+            self._held += tasks
             return
-        candidates = self.members if submission.only is None else [submission.only]
-        well = [member for member in candidates if not member.problem]
-        if places and not well:
-            if self._joined is not None and submission.only is None:
-                self._joined.hold(submission, places)
-                return
-            submission.fail(nobody_writes(candidates[0]))
+        if not tasks:
             return
-        shares: dict[Member, list[int]] = {}
+        candidates = self.members if tasks[0].only is None else [tasks[0].only]
+        available = [member for member in candidates if not member.problem]
+        if not available:
+            self._hold_or_fail(tasks, candidates)
+            return
+        shares: dict[Member, list[Task]] = {}
         fresh = []
-        for place in places:
-            conversation = submission.requests[place].conversation
+        for task in tasks:
+            conversation = task.request.conversation
             home = None if conversation is None else self._homes.get(conversation)
-            if home in well:
-                shares.setdefault(home, []).append(place)
+            if home in available:
+                shares.setdefault(home, []).append(task)
             else:
-                fresh.append(place)
-        dealt = deal([submission.requests[place] for place in fresh], len(well))
-        for place, turn in zip(fresh, dealt, strict=True):
-            conversation, member = submission.requests[place].conversation, well[turn]
-            shares.setdefault(member, []).append(place)
-            if conversation is not None:
-                self._homes[conversation] = member
+                fresh.append(task)
+        for task, index in zip(fresh, divide([task.request for task in fresh], len(available)), strict=True):
+            member = available[index]
+            shares.setdefault(member, []).append(task)
+            if task.request.conversation is not None:
+                self._homes[task.request.conversation] = member
         for member, own in shares.items():
             number = next(self._numbers)
-            self._assignments[number] = Assignment(submission, own, member, len(own))
-            member.ask(number, [submission.requests[place] for place in own])
+            self._assignments[number] = Assignment(member, len(own), dict(enumerate(own)))
+            member.ask(number, [task.request for task in own])
 
-    def _completions(self, submission: Submission) -> list[Completion]:
-        """Waits for the completions of a submission. Those of members that do not work alone are written now."""
-        while not self.works_alone and not submission.settled.is_set():
+    def _hold_or_fail(self, tasks: Sequence[Task], candidates: Sequence[Member]) -> None:
+        """Keeps tasks that no member can write until one joins, or fails them if none can."""
+        if self._joined is not None and tasks[0].only is None:
+            self._joined.hold(tasks)
+            return
+        first = candidates[0]
+        for task in tasks:
+            task.completion.set_exception(RolloutError(f"the {first.name} cannot write: {first.problem}"))
+
+    def _write_until_done(self, results: "Sequence[Future[Any]]") -> None:
+        """Makes ranks write what their generators were asked for, until all futures are done or one has failed."""
+
+        def notify(_: "Future[Any]") -> None:
             with self._news:
+                self._news.notify_all()
+
+        for result in results:
+            result.add_done_callback(notify)
+        while True:
+            with self._news:  # completions may arrive after the remote call that wrote them
+                self._news.wait_for(lambda: _are_settled(results) or any(member.queued for member in self.members))
                 queued = {member.number: member.take_queued() for member in self.members if member.queued}
-            if queued:
-                self.crew.ask(FLEET, "write", queued)
-            with self._news:  # what they have written may still be on its way
-                self._news.wait_for(
-                    lambda: submission.settled.is_set() or any(member.queued for member in self.members)
-                )
-        return submission.completions()
+            if not queued:
+                return
+            self.crew.ask(FLEET, "write", queued)
 
     def _take(self, member: Member, message: Finished | Failed | Leaving | IsReading) -> None:
         """Takes what a member sends. Its thread calls it. Raises ProtocolError if nobody asked for that."""
@@ -496,7 +511,7 @@ class Fleet:
             return
         if isinstance(message, Leaving):
             with self._news:
-                self._lose(member, message.text, is_innocent=True)
+                self._lose(member, message.text, count_loss=False)
             return
         if isinstance(message, Failed):
             with self._news:
@@ -508,32 +523,31 @@ class Fleet:
             if assignment is None:  # others write it now
                 return
             self._check(member, assignment, message)
-            place = assignment.places[message.place]
-            if place in assignment.submission.claimed:
+            task = assignment.open.pop(message.place, None)
+            if task is None:  # sent twice
                 return
             member.note_completion()
-            assignment.submission.claimed.add(place)
-            assignment.left -= 1
-            if not assignment.left:
+            if not assignment.open:
                 del self._assignments[message.number]
         written = message.written
-        assignment.submission.finish(place, replace(written, writer=member.number) if member.has_joined else written)
-        if not self.works_alone:
-            with self._news:
-                self._news.notify_all()
+        task.completion.set_result(replace(written, writer=member.number) if member.has_joined else written)
 
     def _check(self, member: Member, assignment: Assignment, message: Finished) -> None:
-        """Raises ProtocolError if a member sends something for another member or another place, or what is no
-        completion. What ranks send they have checked."""
-        if assignment.member is not member or not 0 <= message.place < len(assignment.places):
+        """Raises ProtocolError if a member sends a completion of a request that it does not have, or an invalid one.
+        Ranks have checked theirs."""
+        if assignment.member is not member or not 0 <= message.place < assignment.size:
             raise ProtocolError(f"it sent a completion for place {message.place} of {message.number}, which is not its")
         if self._joined is not None and member.has_joined:
-            request = assignment.submission.requests[assignment.places[message.place]]
-            if problem := message.written.problem(request, self._joined.vocab_size):
+            task = assignment.open.get(message.place)
+            if task is not None and (problem := message.written.problem(task.request, self._joined.vocab_size)):
                 raise ProtocolError(problem)
 
-    def _lose(self, member: Member, problem: str, *, is_innocent: bool = False) -> None:
-        """Lets others write what a member was to write. If the member's work is innocent, none of it is to blame."""
+    def _lose(self, member: Member, problem: str, *, count_loss: bool = True) -> None:
+        """Marks a member as lost and gives its unfinished tasks to the others.
+
+        Args:
+            count_loss: whether the loss counts against these tasks: not if the member left by itself.
+        """
         if self._joined is not None and member in self.members:
             self.members.remove(member)
             self._joined.part(member, problem, is_last=not self.members)
@@ -544,15 +558,12 @@ class Fleet:
             if assignment.member is not member:
                 continue
             del self._assignments[number]
-            submission = assignment.submission
-            left = [place for place in assignment.places if place not in submission.claimed]
-            to_blame = [] if is_innocent else submission.note_loss(member, problem, left)
-            submission.claimed.update(to_blame)
-            self._deal(submission, [place for place in left if place not in to_blame])
-            for place in to_blame:
-                times = submission.losses[place] + submission.disappearances[place]
-                text = f"{times} generators were lost that were to write it, the last: {problem}"
-                submission.finish(place, Completion([], [], "error", text))
+            tasks = [*assignment.open.values()]
+            failed = [task for task in tasks if count_loss and not task.count_loss(member)]
+            self._assign([task for task in tasks if task not in failed])
+            for task in failed:
+                text = f"{task.losses} generators were lost that were to write it, the last: {problem}"
+                task.completion.set_result(Completion([], [], "error", text))
         self._news.notify_all()
 
     def _lose_those_that_are_silent(self) -> None:
@@ -564,3 +575,9 @@ class Fleet:
             now = time.monotonic()
             for member in {one.member for one in self._assignments.values() if one.silence(now) > longest}:
                 self._lose(member, f"it has written nothing for {longest / 60:.3g} minutes (failures.hang_minutes)")
+
+
+def _are_settled(results: "Sequence[Future[Any]]", seconds: float = 0.0) -> bool:
+    """Whether all futures are done or one has failed, after at most this time."""
+    done, open = futures.wait(results, seconds, return_when=futures.FIRST_EXCEPTION)
+    return not open or any(result.exception() for result in done)

@@ -12,7 +12,7 @@ from automodel_rl.engine.warm_up import warm_up
 from automodel_rl.generator_messages import Generate
 from automodel_rl.generators.joining_messages import Welcome
 from automodel_rl.generators.make_generator import welcome_of
-from automodel_rl.generators.protocol import Generator
+from automodel_rl.generators.protocol import RankGenerator
 from automodel_rl.generators.relay import Relay
 from automodel_rl.generators.supervisor import GeneratorSupervisor
 from automodel_rl.launch.door import DoorAddress
@@ -38,7 +38,7 @@ class FleetRank:
         self,
         policy: PolicyRank,
         tokenizer: PreTrainedTokenizerBase,
-        prepare: Callable[[Generator, Transport], None] = lambda generator, transport: None,
+        prepare: Callable[[RankGenerator, Transport], None] = lambda generator, transport: None,
     ):
         self.policy, self.tokenizer, self.prepare = policy, tokenizer, prepare
         self.supervisor: GeneratorSupervisor

@@ -1,10 +1,10 @@
 """A generator in a process of its own, seen from the rank: sends it requests and weights, and receives completions."""
 
-import functools
 import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 from automodel_rl.errors import WeightSyncError, innermost
@@ -21,7 +21,7 @@ from automodel_rl.generator_messages import (
 )
 from automodel_rl.generators.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
 from automodel_rl.generators.completions import completion_of
-from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+from automodel_rl.generators.protocol import Completion, RankGenerator, fail_unfinished
 from automodel_rl.weight_sync.channel import call
 
 
@@ -29,29 +29,7 @@ class NotStartedError(RuntimeError):
     """A generator does not start."""
 
 
-class _Batch:
-    """The completions of one `Generate`, as they come.
-
-    Attributes:
-        completions: the completions that have come, by place.
-        error: why the others will not come; None if they will.
-    """
-
-    def __init__(self, size: int, on_finished: OnFinished, on_lost: OnLost):
-        self.size, self.on_finished, self.on_lost = size, on_finished, on_lost
-        self.completions: dict[int, Completion] = {}
-        self.error: Exception | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.error is not None or len(self.completions) == self.size
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.on_lost(error)
-
-
-class GeneratorProcess:
+class GeneratorProcess(RankGenerator):
     """The rank's end of a generator's process: a `Generator`, and the `Channel` of its weights.
 
     A thread receives messages as soon as the process sends them. Else the process could wait, in the middle of a long
@@ -77,10 +55,10 @@ class GeneratorProcess:
     ):
         self.child = child
         self.num_workers, self.end_seconds = num_workers, end_seconds
-        self.works_alone, self.warning = True, ""
+        self.warning = ""
         self.addresses: list[str] = []
         self._numbers = itertools.count(1)
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, list[Future[Completion]]] = {}
         self._answers: deque[Message] = deque()
         self._news = threading.Condition()
         self._ended: ChildEndedError | None = None
@@ -134,26 +112,22 @@ class GeneratorProcess:
             case other:
                 raise NotStartedError(f"it answered {name_of(other)} where start was due")
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
-        """Lets the generator begin, and returns a function that waits for the completions.
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        """As `Generator.submit`.
 
         Raises:
             ChildEndedError: the process is gone.
         """
+        completions: list[Future[Completion]] = [Future() for _ in requests]
         if not requests:
-            return list
-        number, batch = next(self._numbers), _Batch(len(requests), on_finished, on_lost)
+            return completions
+        number = next(self._numbers)
         with self._news:
             if self._ended is not None:
                 raise self._ended
-            self._batches[number] = batch
+            self._batches[number] = completions
         self.child.send(Generate(number, list(requests)))
-        return functools.partial(self._completions, batch)
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self.submit(requests)()
+        return completions
 
     def sleep(self, level: int, seconds: float) -> None:
         """Makes vLLM give its device memory back, once it has written all that it was asked for.
@@ -193,12 +167,6 @@ class GeneratorProcess:
     def receive(self) -> Message:
         return self._answers.popleft()
 
-    def _completions(self, batch: _Batch) -> list[Completion]:
-        self._wait_for(lambda: batch.is_over)
-        if batch.error is not None:
-            raise batch.error
-        return [batch.completions[place] for place in range(batch.size)]
-
     def _wait_for(self, arrived: Callable[[], bool]) -> None:
         """Waits until a message has arrived. Raises ChildEndedError if it never will."""
         with self._news:
@@ -219,28 +187,21 @@ class GeneratorProcess:
                     case ChildEndedError():
                         self._ended = message
                         lost, self._batches = self._batches, {}
-                        for batch in lost.values():
-                            batch.fail(message)
+                        for completions in lost.values():
+                            fail_unfinished(completions, message)
                     case Failed(number, text) if number in self._batches:
-                        self._batches.pop(number).fail(RuntimeError(text))
+                        fail_unfinished(self._batches.pop(number), RuntimeError(text))
                     case _:
                         self._answers.append(message)
                 self._news.notify_all()
 
     def _finish(self, message: Finished) -> None:
-        batch, completion = self._batches.get(message.number), completion_of(message.written)
-        if batch is None:  # it has failed
+        completions = self._batches.get(message.number)
+        if completions is None:  # it has failed
             return
-        try:
-            batch.on_finished(message.place, completion)
-        except Exception as error:  # this thread must go on: it reads answers about weights, too
+        completions[message.place].set_result(completion_of(message.written))
+        if all(completion.done() for completion in completions):
             self._batches.pop(message.number, None)
-            batch.fail(error)
-        with self._news:
-            batch.completions[message.place] = completion
-            if batch.is_over:
-                self._batches.pop(message.number, None)
-            self._news.notify_all()
 
     def _next_message(self) -> Any:
         """The next message of the process, or a ChildEndedError if no more will come."""

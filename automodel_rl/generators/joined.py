@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
@@ -282,16 +283,22 @@ class JoinedGenerator:
                     brought = self.sync.bring(message.version, message.digest, message.policy_version)
                 _tell_brought(message.version, brought)
             else:
-                self.generator.submit(message.requests, functools.partial(self._finish, message), self._lost)
+                for place, completion in enumerate(self.generator.submit(message.requests)):
+                    completion.add_done_callback(functools.partial(self._finish, message, place))
         except InputError as error:  # weights that cannot be read here, which no request is to blame for
             self._send(Leaving(str(error)))
             self._lost(error)
         except Exception as error:  # of the process, or of what the program sends
             self._lost(error)
 
-    def _finish(self, asked: Generate, place: int, completion: Completion) -> None:
+    def _finish(self, asked: Generate, place: int, done: "Future[Completion]") -> None:
+        try:
+            completion = done.result().checked(asked.requests[place], self.vocab_size)
+        except Exception as error:
+            self._lost(error)
+            return
         self._has_written = True
-        self._send(Finished(asked.number, place, completion.checked(asked.requests[place], self.vocab_size)))
+        self._send(Finished(asked.number, place, completion))
 
     def _lost(self, error: BaseException) -> None:
         """Tells the program that this generator writes no more, and ends the connection."""

@@ -16,7 +16,7 @@ from automodel_rl.generators.joining import JoiningDoor
 from automodel_rl.generators.joining_messages import MessageConnection, Welcome
 from automodel_rl.generators.member import Member
 from automodel_rl.generators.run_places import WeightsGiven, run_key
-from automodel_rl.generators.submission import Submission
+from automodel_rl.generators.tasks import Task
 from automodel_rl.weight_sync.version_server import VersionServer
 
 LOOKS = 10
@@ -99,7 +99,7 @@ class JoinedMembers:
 
     Attributes:
         version: the version of weights that they write with; None before the first.
-        waiting: requests that wait for a member, and their places.
+        waiting: tasks that wait for a member.
         is_given_up: whether nobody waits for a member any longer.
         is_closed: whether the run has ended, so that those that still come are told so.
     """
@@ -118,7 +118,7 @@ class JoinedMembers:
         self.vocab_size = vocab_size
         self.command = f"{command} --evaluate" if evaluate else command
         self.version: UseVersion | None = None
-        self.waiting: list[tuple[Submission, Sequence[int]]] = []
+        self.waiting: list[Task] = []
         self.is_given_up = self.is_closed = False
         self._alone_since = self._waiting_since = time.monotonic()
         self._last_problem = ""
@@ -155,19 +155,19 @@ class JoinedMembers:
         if is_last:
             self._alone_since = time.monotonic()
 
-    def hold(self, submission: Submission, places: Sequence[int]) -> None:
-        """Lets requests wait for a member."""
+    def hold(self, tasks: Sequence[Task]) -> None:
+        """Keeps tasks until a member joins."""
         if not self.waiting:
             self._waiting_since = time.monotonic()
-        self.waiting.append((submission, places))
+        self.waiting += tasks
 
-    def give_up(self) -> list[Submission]:
-        """What has waited too long for a member, now that none is there."""
+    def give_up(self) -> list[Task]:
+        """Returns the tasks that have waited too long for a member, now that none is there."""
         if time.monotonic() - max(self._alone_since, self._waiting_since) < self.longest_wait:
             return []
         self.is_given_up = True
         waiting, self.waiting = self.waiting, []
-        return [submission for submission, _ in waiting]
+        return waiting
 
 
 def _say(text: str) -> None:

@@ -29,7 +29,7 @@ from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.generator_process import GeneratorProcess, NotStartedError
 from automodel_rl.generators.joining_messages import Welcome
 from automodel_rl.generators.model_copy import ModelCopy
-from automodel_rl.generators.protocol import Generator
+from automodel_rl.generators.protocol import RankGenerator
 from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
 from automodel_rl.generators.visible_devices import local_rank, visible_devices
 from automodel_rl.generators.vllm_checks import connect_servers
@@ -75,7 +75,7 @@ def make_generator(
     ranks: EngineRanks,
     is_first: bool = True,
     meanwhile: Callable[[], None] = lambda: None,
-) -> tuple[Generator, Transport]:
+) -> tuple[RankGenerator, Transport]:
     """Starts this rank's generator, and makes the transport by which it gets weights.
 
     Args:
@@ -144,7 +144,7 @@ def _check_base(spec: GeneratorSpec, handle: ModelHandle) -> None:
 
 def _transformers(
     choice: TransformersSamplerConfig, spec: GeneratorSpec, handle: ModelHandle, writing: Writing
-) -> tuple[Generator, Transport]:
+) -> tuple[RankGenerator, Transport]:
     weights, device, copy = spec.weight_sync, handle.layout.device, _copy(spec, handle)
     if choice.transport == "local":
         within = TransformersGenerator(copy, writing)
@@ -211,7 +211,7 @@ def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -
 
 def _vllm_servers(
     choice: VllmServersConfig, spec: GeneratorSpec, handle: ModelHandle, ends: tuple[int, ...], is_first: bool
-) -> tuple[Generator, Transport]:
+) -> tuple[RankGenerator, Transport]:
     connected = connect_servers(choice.urls, spec.reports_routes, some_may_be_gone=not is_first)
     servers = VllmServers(choice.urls, connected, ends, leads=dist.get_rank() == 0, routes=spec.reports_routes)
     layout, seconds = handle.layout, spec.weight_sync.timeout
@@ -228,7 +228,7 @@ def _vllm_process(
     ends: tuple[int, ...],
     ranks: EngineRanks,
     meanwhile: Callable[[], None],
-) -> tuple[Generator, Transport]:
+) -> tuple[RankGenerator, Transport]:
     if not ranks.leads:
         channel = NoGenerator()
         return channel, _vllm_transport(channel, spec, handle, ranks)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -187,52 +189,55 @@ def is_logprob(value: float) -> bool:
     return math.isfinite(value) and value <= ROUNDING
 
 
-OnFinished = Callable[[int, Completion], None]
-"""Called with the place of a request and its completion, as soon as that is written, by any thread."""
-
-
-OnLost = Callable[[BaseException], None]
-"""Called once, by any thread, if completions that are missing will not come. It must not wait for anything."""
-
-
-def do_nothing(place: int, completion: Completion) -> None:
-    """The `OnFinished` of callers that wait for all completions."""
-
-
-def not_told(error: BaseException) -> None:
-    """The `OnLost` of callers that wait."""
-
-
 class Generator(Protocol):
-    """Writes completions with weights of its own. Each rank that leads one uses it independently of other ranks. A
-    fleet of several is one, too.
+    """Writes completions. `Fleet` is one, too.
 
     Attributes:
-        works_alone: whether it writes while this process does something else. If not, it writes when waited for.
+        works_alone: whether it writes while this process does something else. If not, somebody must call its `wait` or
+            `write`.
     """
 
     @property
     def works_alone(self) -> bool: ...
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
-        """Gives the generator requests. It begins at once, if it can work while this process does something else.
-
-        Args:
-            requests: the completions to write.
-            on_finished: called for every completion, also for those of a generator that is lost later.
-            on_lost: called if a generator that works alone is lost before all completions have come.
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        """Takes requests and returns at once.
 
         Returns:
-            A function that waits for the completions and returns them in the order of the requests. If a single
-            request fails, its completion has an `error`.
+            A future for each. If a single request fails, its completion has an `error`. A future raises if the
+            generator is lost.
 
         Raises:
-            Exception: the generator is lost, and must be closed and made anew. The returned function may raise it, too.
+            Exception: the generator is lost.
         """
         ...
 
+
+class RankGenerator(ABC):
+    """A generator that a rank leads. Once a future of `submit` raises, it must be closed and replaced."""
+
+    works_alone = True
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        """As `Generator.submit`."""
+
+    def write(self) -> None:
+        """Writes what was submitted, in the calling thread. Only a generator that does not work alone has to."""
+        assert self.works_alone
+
+    @abstractmethod
     def close(self) -> None:
         """Ends everything that the generator has started."""
-        ...
+
+
+def fail_unfinished(completions: "Sequence[Future[Completion]]", error: BaseException) -> None:
+    """Fails the futures that are not done."""
+    for completion in completions:
+        if not completion.done():
+            completion.set_exception(error)
+
+
+def results(completions: "Sequence[Future[Completion]]") -> list[Completion]:
+    """Waits for completions. Raises what the first failed one raises."""
+    return [completion.result() for completion in completions]

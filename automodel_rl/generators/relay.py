@@ -5,14 +5,14 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 from automodel_rl.batch import RouterShape, Routes, RoutesAt, read_routes
-from automodel_rl.errors import innermost
+from automodel_rl.errors import RolloutError, innermost
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request
 from automodel_rl.generators.meeting import meet
-from automodel_rl.generators.protocol import Completion, Generator, KeptRoutes
+from automodel_rl.generators.protocol import Completion, KeptRoutes, RankGenerator
 from automodel_rl.generators.supervisor import GeneratorSupervisor
 from automodel_rl.launch.door import DoorAddress
 from automodel_rl.policy.routes import RouteStore
@@ -46,13 +46,11 @@ class Relay:
         Args:
             requests: the requests.
         """
+        generator = self.supervisor.generator
         for asked in requests:
-            generator = self.supervisor.generator
-            wait = self._begin(asked)
-            try:
-                wait()
-            except Exception as error:
-                self._lose(asked, generator, innermost(error))
+            self._begin(asked)
+        if generator is not None:
+            generator.write()
 
     def close(self) -> None:
         """Takes no more requests."""
@@ -64,29 +62,32 @@ class Relay:
             while True:
                 self._begin(self._connection.recv())
 
-    def _begin(self, asked: Generate) -> Callable[[], Any]:
-        """Lets the generator begin, if it works alone. What is returned waits for it."""
+    def _begin(self, asked: Generate) -> None:
+        """Gives the generator requests, whose completions go to the program as they come."""
         generator = self.supervisor.generator
-        if generator is None or self.supervisor.problem:
-            self._lose(asked, generator, self.supervisor.problem or "it is not there")
-            return list
         try:
-            return generator.submit(
-                asked.requests,
-                functools.partial(self._finish, asked),
-                lambda error: self._lose(asked, generator, innermost(error)),
-            )
+            if generator is None or self.supervisor.problem:
+                raise RolloutError(self.supervisor.problem or "it is not there")
+            completions = generator.submit(asked.requests)
         except Exception as error:
-            self._lose(asked, generator, innermost(error))
-            return list
+            self._lose(asked, generator, error)
+            return
+        for place, completion in enumerate(completions):
+            completion.add_done_callback(functools.partial(self._finish, asked, place, generator))
 
-    def _lose(self, asked: Generate, generator: Generator | None, problem: str) -> None:
+    def _finish(self, asked: Generate, place: int, generator: RankGenerator, done: "Future[Completion]") -> None:
+        try:
+            completion = self._checked(done.result(), asked.requests[place])
+        except Exception as error:
+            self._lose(asked, generator, error)
+        else:
+            self._send(Finished(asked.number, place, completion))
+
+    def _lose(self, asked: Generate, generator: RankGenerator | None, error: Exception) -> None:
         """Tells the supervisor and the program that a generator is lost."""
+        problem = str(error) if isinstance(error, RolloutError) else innermost(error)
         self.supervisor.lose(generator, problem)
         self._send(Failed(asked.number, problem))
-
-    def _finish(self, asked: Generate, place: int, completion: Completion) -> None:
-        self._send(Finished(asked.number, place, self._checked(completion, asked.requests[place])))
 
     def _send(self, message: Finished | Failed) -> None:
         with self._sending, contextlib.suppress(OSError):  # the program has ended

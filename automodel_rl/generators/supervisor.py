@@ -25,7 +25,7 @@ from automodel_rl.errors import InputError, WeightSyncError, innermost
 from automodel_rl.generators.engine_ranks import EngineRanks
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.make_generator import make_generator, without_generator
-from automodel_rl.generators.protocol import Generator
+from automodel_rl.generators.protocol import RankGenerator
 from automodel_rl.generators.vllm_replicas import VllmReplicas
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -73,7 +73,7 @@ class GeneratorSupervisor:
         spec: GeneratorSpec,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
-        prepare: Callable[[Generator, Transport], None] = lambda generator, transport: None,
+        prepare: Callable[[RankGenerator, Transport], None] = lambda generator, transport: None,
         meanwhile: Callable[[], None] = lambda: None,
     ):
         self.spec, self.engine, self.tokenizer, self.prepare = spec, engine, tokenizer, prepare
@@ -85,7 +85,7 @@ class GeneratorSupervisor:
         self.published: tuple[int, str] | None = None
         self.problem, self._noting = "", threading.Lock()
         self.offload.after_sync()  # the generator starts in the memory that it will have
-        self.generator: Generator | None
+        self.generator: RankGenerator | None
         self.generator, transport = self._start_with_others(meanwhile)
         self.offload.restore()
         self.sync = WeightSync(self.handle, transport, spec.weight_sync, resends_frozen=spec.sleep_level == 2)
@@ -144,7 +144,7 @@ class GeneratorSupervisor:
         self.ranks.meet()
         self._is_awake = False
 
-    def lose(self, generator: Generator | None, problem: str) -> None:
+    def lose(self, generator: RankGenerator | None, problem: str) -> None:
         """Notes why a generator cannot write, unless another one has taken its place. Any thread may call it.
 
         Args:
@@ -203,7 +203,7 @@ class GeneratorSupervisor:
         except WeightSyncError as problem:
             self.problem = str(problem)
 
-    def _start_with_others(self, meanwhile: Callable[[], None]) -> tuple[Generator, Transport]:
+    def _start_with_others(self, meanwhile: Callable[[], None]) -> tuple[RankGenerator, Transport]:
         """Starts this rank's generator, and waits until all generators on this rank's device sleep.
 
         Args:
@@ -245,7 +245,7 @@ class GeneratorSupervisor:
         if problem:
             raise _AgreedError(problem)
 
-    def _start(self, is_first: bool, meanwhile: Callable[[], None] = lambda: None) -> tuple[Generator, Transport]:
+    def _start(self, is_first: bool, meanwhile: Callable[[], None] = lambda: None) -> tuple[RankGenerator, Transport]:
         """Starts this rank's generator, which then sleeps if it shares memory."""
         generator, transport = make_generator(self.spec, self.handle, self.tokenizer, self.ranks, is_first, meanwhile)
         if self.spec.sleep_level and isinstance(generator, GeneratorProcess | VllmReplicas):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from automodel_rl.compat.modules import with_cache
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.media_inputs import MediaInputs, next_positions
 from automodel_rl.generators.model_copy import ModelCopy, RouteRecorder, build_model, synced_tensors
-from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+from automodel_rl.generators.protocol import Completion, RankGenerator, fail_unfinished
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
@@ -35,7 +36,7 @@ class Writing:
     ends: tuple[int, ...] = ()
 
 
-class TransformersGenerator:
+class TransformersGenerator(RankGenerator):
     """Samples from a transformers model.
 
     Args:
@@ -49,25 +50,35 @@ class TransformersGenerator:
         InputError: the device has no room for the model.
     """
 
+    works_alone = False
+
     def __init__(self, copy: ModelCopy, writing: Writing):
-        self.copy, self.writing, self.works_alone = copy, writing, False
+        self.copy, self.writing = copy, writing
+        self._submitted: list[tuple[Sequence[Request], list[Future[Completion]]]] = []
         self.media = MediaInputs(copy.config, copy.media)
         self.model = build_model(copy)
         self.receiver = Receiver(synced_tensors(self.model, copy))
         self.recorder = RouteRecorder.of(self.model, copy.family) if copy.capture_routes else None
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
-        """Returns a function that writes the completions. It cannot begin earlier, because it shares this process."""
-        return functools.partial(self.generate, requests, on_finished=on_finished)
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        completions: list[Future[Completion]] = [Future() for _ in requests]
+        self._submitted.append((requests, completions))
+        return completions
+
+    def write(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        for requests, completions in submitted:
+            try:
+                self.generate(requests, on_finished=functools.partial(_complete, completions))
+            except Exception as error:
+                fail_unfinished(completions, error)
 
     @torch.no_grad()
     def generate(
         self,
         requests: Sequence[Request],
         between_tokens: Callable[[], None] = lambda: None,
-        on_finished: OnFinished = do_nothing,
+        on_finished: Callable[[int, Completion], None] = lambda index, completion: None,
     ) -> list[Completion]:
         """Writes completions.
 
@@ -75,7 +86,7 @@ class TransformersGenerator:
             requests: the completions to write.
             between_tokens: called before every token. It may load new weights, with which completions go on; keys and
                 values of earlier tokens are kept (as in PipelineRL, arXiv:2509.19128).
-            on_finished: called for every completion of a batch as soon as the batch is written.
+            on_finished: called with the index of every completion of a batch as soon as the batch is written.
 
         Raises:
             WeightSyncError: there are no complete weights.
@@ -178,6 +189,10 @@ class TransformersGenerator:
         longest = max(len(stop.encode()) for stop in sampling.stop)  # no token stands for less than a byte
         text = self.writing.tokenizer.decode(token_ids[-STOP_TEXT_TOKENS - longest :])
         return any(stop in text for stop in sampling.stop)
+
+
+def _complete(completions: "Sequence[Future[Completion]]", index: int, completion: Completion) -> None:
+    completions[index].set_result(completion)
 
 
 def _truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:

@@ -4,15 +4,17 @@ vLLM schedules sequences and takes their tokens in one Python thread: for 512 se
 times as long as the device computes (benchmarks/README.md, "Several vLLM on a device"). Replicas do it side by side.
 """
 
+import functools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Literal
 
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Failure, Message, Request
 from automodel_rl.generators.generator_process import GeneratorProcess
-from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+from automodel_rl.generators.protocol import Completion, RankGenerator
 
 WORKING_BYTES = 2 * 2**30
 """Memory of a vLLM for what is neither weights, cache nor logits: its CUDA context, graphs and activations."""
@@ -46,7 +48,7 @@ def cache_bytes(share: float, weights: int, vocab_size: int, sampled_at_once: in
     return int(share - others)
 
 
-class VllmReplicas:
+class VllmReplicas(RankGenerator):
     """A `Generator`, and the `VllmChannel` of its weights: each replica gets the same messages, and a part of the
     requests. Requests with the same prompt, and turns of a conversation, go to one replica, which has their beginning
     cached. If one replica is lost, the generator is.
@@ -57,7 +59,7 @@ class VllmReplicas:
 
     def __init__(self, replicas: Sequence[GeneratorProcess]):
         self.replicas = replicas
-        self.works_alone, self.warning = True, ""
+        self.warning = ""
         self.addresses: list[str] = []
         self._open = Counter[int]()  # number of requests that each replica still writes
         self._of_conversations: dict[int, int] = {}
@@ -88,31 +90,14 @@ class VllmReplicas:
             raise
         self.warning = self.replicas[0].warning
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
-        told = threading.Lock()
-
-        def tell_once(error: BaseException) -> None:
-            if told.acquire(blocking=False):
-                on_lost(error)
-
-        shares = self._shares(requests)
-        waits = {
-            replica: self._submit(replica, [requests[place] for place in places], places, on_finished, tell_once)
-            for replica, places in shares.items()
-        }
-
-        def completions() -> list[Completion]:
-            found: dict[int, Completion] = {}
-            for replica, places in shares.items():
-                found |= dict(zip(places, waits[replica](), strict=True))
-            return [found[place] for place in range(len(requests))]
-
-        return completions
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self.submit(requests)()
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
+        completions: dict[int, Future[Completion]] = {}
+        for replica, places in self._shares(requests).items():
+            own = self.replicas[replica].submit([requests[place] for place in places])
+            for completion in own:
+                completion.add_done_callback(functools.partial(self._count_done, replica))
+            completions |= zip(places, own, strict=True)
+        return [completions[place] for place in range(len(requests))]
 
     def sleep(self, level: int, seconds: float) -> None:
         """Makes all replicas give their memory back. Arguments and errors are those of `GeneratorProcess.sleep`."""
@@ -155,12 +140,6 @@ class VllmReplicas:
                 self._open[replica] += 1
         return shares
 
-    def _submit(
-        self, replica: int, requests: list[Request], places: list[int], on_finished: OnFinished, on_lost: OnLost
-    ) -> Callable[[], list[Completion]]:
-        def finish(place: int, completion: Completion) -> None:
-            with self._counting:
-                self._open[replica] -= 1
-            on_finished(places[place], completion)
-
-        return self.replicas[replica].submit(requests, finish, on_lost)
+    def _count_done(self, replica: int, _: "Future[Completion]") -> None:
+        with self._counting:
+            self._open[replica] -= 1

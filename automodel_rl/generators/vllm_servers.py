@@ -4,15 +4,15 @@ import base64
 import io
 import sys
 import urllib.error
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Request, Written
 from automodel_rl.generators.completions import completion_of
-from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+from automodel_rl.generators.protocol import Completion, RankGenerator
 from automodel_rl.generators.vllm_checks import check_server, listed
 from automodel_rl.generators.vllm_http import VllmServer
 from automodel_rl.generators.vllm_server_weights import ServerWeights, is_there
@@ -32,8 +32,8 @@ WHOLE_DISTRIBUTION = {
 from the checkpoint's generation_config.json."""
 
 
-class VllmServers:
-    """A `Generator` that sends requests to servers in turn. `connect_servers` has checked the servers.
+class VllmServers(RankGenerator):
+    """A generator that sends requests to servers in turn. `connect_servers` has checked the servers.
 
     A server that no longer answers gets no requests until it has weights again; others write what it was to write.
 
@@ -58,7 +58,7 @@ class VllmServers:
         routes: bool = False,
     ):
         self.urls, self.servers, self.ends, self.routes = urls, servers, ends, routes
-        self.weights, self.works_alone = ServerWeights(servers, leads), True
+        self.weights = ServerWeights(servers, leads)
         there = next(server for server in servers if is_there(server))
         self.model = there.get("/v1/models")["data"][0]["id"]
         self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE * max(4, len(servers)))
@@ -78,26 +78,12 @@ class VllmServers:
             self._warn(f"{problem}; the servers of before are used")
         return {server for server in self.servers if self._is_usable(server)} != set(weights.members)
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         if self.weights.is_broken:
             raise WeightSyncError("a server has no complete weights, for a weight sync failed: start the servers anew")
-
-        def complete(place: int, request: Request) -> Completion:
-            try:
-                completion = self._complete_anywhere(place, request)
-                on_finished(place, completion)
-            except Exception as error:
-                on_lost(error)
-                raise
-            return completion
-
-        futures = [self._requests.submit(complete, place, request) for place, request in enumerate(requests)]
-        return lambda: [future.result() for future in futures]
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return self.submit(requests)()
+        return [
+            self._requests.submit(self._complete_anywhere, place, request) for place, request in enumerate(requests)
+        ]
 
     def close(self) -> None:
         """Drops requests that are not sent yet. The servers go on running."""

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.media_inputs import prompt_media
 from automodel_rl.generators.protocol import Completion
+from automodel_rl.launch.background import then
 from automodel_rl.launch.timeline import REWARDS
 from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
@@ -38,9 +41,7 @@ class _Pending:
         requests: the requests for them.
         group_size: number of completions of each prompt.
         fleet: the generators.
-        finished: places that generators have finished.
-        underway: places that generators were asked for.
-        wait: waits for these; None once somebody has waited.
+        underway: futures of those that were asked for; empty once somebody has waited for them.
         done: completions by place.
         scorings: completions that are scored already, by place.
         episodes: conversations that have begun, by place.
@@ -50,9 +51,7 @@ class _Pending:
     requests: list[Request]
     group_size: int
     fleet: Fleet
-    finished: set[int] = field(default_factory=set)
-    underway: list[int] = field(default_factory=list)
-    wait: Callable[[], list[Completion]] | None = None
+    underway: "list[Future[None]]" = field(default_factory=list)
     done: dict[int, Completion] = field(default_factory=dict)
     scorings: dict[int, Scoring] = field(default_factory=dict)
     episodes: dict[int, Any] = field(default_factory=dict)
@@ -173,7 +172,9 @@ class Rollouts:
             for place, (prompt, sample) in enumerate(asked)
         ]
         pending = self._pending[self._numbers] = _Pending(asked, requests, group_size, fleet or self.fleet)
-        self._ask(pending)
+        # Environments begin no earlier than their generators can answer.
+        if self.conversations is None or pending.fleet.works_alone:
+            self._ask(pending)
         return self._numbers
 
     def is_written(self, number: int) -> bool:
@@ -182,8 +183,7 @@ class Rollouts:
         Args:
             number: what `submit` returned.
         """
-        pending = self._pending[number]
-        return len(pending.finished) == len(pending.requests)
+        return not self._pending[number].missing
 
     def take(self, number: int) -> list[list[Rollout]]:
         """The rewarded completions of each prompt.
@@ -233,32 +233,28 @@ class Rollouts:
             self.conversations.close()
 
     def _ask(self, pending: _Pending) -> None:
-        """Lets generators begin with what is missing."""
+        """Gives generators the requests that are missing."""
         places, began = pending.missing, time.time()
-        pending.underway = places
-
-        def finished(number: int, completion: Completion) -> None:
-            """Begins to score a completion while others are still written."""
-            self._worked(pending.fleet.name_of(completion.writer), began)
-            place = places[number]
-            pending.finished.add(place)
-            if completion.finish != "error":
-                example = scored_example(pending.asked[place][0], completion)
-                pending.scorings[place] = self._scoring(self._text(completion), example)
-
         if self.conversations is None:
+            completions = pending.fleet.submit([pending.requests[place] for place in places])
+        else:
+            for place in places:
+                if place not in pending.episodes:
+                    prompt, _ = pending.asked[place]
+                    pending.episodes[place] = self.conversations.episode(prompt, pending.requests[place])
+            completions = self.conversations.submit(pending.fleet, [pending.episodes[place] for place in places])
+        pending.underway = [
+            then(completion, functools.partial(self._keep, pending, place, began))
+            for place, completion in zip(places, completions, strict=True)
+        ]
 
-            def keep(number: int, completion: Completion) -> None:
-                finished(number, completion)
-                pending.done[places[number]] = completion
-
-            pending.wait = pending.fleet.submit([pending.requests[place] for place in places], keep)
-            return
-        for place in places:
-            if place not in pending.episodes:
-                pending.episodes[place] = self.conversations.episode(pending.asked[place][0], pending.requests[place])
-        episodes = [pending.episodes[place] for place in places]
-        pending.wait = self.conversations.submit(pending.fleet, episodes, finished)
+    def _keep(self, pending: _Pending, place: int, began: float, completion: Completion) -> None:
+        """Keeps a completion, and begins to score it while others are still written."""
+        self._worked(pending.fleet.name_of(completion.writer), began)
+        if completion.finish != "error":
+            example = scored_example(pending.asked[place][0], completion)
+            pending.scorings[place] = self._scoring(self._text(completion), example)
+        pending.done[place] = completion
 
     def _finish(self, pending: _Pending) -> None:
         """Waits until all is written. Generators that are lost are started again, while others write their part. Those
@@ -292,12 +288,11 @@ class Rollouts:
     def _write(self, pending: _Pending) -> None:
         """Waits for what is missing, as long as a generator writes it."""
         while pending.missing and pending.fleet.can_write:
-            if pending.wait is None:
+            if not pending.underway:
                 self._ask(pending)
-            assert pending.wait is not None
-            wait, pending.wait = pending.wait, None
+            underway, pending.underway = pending.underway, []
             with contextlib.suppress(RolloutError):  # all were lost, perhaps before a restart
-                pending.done |= zip(pending.underway, pending.fleet.waited(wait), strict=True)
+                pending.fleet.wait(underway)
         self._look_for_stale(pending)
 
     def _look_for_stale(self, pending: _Pending) -> None:

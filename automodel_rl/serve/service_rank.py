@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.generators.fleet_rank import FleetRank
-from automodel_rl.generators.protocol import Generator
+from automodel_rl.generators.protocol import RankGenerator
 from automodel_rl.generators.transformers_generator import TransformersGenerator
 from automodel_rl.lora.rank import set_scale
 from automodel_rl.model.handle import ModelHandle
@@ -69,9 +69,9 @@ class AdapterScale:
 
     def __init__(self) -> None:
         self.scale = 1.0
-        self._told: tuple[Generator, Transport] | None = None
+        self._told: tuple[RankGenerator, Transport] | None = None
 
-    def prepare(self, generator: Generator, transport: Transport) -> None:
+    def prepare(self, generator: RankGenerator, transport: Transport) -> None:
         """Tells it to a generator that has been started."""
         self._told = generator, transport
         self.set(self.scale)

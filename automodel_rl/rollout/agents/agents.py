@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from automodel_rl.config import RolloutRunConfig
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError, innermost
 from automodel_rl.generator_messages import Request
-from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, Generator, fail_unfinished
 from automodel_rl.launch.background import in_thread
 from automodel_rl.rollout.agents.codecs import ChatCodecs
 from automodel_rl.rollout.agents.endpoint import Endpoint
@@ -40,17 +42,10 @@ LONG_PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class _TurnWritten:
-    """A turn that the generator wrote."""
+    """A turn that the generator wrote, or its failure."""
 
     asked: Asked
-    completion: Completion
-
-
-@dataclass(frozen=True)
-class _GeneratorLost:
-    """The generator is lost."""
-
-    error: BaseException
+    completion: "Future[Completion]"
 
 
 class Agents:
@@ -123,24 +118,15 @@ class Agents:
         seed = mixed_seed("environment", self.seed, prompt.number) % 2**32
         return AgentEpisode(request, example, seed, self.codecs, self.limits, self.newest_version)
 
-    def submit(
-        self, generator: Generator, episodes: Sequence[AgentEpisode], on_finished: OnFinished = do_nothing
-    ) -> Callable[[], list[Completion]]:
-        """Begins episodes, or goes on with them if an earlier generator was lost.
-
-        Args:
-            generator: writes the turns. One that works alone is driven by a thread; another one when waited for.
-            episodes: the episodes.
-            on_finished: called for every episode as soon as it is over.
+    def submit(self, generator: Generator, episodes: Sequence[AgentEpisode]) -> "list[Future[Completion]]":
+        """Begins episodes, or resumes them if an earlier generator was lost. A thread drives them.
 
         Returns:
-            A function that waits until all episodes are over, and returns them in order, as completions. It raises what
-            the generator raises; agents go on to wait for their turns then.
+            A future for each episode. It raises what the generator raises; agents keep waiting for their turns then.
         """
-        work = _AgentWork(generator, episodes, on_finished, self._room, self._start)
-        if not generator.works_alone:
-            return work.finish
-        return in_thread(work.finish, "agents").result
+        work = _AgentWork(generator, episodes, self._room, self._start)
+        in_thread(work.drive, "agents")
+        return work.completions
 
     def close(self) -> None:
         """Ends all agents and the endpoint."""
@@ -212,27 +198,28 @@ class _AgentWork:
 
     generator: Generator
     episodes: Sequence[AgentEpisode]
-    on_finished: OnFinished
     room: threading.Semaphore
     start: Callable[[AgentEpisode], None]
-    news: "SimpleQueue[Asked | Ended | Broken | _TurnWritten | _GeneratorLost]" = field(default_factory=SimpleQueue)
+    news: "SimpleQueue[Asked | Ended | Broken | _TurnWritten]" = field(default_factory=SimpleQueue)
     calls: list[Asked] = field(default_factory=list)
     begun: int = 0
     over: int = 0
 
-    def finish(self) -> list[Completion]:
-        """Drives the episodes to their ends."""
+    def __post_init__(self) -> None:
+        self.completions: list[Future[Completion]] = [Future() for _ in self.episodes]
         self._places = {id(episode): place for place, episode in enumerate(self.episodes)}
+
+    def drive(self) -> None:
+        """Drives the episodes to their ends."""
         try:
             while self.over < len(self.episodes):
                 self._begin()
                 self._listen()
                 self._ask()
-        except BaseException:
+        except BaseException as error:
             for _ in range(self.begun - self.over):
                 self.room.release()
-            raise
-        return [episode.completion for episode in self.episodes]
+            fail_unfinished(self.completions, error)
 
     def _begin(self) -> None:
         """Begins as many episodes as there is room for, and goes on with those that have begun."""
@@ -266,19 +253,20 @@ class _AgentWork:
                     return
             until = time.monotonic()
 
-    def _handle(self, event: Asked | Ended | Broken | _TurnWritten | _GeneratorLost) -> None:
+    def _handle(self, event: Asked | Ended | Broken | _TurnWritten) -> None:
         match event:
             case Asked():
                 self.calls.append(event)
             case Ended(episode):
                 self.over += 1
                 self.room.release()
-                self.on_finished(self._places[id(episode)], episode.completion)
-            case _TurnWritten(asked, completion):
+                self.completions[self._places[id(episode)]].set_result(episode.completion)
+            case _TurnWritten(asked, written):
+                completion = written.result()
                 call = asked.episode.waiting.get(asked.number)
                 if call is not None:
                     call.give(completion)
-            case _GeneratorLost(error) | Broken(error):
+            case Broken(error):
                 raise error
 
     def _ask(self) -> None:
@@ -289,12 +277,11 @@ class _AgentWork:
         if not asked:
             return
 
-        def written(number: int, completion: Completion) -> None:
-            self.news.put(_TurnWritten(asked[number][0], completion))
-
-        def lost(error: BaseException) -> None:
-            self.news.put(_GeneratorLost(error))
-
-        wait = self.generator.submit([call.request for _, call in asked], written, lost)
+        completions = self.generator.submit([call.request for _, call in asked])
+        for (one, _), completion in zip(asked, completions, strict=True):
+            completion.add_done_callback(functools.partial(self._tell_written, one))
         if not self.generator.works_alone:
-            wait()
+            futures.wait(completions, return_when=futures.FIRST_EXCEPTION)
+
+    def _tell_written(self, asked: Asked, completion: "Future[Completion]") -> None:
+        self.news.put(_TurnWritten(asked, completion))

@@ -1,13 +1,14 @@
 """The conversations of a run: its environments, what reads and writes turns, and what drives them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from automodel_rl.config import RolloutRunConfig
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.data.tool_formats import find_format
 from automodel_rl.generator_messages import Request
-from automodel_rl.generators.protocol import Completion, Generator, OnFinished
+from automodel_rl.generators.protocol import Completion, Generator
 from automodel_rl.rollout.episodes.chat_turns import ChatTurns
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
@@ -69,11 +70,9 @@ class Conversations:
         environment = self.pool.open({**prompt.example, "messages": list(prompt.messages)}, seed)
         return Episode(request, prompt.messages, environment, self._codec, self._limits)
 
-    def submit(
-        self, generator: Generator, episodes: Sequence[Episode], on_finished: OnFinished
-    ) -> Callable[[], list[Completion]]:
-        """Begins episodes or goes on with them; see `EpisodeDriver.submit`."""
-        return self._driver.submit(generator, episodes, on_finished)
+    def submit(self, generator: Generator, episodes: Sequence[Episode]) -> "list[Future[Completion]]":
+        """As `EpisodeDriver.submit`."""
+        return self._driver.submit(generator, episodes)
 
     def close(self) -> None:
         """Ends all environments."""

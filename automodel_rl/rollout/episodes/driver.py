@@ -1,15 +1,16 @@
 """Drives episodes: conversations advance on their own, and environments run while the generator writes."""
 
 import contextlib
+import functools
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from automodel_rl.errors import innermost
-from automodel_rl.generators.protocol import Completion, Generator, OnFinished, do_nothing
+from automodel_rl.generators.protocol import Completion, Generator, fail_unfinished
 from automodel_rl.launch.background import in_thread
 from automodel_rl.rollout.episodes.episode import ENVIRONMENT_ERRORS, Episode
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
@@ -20,10 +21,10 @@ ROOM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class _Written:
-    """A turn that the generator wrote."""
+    """A turn that the generator wrote, or its failure."""
 
     place: int
-    completion: Completion
+    completion: "Future[Completion]"
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,6 @@ class _Answered:
     answer: Sequence[Message] | Outcome = ()
     error: str = ""
     seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """The generator is lost."""
-
-    error: BaseException
 
 
 class EpisodeDriver:
@@ -58,27 +52,17 @@ class EpisodeDriver:
         """Ends the threads of environments, once their calls have returned."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def submit(
-        self, generator: Generator, episodes: Sequence[Episode], on_finished: OnFinished = do_nothing
-    ) -> Callable[[], list[Completion]]:
-        """Begins episodes, or goes on with them if an earlier generator was lost.
+    def submit(self, generator: Generator, episodes: Sequence[Episode]) -> "list[Future[Completion]]":
+        """Begins episodes, or resumes them if an earlier generator was lost. A thread drives them.
 
-        A generator that works alone is driven by a thread, and its episodes advance while this process does something
-        else. Another one is driven when waited for; then it writes all turns that are ready as one batch.
-
-        Args:
-            generator: writes the turns.
-            episodes: the episodes.
-            on_finished: called for every episode as soon as it is over, by any thread.
+        A generator that does not work alone gets all turns that are ready as one batch, once no environment is at work.
 
         Returns:
-            A function that waits until all episodes are over. It returns them in order, as completions. It raises what
-            the generator raises; no environment is at work then.
+            A future for each episode. It raises what the generator raises; no environment is at work then.
         """
-        work = _Work(generator, episodes, on_finished, self._threads, self._room)
-        if not generator.works_alone:
-            return work.finish
-        return in_thread(work.finish, "episodes").result
+        work = _Work(generator, episodes, self._threads, self._room)
+        in_thread(work.drive, "episodes")
+        return work.completions
 
 
 @dataclass
@@ -86,43 +70,41 @@ class _Work:
     """The episodes of one call of `submit`.
 
     Attributes:
-        news: what generator and environments have done.
-        waits: waits for batches of a generator that writes when waited for.
-        begun: how many episodes have begun, the first ones.
-        acting: number of environments at work.
+        news: what the generator and environments have done.
+        ready: episodes whose next turn can be written.
+        begun: number of episodes that have begun, the first ones.
+        writing, acting: number of turns that the generator has, and of environments at work.
     """
 
     generator: Generator
     episodes: Sequence[Episode]
-    on_finished: OnFinished
     threads: ThreadPoolExecutor
     room: threading.Semaphore
-    news: "queue.SimpleQueue[_Written | _Answered | _Lost]" = field(default_factory=queue.SimpleQueue)
-    waits: list[Callable[[], list[Completion]]] = field(default_factory=list)
+    news: "queue.SimpleQueue[_Written | _Answered]" = field(default_factory=queue.SimpleQueue)
     ready: list[int] = field(default_factory=list)
     begun: int = 0
+    writing: int = 0
     acting: int = 0
     over: int = 0
 
-    def finish(self) -> list[Completion]:
+    def __post_init__(self) -> None:
+        self.completions: list[Future[Completion]] = [Future() for _ in self.episodes]
+
+    def drive(self) -> None:
         """Drives the episodes to their ends."""
         try:
             while self.over < len(self.episodes):
                 self._begin()
-                # A generator that writes when waited for writes all that are ready at once.
-                if self.ready and (self.generator.works_alone or not self.acting):
+                if self.ready and (self.generator.works_alone or not (self.acting or self.writing)):
                     self._ask()
-                while self.waits:
-                    self.waits.pop()()
                 if self.over < len(self.episodes):
                     with contextlib.suppress(queue.Empty):  # others may have made room
                         self._handle(self.news.get(timeout=None if self.begun == len(self.episodes) else ROOM_SECONDS))
-        except BaseException:
+        except BaseException as error:
             self._end_calls()
             for _ in range(self.begun - self.over):
                 self.room.release()
-            raise
-        return [episode.completion for episode in self.episodes]
+            fail_unfinished(self.completions, error)
 
     def _begin(self) -> None:
         """Begins as many episodes as there is room for."""
@@ -140,29 +122,26 @@ class _Work:
     def _ask(self) -> None:
         """Lets the generator write the next turn of the episodes that are ready."""
         places, self.ready = self.ready, []
+        self.writing += len(places)
+        completions = self.generator.submit([self.episodes[place].request for place in places])
+        for place, completion in zip(places, completions, strict=True):
+            completion.add_done_callback(functools.partial(self._tell_written, place))
 
-        def written(number: int, completion: Completion) -> None:
-            self.news.put(_Written(places[number], completion))
+    def _tell_written(self, place: int, completion: "Future[Completion]") -> None:
+        self.news.put(_Written(place, completion))
 
-        def lost(error: BaseException) -> None:
-            self.news.put(_Lost(error))
-
-        wait = self.generator.submit([self.episodes[place].request for place in places], written, lost)
-        if not self.generator.works_alone:
-            self.waits.append(wait)
-
-    def _handle(self, event: _Written | _Answered | _Lost) -> None:
-        match event:
-            case _Lost(error):
-                raise error
-            case _Written(place, completion) if completion.finish == "error":
-                self.episodes[place].fail(completion.error)
-            case _Written(place, completion):
+    def _handle(self, event: _Written | _Answered) -> None:
+        place = event.place
+        if isinstance(event, _Written):
+            completion = event.completion.result()
+            self.writing -= 1
+            if completion.finish != "error":
                 turn = self.episodes[place].take(completion)
                 self._call(place, lambda: self._step(place, turn))
                 return
-            case _Answered(place):
-                self._take_answer(event)
+            self.episodes[place].fail(completion.error)
+        else:
+            self._take_answer(event)
         if self.episodes[place].phase == "over":
             self._count(place)
         else:
@@ -198,7 +177,7 @@ class _Work:
     def _count(self, place: int) -> None:
         self.over += 1
         self.room.release()
-        self.on_finished(place, self.episodes[place].completion)
+        self.completions[place].set_result(self.episodes[place].completion)
 
     def _end_calls(self) -> None:
         """Waits for environments that are at work, so that every episode is in a state to go on from."""

@@ -18,7 +18,7 @@ from automodel_rl.generator_messages import Request
 from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.fleet_rank import FleetRank
 from automodel_rl.generators.make_generator import make_generator
-from automodel_rl.generators.protocol import Completion, Generator
+from automodel_rl.generators.protocol import Completion, RankGenerator
 from automodel_rl.generators.transformers_generator import TransformersGenerator
 from automodel_rl.rollout.rollouts import Rollouts
 from automodel_rl.weight_sync.receiver import Receiver
@@ -75,7 +75,7 @@ def run_flaky(settings: Settings, failures: int, loads: int = -1, works: int = 0
     Flaky.written = Flaky.left = Flaky.works = made = calls = 0
     write = FleetRank.write
 
-    def make(*arguments: Any) -> tuple[Generator, Transport]:
+    def make(*arguments: Any) -> tuple[RankGenerator, Transport]:
         nonlocal made
         made += 1
         generator, transport = make_generator(*arguments)
@@ -142,7 +142,7 @@ def run_with_one_that_does_not_come_back(settings: Settings) -> int:
     made = calls = 0
     write = FleetRank.write
 
-    def make(*arguments: Any) -> tuple[Generator, Transport]:
+    def make(*arguments: Any) -> tuple[RankGenerator, Transport]:
         nonlocal made
         made += 1
         if made > 1:
@@ -184,7 +184,7 @@ def run_split(settings: Settings) -> int:
 
     def make(
         spec: GeneratorSpec, handle: Any, tokenizer: Any, ranks: EngineRanks, *others: Any
-    ) -> tuple[Generator, Transport]:
+    ) -> tuple[RankGenerator, Transport]:
         within = dataclasses.replace(spec, choice=TransformersGeneratorConfig())
         generator, transport = make_generator(within, handle, tokenizer, ranks, *others)
         generator.__class__ = Flaky
@@ -305,7 +305,7 @@ def run_with_a_death(settings: Settings) -> int:
     """Kills the first rank's generator while it is ahead; how many generators this rank has started."""
     generators: list[Any] = []
 
-    def make(*arguments: Any) -> tuple[Generator, Transport]:
+    def make(*arguments: Any) -> tuple[RankGenerator, Transport]:
         generator, transport = make_generator(*arguments)
         generators.append(generator)
         return generator, transport
@@ -337,7 +337,7 @@ def test_a_generator_that_dies_ahead_of_training_does_not_make_the_others_comple
 
 
 def run_with_one_that_does_not_start(settings: Settings) -> str:
-    def make(*arguments: Any) -> tuple[Generator, Transport]:
+    def make(*arguments: Any) -> tuple[RankGenerator, Transport]:
         if os.environ["RANK"] == "1":
             raise InputError("rollout.generator: not on this machine")
         return make_generator(*arguments)

@@ -1,6 +1,7 @@
 """Completions and rewards of reinforcement learning: groups without signal, texts cut off or empty, calls that fail."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,7 +9,7 @@ from unittest import mock
 import pytest
 
 from automodel_rl.errors import InputError, RolloutError
-from automodel_rl.generators.protocol import Completion, OnFinished
+from automodel_rl.generators.protocol import Completion
 from automodel_rl.generators.transformers_generator import TransformersGenerator
 from automodel_rl.trainers.run import Run
 from tests.distributed.trainers.runs import (
@@ -59,7 +60,9 @@ def test_completions_that_were_cut_off_may_count_nothing(ranks: RankPool, worksp
 class Silent(TransformersGenerator):
     """Writes nothing for every other request."""
 
-    def generate(self, *arguments: Any, on_finished: OnFinished, **more: Any) -> list[Completion]:
+    def generate(
+        self, *arguments: Any, on_finished: Callable[[int, Completion], None], **more: Any
+    ) -> list[Completion]:
         def silent(place: int, completion: Completion) -> None:
             on_finished(place, Completion([], [], "stop") if place % 2 else completion)
 

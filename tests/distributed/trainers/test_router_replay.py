@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from automodel_rl.errors import RolloutError
 from automodel_rl.families.known import FAMILIES
 from automodel_rl.generators.make_generator import make_generator
-from automodel_rl.generators.protocol import Completion, Generator, OnFinished
+from automodel_rl.generators.protocol import Completion, RankGenerator
 from automodel_rl.generators.transformers_generator import TransformersGenerator
 from automodel_rl.mixture.router_replay import Selection
 from automodel_rl.mixture.routers import routers_of
@@ -59,7 +59,7 @@ def other_experts(live: Tensor) -> Tensor:
     return torch.where(moved, (live + 3) % 8, live)
 
 
-def noisy_generator(*arguments: Any) -> tuple[Generator, Transport]:
+def noisy_generator(*arguments: Any) -> tuple[RankGenerator, Transport]:
     """This rank's generator, with noise in its routers' choices, but not in what they weigh."""
     generator, transport = make_generator(*arguments)
     assert isinstance(generator, TransformersGenerator)
@@ -196,7 +196,9 @@ class Damaging(TransformersGenerator):
     damage: Callable[[Any], Any]
     first: int
 
-    def generate(self, *arguments: Any, on_finished: OnFinished, **more: Any) -> list[Completion]:
+    def generate(
+        self, *arguments: Any, on_finished: Callable[[int, Completion], None], **more: Any
+    ) -> list[Completion]:
         def damaged(place: int, completion: Completion) -> None:
             if torch.distributed.get_rank() >= type(self).first:
                 completion = dataclasses.replace(completion, routes=type(self).damage(completion.routes))

@@ -4,6 +4,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from automodel_rl.errors import RolloutError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators import fleet as fleet_module
 from automodel_rl.generators.meeting import Meeting, meet
-from automodel_rl.generators.protocol import Completion, OnFinished
+from automodel_rl.generators.protocol import Completion, results
+from automodel_rl.launch.background import in_thread, then
 from automodel_rl.policy.crew import RemoteCall
 from tests.fleets import VOCABULARY, Echo, LocalCrew, Waiting, fleet_of
 
@@ -43,31 +45,31 @@ def generators(crew: LocalCrew) -> list[Any]:
 
 def test_requests_are_dealt_to_the_members_and_come_back_in_order(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
-    completions = fleet.submit(requests(7))()
+    completions = results(fleet.submit(requests(7)))
     assert [completion.token_ids for completion in completions] == [[place, 10 + place] for place in range(7)]
     assert [completion.writer for completion in completions] == [0, 3, 5, 0, 3, 5, 0]
     assert {completion.versions for completion in completions} == {(1, 1)}  # policy versions, not weight syncs
     assert [len(generator.asked) for generator in generators(crew)] == [3, 2, 2]
-    assert fleet.submit([])() == []
+    assert results(fleet.submit([])) == []
 
 
 def test_requests_of_a_prompt_that_takes_longer_to_read_than_to_answer_stay_together(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
     asked = [Request([prompt, 1, 2], seed, Sampling(2)) for prompt in range(3) for seed in range(4)]
-    assert [completion.writer for completion in fleet.submit(asked)()] == [0] * 4 + [3] * 4 + [5] * 4
+    assert [completion.writer for completion in results(fleet.submit(asked))] == [0] * 4 + [3] * 4 + [5] * 4
     fleet.lose(0, "it is gone")
-    assert [completion.writer for completion in fleet.submit(asked)()] == [3] * 6 + [5] * 6
+    assert [completion.writer for completion in results(fleet.submit(asked))] == [3] * 6 + [5] * 6
     conversations = [Request([1, 2, 3], seed, Sampling(2), conversation=seed) for seed in range(4)]
-    assert [completion.writer for completion in fleet.submit(conversations)()] == [3, 3, 5, 5]
+    assert [completion.writer for completion in results(fleet.submit(conversations))] == [3, 3, 5, 5]
     later = [dataclasses.replace(conversations[number], sampling=Sampling(9)) for number in (2, 0)]
-    assert [completion.writer for completion in fleet.submit(later)()] == [5, 3]
+    assert [completion.writer for completion in results(fleet.submit(later))] == [5, 3]
 
 
 def test_turns_of_a_conversation_go_to_one_member(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
-    first = fleet.submit(requests(3, [4, 2, 0]))()
+    first = results(fleet.submit(requests(3, [4, 2, 0])))
     assert [completion.writer for completion in first] == [3, 5, 0]
-    later = fleet.submit(requests(2, [2, 4]))()
+    later = results(fleet.submit(requests(2, [2, 4])))
     assert [completion.writer for completion in later] == [5, 3]
 
 
@@ -75,43 +77,43 @@ def test_what_a_lost_member_was_to_write_goes_to_the_others_until_it_is_back(cre
     fleet = fleet_of(crew)
     two = generators(crew)[1]
     two.held.clear()
-    wait = fleet.submit(requests(6))
+    completions = fleet.submit(requests(6))
     two.lose()
-    completions = wait()
+    completions = results(completions)
     assert [completion.token_ids for completion in completions] == [[place, 10 + place] for place in range(6)]
     assert [completion.writer for completion in completions] == [0, 0, 5, 0, 5, 5]
     assert fleet.lost == {3: "ConnectionError: it is gone"}
-    assert [completion.writer for completion in fleet.submit(requests(3))()] == [0, 5, 0]
+    assert [completion.writer for completion in results(fleet.submit(requests(3)))] == [0, 5, 0]
     assert len(two.asked) == 2
     fleet.restart()
     assert crew.restarted == [{3: "ConnectionError: it is gone"}]
     assert not fleet.lost
-    assert [completion.writer for completion in fleet.submit(requests(3))()] == [0, 3, 5]
+    assert [completion.writer for completion in results(fleet.submit(requests(3)))] == [0, 3, 5]
 
 
 def test_a_fleet_that_is_lost_says_why(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
     for generator in generators(crew):
         generator.held.clear()
-    wait = fleet.submit(requests(4))
+    completions = fleet.submit(requests(4))
     for generator in generators(crew):
         generator.lose()
     with pytest.raises(RolloutError, match="the generator of rank 0 cannot write: ConnectionError: it is gone"):
-        wait()
+        results(completions)
     assert not fleet.can_write
     with pytest.raises(RolloutError, match="rank 0 cannot write"):
-        fleet.submit(requests(1))()
+        results(fleet.submit(requests(1)))
     fleet.restart()
-    assert len(fleet.submit(requests(4))()) == 4
+    assert len(results(fleet.submit(requests(4)))) == 4
 
 
 def test_a_member_whose_rank_ends_is_lost(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
     three = generators(crew)[2]
     three.held.clear()
-    wait = fleet.submit(requests(3))
+    completions = fleet.submit(requests(3))
     crew.relays[5].close()
-    assert [completion.writer for completion in wait()] == [0, 3, 0]
+    assert [completion.writer for completion in results(completions)] == [0, 3, 0]
     assert fleet.lost == {5: "its process is gone"}
     three.held.set()
 
@@ -119,13 +121,11 @@ def test_a_member_whose_rank_ends_is_lost(crew: LocalCrew) -> None:
 def test_members_that_do_not_work_alone_write_when_waited_for() -> None:
     crew = LocalCrew({0: Waiting(), 1: Waiting()})
     fleet = fleet_of(crew)
-    finished: list[int] = []
-    wait = fleet.submit(requests(4), lambda place, completion: finished.append(place))
+    completions = fleet.submit(requests(4))
     assert not any(generator.asked for generator in generators(crew))
-    assert len(wait()) == 4
-    assert sorted(finished) == [0, 1, 2, 3]
+    assert len(fleet.wait(completions)) == 4
     generators(crew)[1].lose()
-    assert [completion.writer for completion in fleet.submit(requests(4))()] == [0, 0, 0, 0]
+    assert [completion.writer for completion in fleet.wait(fleet.submit(requests(4)))] == [0, 0, 0, 0]
     crew.close()
 
 
@@ -144,26 +144,26 @@ def test_ranks_are_looked_after_while_a_program_waits(crew: LocalCrew, monkeypat
     fleet = fleet_of(crew)
     for generator in generators(crew):
         generator.held.clear()
-    wait = fleet.submit(requests(3))
+    completions = fleet.submit(requests(3))
 
-    def wait_until_looked_at() -> list[Completion]:
+    def release_once_looked_at() -> None:
         while crew.num_looks < 3:
             time.sleep(0.001)
         for generator in generators(crew):
             generator.held.set()
-        return wait()
 
-    assert len(fleet.waited(wait_until_looked_at)) == 3
+    in_thread(release_once_looked_at, "releasing")
+    assert len(fleet.wait(completions)) == 3
 
 
-def test_an_error_of_who_waits_is_raised_where_it_waits(crew: LocalCrew) -> None:
-    def refuse(place: int, completion: Completion) -> None:
+def test_an_error_of_what_uses_a_completion_is_raised_where_it_is_waited_for(crew: LocalCrew) -> None:
+    def refuse(completion: Completion) -> None:
         raise ValueError("not this one")
 
     fleet = fleet_of(crew)
     with pytest.raises(ValueError, match="not this one"):
-        fleet.submit(requests(2), refuse)()
-    assert len(fleet.submit(requests(2))()) == 2
+        fleet.wait([then(completion, refuse) for completion in fleet.submit(requests(2))])
+    assert len(fleet.wait(fleet.submit(requests(2)))) == 2
 
 
 class Foreign(Echo):
@@ -186,7 +186,7 @@ class Routing(Echo):
 
 def test_tokens_of_another_model_are_an_error() -> None:
     crew = LocalCrew({0: Foreign()})
-    (completion,) = fleet_of(crew).submit(requests(1))()
+    (completion,) = results(fleet_of(crew).submit(requests(1)))
     assert completion.error == f"the generator's token {VOCABULARY} is none of the model's {VOCABULARY}"
     crew.close()
 
@@ -195,7 +195,7 @@ def test_routes_stay_at_the_rank_if_somebody_needs_them() -> None:
     crew = LocalCrew({2: Routing()}, SHAPE)
     fleet = fleet_of(crew)
     asked = [Request([1, 2, last], 0, Sampling(2), rollouts=rollouts) for last, rollouts in ((3, 7), (4, None), (9, 7))]
-    kept, plain, wrong = fleet.submit(asked)()
+    kept, plain, wrong = results(fleet.submit(asked))
     (piece,) = kept.routes
     assert (piece.at.rank, piece.at.key[0], piece.at.start, piece.at.stop) == (2, 7, 0, 5)
     assert piece.missing.tolist() == [1, 0, 0, 0, 0]  # the last token's do not count
@@ -226,28 +226,28 @@ def test_a_member_that_is_slow_to_tell_is_not_lost_twice(crew: LocalCrew) -> Non
     fleet = fleet_of(crew)
     two = generators(crew)[1]
     two.held.clear()
-    wait = fleet.submit(requests(3))
+    completions = fleet.submit(requests(3))
     fleet.lose(3, "too old")
-    assert [completion.writer for completion in wait()] == [0, 0, 5]
+    assert [completion.writer for completion in results(completions)] == [0, 0, 5]
     fleet.restart()
     two.lose()  # the generator of before
-    assert [completion.writer for completion in fleet.submit(requests(3))()] == [0, 3, 5]
+    assert [completion.writer for completion in results(fleet.submit(requests(3)))] == [0, 3, 5]
     assert not fleet.lost
 
 
 class Refusing(Echo):
     """Is lost with a request whose seed is 11, and with no other."""
 
-    def write(self, requests: Sequence[Request], on_finished: OnFinished) -> list[Completion]:
+    def complete(self, requests: Sequence[Request], finish: Callable[[int, Completion], None]) -> None:
         if any(request.seed == 11 for request in requests):
             raise ConnectionError("it is gone")
-        return super().write(requests, on_finished)
+        super().complete(requests, finish)
 
 
 def test_a_request_with_which_generators_are_lost_does_not_take_all_of_them() -> None:
     crew = LocalCrew({rank: Refusing() for rank in range(6)})
     fleet = fleet_of(crew)
-    completions = fleet.submit(requests(6))()
+    completions = results(fleet.submit(requests(6)))
     assert [completion.finish for completion in completions] == ["stop", "error", *["stop"] * 4]
     assert completions[1].error.startswith("3 generators were lost that were to write it, the last: ConnectionError")
     assert len(fleet.lost) == 3
@@ -259,7 +259,7 @@ def test_a_member_that_hears_nothing_for_too_long_is_lost(crew: LocalCrew, monke
     monkeypatch.setattr(fleet_module.watchdog, "hang_seconds", 0.3)
     fleet = fleet_of(crew)
     generators(crew)[1].held.clear()
-    completions = fleet.waited(fleet.submit(requests(3)))
+    completions = fleet.wait(fleet.submit(requests(3)))
     assert [completion.writer for completion in completions] == [0, 0, 5]
     assert fleet.lost == {3: "it has written nothing for 0.005 minutes (failures.hang_minutes)"}
     generators(crew)[1].held.set()
@@ -269,45 +269,33 @@ def test_requests_are_held_while_generators_that_share_memory_are_started_again(
     fleet = fleet_of(crew)
     fleet.spec.shares_memory = True  # type: ignore[misc]
     fleet.lose(3, "it is broken")
-    waits: list[Callable[[], list[Completion]]] = []
+    submitted: list[Future[Completion]] = []
     call, asked = crew.call, list[int]()
 
     def restarting(given: RemoteCall, shares: Sequence[Any]) -> dict[int, Any]:
-        waits.append(fleet.submit(requests(3)))
+        submitted.extend(fleet.submit(requests(3)))
         asked.append(sum(len(generator.asked) for generator in generators(crew)))
         return call(given, shares)
 
     crew.call = restarting  # type: ignore[method-assign]
     fleet.restart()
     assert asked == [0]
-    assert [completion.writer for completion in waits[0]()] == [0, 3, 5]
+    assert [completion.writer for completion in results(submitted)] == [0, 3, 5]
 
 
 def test_a_completion_counts_once_even_if_its_member_is_lost_meanwhile(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
     finished: list[int] = []
 
-    def lose_it(place: int, completion: Completion) -> None:
-        finished.append(place)
+    def lose_it(completion: Completion) -> Completion:
+        finished.append(completion.token_ids[0])
         if completion.writer == 3:
             fleet.lose(3, "too old")
+        return completion
 
-    completions = fleet.submit(requests(9), lose_it)()
+    completions = fleet.wait([then(completion, lose_it) for completion in fleet.submit(requests(9))])
     assert sorted(finished) == [*range(9)]
     assert [completion.token_ids[0] for completion in completions] == [*range(9)]
-
-
-def test_who_does_not_wait_is_told_of_a_loss(crew: LocalCrew) -> None:
-    fleet = fleet_of(crew)
-    told: list[BaseException] = []
-    for generator in generators(crew):
-        generator.held.clear()
-    wait = fleet.submit(requests(4), on_lost=told.append)
-    for generator in generators(crew):
-        generator.lose()
-    with pytest.raises(RolloutError):
-        wait()
-    assert len(told) == 1
 
 
 def test_a_member_that_came_back_is_tried_at_once_when_it_is_lost_again(crew: LocalCrew) -> None:

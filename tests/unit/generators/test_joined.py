@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,7 +47,9 @@ def make_ends() -> Iterator[tuple[MessageConnection, MessageConnection]]:
 
 def started(theirs: MessageConnection, sync: Any) -> tuple[JoinedGenerator, threading.Thread, list[BaseException]]:
     writer, raised = mock.Mock(), list[BaseException]()
-    writer.submit.side_effect = lambda requests, finish, lost: finish(0, Completion([1], [0.0], "stop"))
+    written: Future[Completion] = Future()
+    written.set_result(Completion([1], [0.0], "stop"))
+    writer.submit.return_value = [written]
     generator = JoinedGenerator(theirs, writer, sync, 9)
 
     def run() -> None:

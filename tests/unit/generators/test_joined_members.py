@@ -34,7 +34,7 @@ from automodel_rl.generators.joining_messages import (
     MessageConnection,
     Welcome,
 )
-from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.protocol import Completion, results
 from automodel_rl.generators.run_places import JOIN_FILE, address_in
 from automodel_rl.launch.authenticated import AuthenticatedConnection
 from automodel_rl.launch.door import DoorAddress
@@ -143,38 +143,38 @@ def seeds(completions: list[Completion]) -> list[int]:
 
 def test_requests_are_dealt_and_say_who_wrote_them(start: Any) -> None:
     fleet, guests = start(guests=2)
-    wait = fleet.submit(requests(3))
+    completions = fleet.submit(requests(3))
     assert [guest.write() for guest in guests] == [[100, 102], [101]]
-    completions = wait()
+    completions = results(completions)
     assert seeds(completions) == [100, 101, 102]
     assert [fleet.name_of(one.writer) for one in completions] == [f"joined generator {n}" for n in (0, 1, 0)]
 
 
 def test_what_a_guest_that_is_gone_was_to_write_goes_to_others(start: Any) -> None:
     fleet, (first, second) = start(guests=2)
-    wait = fleet.submit(requests(4))
+    completions = fleet.submit(requests(4))
     assert first.write(1) == [100]
     first.connection.close()
     assert second.write() == [101, 103]
     assert second.write() == [102]
-    assert seeds(wait()) == [100, 101, 102, 103]
+    assert seeds(results(completions)) == [100, 101, 102, 103]
     assert fleet.lost == fleet.given_up == {}
 
 
 def test_requests_wait_for_the_next_guest_which_gets_the_version_first(start: Any, tmp_path: Path) -> None:
     fleet, (only,) = start(guests=1)
-    wait = fleet.submit(requests(2))
+    completions = fleet.submit(requests(2))
     only.take()
     only.connection.send(Leaving("it was asked to stop"))
     late = Guest(tmp_path / "weights")
     assert late.take() == UseVersion(0, "hash", 1)
     assert late.write() == [100, 101]
-    assert seeds(wait()) == [100, 101]
+    assert seeds(results(completions)) == [100, 101]
 
 
 def test_guests_that_are_taken_away_again_and_again_are_not_blamed_on_requests(start: Any, tmp_path: Path) -> None:
     fleet, guests = start(guests=1)
-    wait = fleet.submit(requests(1))
+    completions = fleet.submit(requests(1))
     for turn in range(30):
         guest = guests.pop()
         guest.take()
@@ -185,19 +185,19 @@ def test_guests_that_are_taken_away_again_and_again_are_not_blamed_on_requests(s
         guests.append(Guest(tmp_path / "weights"))
         assert guests[0].take() == UseVersion(0, "hash", 1)
     assert guests[0].write() == [100]
-    assert seeds(wait()) == [100]
+    assert seeds(results(completions)) == [100]
 
 
 def test_a_request_that_takes_every_guest_with_it_becomes_an_error(start: Any, tmp_path: Path) -> None:
     fleet, guests = start(guests=1)
-    wait = fleet.submit(requests(1))
+    completions = fleet.submit(requests(1))
     for _ in range(3):
         guest = guests.pop()
         guest.take()
         guest.connection.send(Failed(0, "out of memory"))
         guests.append(Guest(tmp_path / "weights"))
         guests[0].take()
-    (completion,) = wait()
+    (completion,) = results(completions)
     assert completion.error == "3 generators were lost that were to write it, the last: out of memory"
 
 
@@ -217,12 +217,12 @@ def test_turns_of_a_conversation_stay_with_a_guest_while_others_come_and_go(star
 def test_a_run_that_nobody_joins_ends_with_what_to_do(start: Any) -> None:
     fleet, (only,) = start(guests=1, minutes=0.01)
     only.connection.close()
-    wait = fleet.submit(requests(1))
+    completions = fleet.submit(requests(1))
     with pytest.raises(
         RolloutError,
         match=r"none has joined in rollout.generator.wait_minutes=0.01 since the last left \(its process",
     ):
-        fleet.waited(wait)
+        fleet.wait(completions)
     assert not fleet.can_write
     assert "none has joined" in fleet.nobody
 
@@ -231,10 +231,11 @@ def test_a_run_that_is_asked_to_stop_waits_for_no_generator(start: Any) -> None:
     """A signal to stop waits for the end of the step, which does not come while nobody writes."""
     crew = Crew()
     fleet, (only,) = start(guests=1, minutes=60.0, crew=crew)
-    wait = fleet.submit(requests(1))
+    completions = fleet.submit(requests(1))
     only.connection.close()
+    threading.Timer(0.1, crew.signals.append, ["SIGTERM"]).start()
     with pytest.raises(StoppedError, match="stopped by SIGTERM while no generator was there"):
-        fleet.waited(lambda: (crew.signals.append("SIGTERM"), wait())[1])
+        fleet.wait(completions)
 
 
 def test_a_run_that_is_asked_to_stop_ends_its_step_while_a_generator_is_there(
@@ -244,10 +245,10 @@ def test_a_run_that_is_asked_to_stop_ends_its_step_while_a_generator_is_there(
     crew = Crew()
     fleet, (only,) = start(guests=1, crew=crew)
     crew.signals.append("SIGTERM")
-    wait = fleet.submit(requests(1))
+    completions = fleet.submit(requests(1))
     answer = threading.Timer(0.2, only.write)
     answer.start()
-    assert seeds(fleet.waited(wait)) == [100]
+    assert seeds(fleet.wait(completions)) == [100]
 
 
 def test_a_member_is_waited_for_from_the_moment_that_something_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,12 +257,12 @@ def test_a_member_is_waited_for_from_the_moment_that_something_waits(monkeypatch
     monkeypatch.setattr(joined_members.time, "monotonic", lambda: now[0])
     joined = JoinedMembers(JoinedGeneratorConfig(wait_minutes=1), Path("weights"), "generate", iter(range(9)), 9)
     now[0] = 1000.0
-    submission: Any = object()
-    joined.hold(submission, [0])
+    task: Any = object()
+    joined.hold([task])
     now[0] = 1059.0
     assert joined.give_up() == []
     now[0] = 1061.0
-    assert joined.give_up() == [submission]
+    assert joined.give_up() == [task]
     assert joined.is_given_up
 
 
@@ -293,7 +294,7 @@ def test_evaluators_keep_the_version_that_they_are_told_and_get_no_requests_of_t
     fleet.sync()
     trained = fleet.submit(requests(2))
     assert writer.take() == UseVersion(2, "newer", 2)
-    assert writer.write() == seeds(trained()) == [100, 101]
+    assert writer.write() == seeds(results(trained)) == [100, 101]
     assert evaluator.take() == UseVersion(0, "hash", 1)
     assert evaluator.write(1) == [100]
     evaluator.connection.close()
@@ -301,14 +302,14 @@ def test_evaluators_keep_the_version_that_they_are_told_and_get_no_requests_of_t
     late = Guest(tmp_path / "weights", evaluates=True)
     assert late.take() == UseVersion(0, "hash", 1)
     assert late.write() == [101, 102]
-    completions = evaluated()
+    completions = results(evaluated)
     assert seeds(completions) == [100, 101, 102]
     assert len({fleet.name_of(one.writer) for one in completions}) == 2
     assert (fleet.evaluators.policy_version, fleet.policy_version) == (1, 2)
     writer.connection.close()
     waiting = fleet.submit(requests(1))
     assert not late.connection.poll(0.1)
-    assert seeds_of_late_writer(tmp_path / "weights") == seeds(waiting()) == [100]
+    assert seeds_of_late_writer(tmp_path / "weights") == seeds(results(waiting)) == [100]
     fleet.close()
     assert isinstance(late.take(), HasEnded)
 
@@ -389,11 +390,11 @@ def test_a_generator_that_sends_what_cannot_be_is_lost_and_others_write(
     capfd: pytest.CaptureFixture[str], start: Any, written: Any, place: int
 ) -> None:
     fleet, (bad, good) = start(guests=2)
-    wait = fleet.submit(requests(2))
+    completions = fleet.submit(requests(2))
     asked = bad.take()
     bad.connection.send(Finished(asked.number, place, written))
     assert sorted(good.write() + good.write()) == [100, 101]
-    assert seeds(wait()) == [100, 101]
+    assert seeds(results(completions)) == [100, 101]
     said = capfd.readouterr()
     assert "joined generator 0 has left: " in said.out
     assert said.err == ""
@@ -401,13 +402,13 @@ def test_a_generator_that_sends_what_cannot_be_is_lost_and_others_write(
 
 def test_a_generator_cannot_answer_for_another(start: Any) -> None:
     fleet, (bad, good) = start(guests=2)
-    wait = fleet.submit(requests(2))
+    completions = fleet.submit(requests(2))
     bad.take()
     others = good.take()
     bad.connection.send(Finished(others.number, 0, Completion([7], [0.0], "stop")))
     assert good.write() == [100]
     good.connection.send(Finished(others.number, 0, Completion([101], [0.0], "stop")))
-    assert seeds(wait()) == [100, 101]
+    assert seeds(results(completions)) == [100, 101]
 
 
 def test_only_what_was_asked_for_and_reading_for_an_hour_show_that_it_is_alive(
@@ -446,11 +447,11 @@ def test_only_what_was_asked_for_and_reading_for_an_hour_show_that_it_is_alive(
 )
 def test_what_is_no_message_ends_the_connection_and_nothing_else(start: Any, content: bytes) -> None:
     fleet, (bad, good) = start(guests=2)
-    wait = fleet.submit(requests(2))
+    completions = fleet.submit(requests(2))
     bad.take()
     bad.connection._connection.send_bytes(content)
     assert sorted(good.write() + good.write()) == [100, 101]
-    assert seeds(wait()) == [100, 101]
+    assert seeds(results(completions)) == [100, 101]
 
 
 def test_the_hash_of_the_first_version_comes_from_the_run(start: Any, tmp_path: Path) -> None:

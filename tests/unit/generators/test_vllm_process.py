@@ -21,6 +21,7 @@ from automodel_rl.generator_messages import Committed, PromptMedia, Request, Sam
 from automodel_rl.generators import vllm_child
 from automodel_rl.generators.child_process import ChildProcess
 from automodel_rl.generators.generator_process import GeneratorProcess
+from automodel_rl.generators.protocol import results
 from automodel_rl.generators.visible_devices import VISIBLE
 from automodel_rl.generators.vllm_child import WORKER, start_early
 from automodel_rl.generators.vllm_process import start_vllm
@@ -50,25 +51,25 @@ def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
     generator = make_process()
     try:
         requests = [Request([1, 2], seed, Sampling(3, 0.5, 0.5, 3)) for seed in (8, 9)]
-        first, second = generator.generate(requests)
+        first, second = results(generator.submit(requests))
         assert (first.token_ids, second.token_ids) == ([1, 0, 2], [2, 0, 2])
         assert first.logprobs == [-0.5] * 3
         assert (first.finish, second.finish) == ("stop", "length")
         assert first.versions == (0, 0)
-        (aborted,) = generator.generate([Request([1, 2], 7, Sampling(3, 0.5))])
+        (aborted,) = results(generator.submit([Request([1, 2], 7, Sampling(3, 0.5))]))
         assert (aborted.finish, aborted.error) == ("error", "the generator ended it: abort")
         call(generator, "init_transfer", {"buffers": []}, seconds=5.0)
         assert send_weights(generator, 4, "a", "b") == Committed(4)
-        (after,) = generator.generate(requests[:1])
+        (after,) = results(generator.submit(requests[:1]))
         assert (after.token_ids, after.versions) == ([1, 2, 2], (4, 4))
-        assert generator.generate([]) == []
-        well, refused = generator.generate([requests[0], Request([99], 8, Sampling(3, 0.5))])
+        assert results(generator.submit([])) == []
+        well, refused = results(generator.submit([requests[0], Request([99], 8, Sampling(3, 0.5))]))
         assert well == after
         assert refused.error == "the generator ended it: ValueError: the prompt is too long"
-        assert generator.generate(requests[:1]) == [after]
+        assert results(generator.submit(requests[:1])) == [after]
         os.kill(generator.child.process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="its process ended with code -9"):
-            generator.generate(requests)
+            results(generator.submit(requests))
         with pytest.raises(WeightSyncError, match="its process ended with code -9"):
             send_weights(generator, 5, "a")
     finally:
@@ -86,7 +87,7 @@ def test_weights_that_a_process_cannot_load_leave_it_refusing_to_generate() -> N
         tell(generator, "load_weights", {"names": ["a"]})  # were on their way
         tell(generator, "commit", False)
         with pytest.raises(RuntimeError, match="no complete weights"):
-            generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
+            results(generator.submit([Request([1, 2], 8, Sampling(3, 0.5))]))
     finally:
         generator.close()
 
@@ -96,12 +97,9 @@ def test_weights_come_between_two_steps_of_running_requests() -> None:
     generator = make_process()
     try:
         many = [Request([1, 2], 8, Sampling(3, 0.5))] * 200
-        waits = [generator.submit(many) for _ in range(20)]
+        submitted = [generator.submit(many) for _ in range(20)]
         assert send_weights(generator, 1, "a") == Committed(1)
-        versions = [completion.versions for wait in waits for completion in wait()]
-        told: dict[int, object] = {}
-        written = generator.submit(many, told.__setitem__)()
-        assert [told[place] for place in range(len(many))] == written
+        versions = [completion.versions for completions in submitted for completion in results(completions)]
         assert set(versions) <= {(0, 0), (0, 1), (1, 1)}
         assert len(versions) == 4000
     finally:
@@ -115,16 +113,16 @@ def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
     try:
         request = Request([1, 2], 8, Sampling(3, 0.5))
         tell(generator, "begin", 1, 5.0)
-        wait = generator.submit([request])
+        completions = generator.submit([request])
         tell(generator, "load_weights", {"names": ["a"]})
         expect(generator, "load_weights", 5.0)
         call(generator, "commit", False, seconds=5.0)
-        assert [completion.versions for completion in wait()] == [(1, 1)]
+        assert [completion.versions for completion in results(completions)] == [(1, 1)]
         tell(generator, "begin", 2, 5.0)
-        wait = generator.submit([request])
+        completions = generator.submit([request])
         tell(generator, "give_up")
         with pytest.raises(RuntimeError, match="no complete weights"):
-            wait()
+            results(completions)
     finally:
         generator.close()
 
@@ -148,7 +146,7 @@ def test_a_process_that_was_started_early_is_the_generators_and_sees_its_devices
     try:
         assert generator.child is child
         assert not vllm_child._early
-        (completion,) = generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
+        (completion,) = results(generator.submit([Request([1, 2], 8, Sampling(3, 0.5))]))
         assert completion.token_ids == [1, 0, 2]
     finally:
         generator.close()
@@ -214,7 +212,7 @@ def test_a_process_says_the_routes_of_prompt_and_completion() -> None:
     for options, expected in (({}, None), ({"enable_return_routed_experts": True}, [[[2], [2]]] * 4)):
         generator = make_process(**options)
         try:
-            (completion,) = generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
+            (completion,) = results(generator.submit([Request([1, 2], 8, Sampling(3, 0.5))]))
             assert (None if completion.routes is None else completion.routes.tolist()) == expected
         finally:
             generator.close()
@@ -239,7 +237,7 @@ def test_the_worker_needs_neither_the_package_nor_what_it_is_installed_with(tmp_
     generator.start()
     try:
         assert send_weights(generator, 7, "a") == Committed(7)
-        (completion,) = generator.generate([Request([1, 2], 8, Sampling(3, 0.5))])
+        (completion,) = results(generator.submit([Request([1, 2], 8, Sampling(3, 0.5))]))
         assert (completion.token_ids, completion.finish, completion.versions) == ([1, 1, 2], "stop", (7, 7))
     finally:
         generator.close()
@@ -258,14 +256,14 @@ def test_pictures_go_with_their_prompt_and_one_that_vllm_sees_otherwise_fails_it
     try:
         right = Request(prompt, 8, Sampling(3, 0.5), media=both)
         wrong = Request([1, 7, 7, 2], 8, Sampling(3, 0.5), media=(PromptMedia("image", 1, 2, (1, 2, 4), picture),))
-        seen, otherwise = generator.generate([right, wrong])
+        seen, otherwise = results(generator.submit([right, wrong]))
         assert (seen.token_ids, seen.finish, seen.num_cached) == ([1, 0, len(prompt)], "stop", 3)
         assert otherwise.finish == "error"
         assert "vLLM's image processor made a prompt of 5 tokens of one that has 4 in the trainer" in str(
             otherwise.error
         )
         assert send_weights(generator, 1, "a") == Committed(1)
-        (after,) = generator.generate([right])
+        (after,) = results(generator.submit([right]))
         assert after.num_cached == 2  # embeddings of the old encoder are forgotten
     finally:
         generator.close()
@@ -302,18 +300,18 @@ def test_a_process_that_sleeps_writes_nothing_before_it_is_awake_and_has_weights
         written = generator.submit(requests * 50)
         for _ in range(2):  # the second time it sleeps already
             generator.sleep(level, 5.0)
-        assert len(written()) == 50  # it wrote them first
+        assert len(results(written)) == 50  # it wrote them first
         with pytest.raises(RuntimeError, match="it sleeps"):
-            generator.generate(requests)
+            results(generator.submit(requests))
         generator.wake("weights", 5.0)
         with pytest.raises(RuntimeError, match="it sleeps"):
-            generator.generate(requests)
+            results(generator.submit(requests))
         generator.wake("kv_cache", 5.0)
         if level == 2:
             with pytest.raises(RuntimeError, match="none came after a sleep"):
-                generator.generate(requests)
+                results(generator.submit(requests))
             assert send_weights(generator, 3, "a") == Committed(3)
-        (completion,) = generator.generate(requests)
+        (completion,) = results(generator.submit(requests))
         assert completion.versions == ((3, 3) if level == 2 else (0, 0))
         with pytest.raises(WeightSyncError, match="AssertionError"):
             generator.wake("kv_cache", 5.0)
@@ -329,14 +327,14 @@ def test_completions_end_with_the_adapter_that_they_began_with_and_no_place_is_l
     many = [Request([1, 2], 8, Sampling(3, 0.5))] * 50
     try:
         with pytest.raises(RuntimeError, match="no complete weights"):
-            generator.generate(many)  # nothing is written by the base alone
+            results(generator.submit(many))  # nothing is written by the base alone
         before: Any = None
         for version in range(1, 101):
             tell(generator, "load_adapter", version, str(tmp_path / "adapters"))
             assert expect(generator, "load_adapter", 5.0) == Committed(version)
             written = generator.submit(many)
             if before is not None:
-                assert {completion.versions for completion in before()} == {(version - 1, version - 1)}
+                assert {completion.versions for completion in results(before)} == {(version - 1, version - 1)}
             before = written
         tell(generator, "load_adapter", 101, str(tmp_path / "not there"))
         with pytest.raises(WeightSyncError, match="FileNotFoundError"):

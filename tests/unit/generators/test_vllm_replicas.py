@@ -1,13 +1,13 @@
 """Several replicas as one generator."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Message, Request, Sampling
-from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.protocol import Completion, results
 from automodel_rl.generators.vllm_replicas import WORKING_BYTES, VllmReplicas, cache_bytes
 from automodel_rl.weight_sync.channel import call
 
@@ -23,7 +23,7 @@ class Replica:
         self.sent: list[Message] = []
         self.asked = self.started = self.closed = 0
         self.warning = "old"
-        self.lost: Callable[[BaseException], None] | None = None
+        self.completions: list[Future[Completion]] = []
 
     def ask_to_start(self) -> None:
         self.asked += 1
@@ -31,17 +31,15 @@ class Replica:
     def wait_for_start(self) -> None:
         self.started += 1
 
-    def submit(self, requests: Sequence[Request], on_finished: Any, on_lost: Any) -> Callable[[], list[Completion]]:
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         self.requests += requests
-        self.lost = on_lost
-        found = [Completion(request.prompt[:1], [0.0], "stop") for request in requests]
+        self.completions += (own := [Future() for _ in requests])
+        return own
 
-        def wait() -> list[Completion]:
-            for place in reversed(range(len(found))):
-                on_finished(place, found[place])
-            return found
-
-        return wait
+    def finish(self) -> None:
+        """Writes what it was asked for, the last first."""
+        for request, completion in [*zip(self.requests, self.completions, strict=True)][::-1]:
+            completion.set_result(Completion(request.prompt[:1], [0.0], "stop"))
 
     def close(self) -> None:
         self.closed += 1
@@ -67,11 +65,11 @@ def two() -> tuple[VllmReplicas, list[Replica]]:
 
 def test_completions_come_in_the_order_of_their_requests() -> None:
     several, replicas = two()
-    told: list[tuple[int, list[int]]] = []
     tokens = [5, 5, 1, 2, 2, 3]
-    wait = several.submit([request(token) for token in tokens], lambda place, c: told.append((place, c.token_ids)))
-    assert [completion.token_ids for completion in wait()] == [[token] for token in tokens]
-    assert sorted(told) == [(place, [token]) for place, token in enumerate(tokens)]
+    completions = several.submit([request(token) for token in tokens])
+    for replica in replicas:
+        replica.finish()
+    assert [completion.token_ids for completion in results(completions)] == [[token] for token in tokens]
     assert all(replica.requests for replica in replicas)
 
 
@@ -103,14 +101,13 @@ def test_conversations_that_a_fleet_has_dealt_by_their_number_are_shared_evenly(
     assert [len(replica.requests) for replica in replicas] == [4, 4]
 
 
-def test_it_is_lost_once_if_engines_are() -> None:
+def test_it_is_lost_if_one_engine_is() -> None:
     several, replicas = two()
-    told: list[BaseException] = []
-    several.submit([request(1), request(2)], lambda *_: None, told.append)
-    for replica in replicas:
-        assert replica.lost is not None
-        replica.lost(RuntimeError("gone"))
-    assert len(told) == 1
+    completions = several.submit([request(1), request(2)])
+    replicas[1].completions[0].set_exception(RuntimeError("gone"))
+    replicas[0].finish()
+    with pytest.raises(RuntimeError, match="gone"):
+        results(completions)
 
 
 def test_all_engines_start_at_the_same_time_and_get_weights() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.generator_messages import Committed, Request, Sampling
+from automodel_rl.generators.protocol import results
 from automodel_rl.generators.vllm_checks import connect_servers
 from automodel_rl.generators.vllm_http import VllmServer
 from automodel_rl.generators.vllm_servers import VllmServers
@@ -100,13 +101,15 @@ def second() -> Iterator[str]:
 
 def test_servers_answer_requests_one_by_one(url: str) -> None:
     generator = connect([url, url + "/"])
-    good, bad = generator.generate([Request([5], 7, Sampling(3, 0.5, 0.5, 3)), Request([13], 7, Sampling(3, 0.5))])
+    good, bad = results(
+        generator.submit([Request([5], 7, Sampling(3, 0.5, 0.5, 3)), Request([13], 7, Sampling(3, 0.5))])
+    )
     assert good.token_ids == [5, 7]
     assert good.logprobs == [-0.5, -0.5]
     assert good.finish == "length"
     assert bad.finish == "error"
     assert "500" in bad.error
-    (alone,) = generator.generate([Request([13], 7, Sampling(3, 0.5))])
+    (alone,) = results(generator.submit([Request([13], 7, Sampling(3, 0.5))]))
     assert alone.error == bad.error  # a server that refuses a request is there
     generator.close()
 
@@ -114,10 +117,8 @@ def test_servers_answer_requests_one_by_one(url: str) -> None:
 def test_a_generator_without_a_server_that_answers_is_lost() -> None:
     with serving() as only:
         generator = connect([only])
-    told: list[BaseException] = []
     with pytest.raises(ConnectionError, match="refused"):
-        generator.submit([Request([5], 7, Sampling(3, 0.5))], on_lost=told.append)()
-    assert len(told) == 1
+        results(generator.submit([Request([5], 7, Sampling(3, 0.5))]))
     generator.close()
 
 
@@ -127,7 +128,7 @@ def test_servers_say_routes_or_are_refused(url: str, monkeypatch: pytest.MonkeyP
     routes = np.arange(300, 306, dtype=np.uint16).reshape(1, 2, 3)
     monkeypatch.setattr(Server, "routes", routes)
     generator = connect([url], routes=True)
-    (completion,) = generator.generate([Request([5], 7, Sampling(3, 0.5))])
+    (completion,) = results(generator.submit([Request([5], 7, Sampling(3, 0.5))]))
     assert completion.routes.dtype == np.uint16
     assert np.array_equal(completion.routes, routes)
     generator.close()
@@ -150,18 +151,18 @@ def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str, s
         "/resume",
     ]
     assert len(Server.told) == 10
-    (after,) = generator.generate([Request([5], 7, Sampling(3, 0.5))])
+    (after,) = results(generator.submit([Request([5], 7, Sampling(3, 0.5))]))
     assert after.versions == (3, 3)
     other = connect([url], leads=False)
     assert other.weights.num_workers == 0
     Server.told.clear()
     assert send_weights(other.weights, 3, "a") == Committed(3)
-    assert other.generate([Request([5], 7, Sampling(3, 0.5))])[0].versions == (3, 3)
+    assert results(other.submit([Request([5], 7, Sampling(3, 0.5))]))[0].versions == (3, 3)
     assert Server.told == []
     with pytest.raises(WeightSyncError, match="500"):
         send_weights(generator.weights, 4, "bad")
     with pytest.raises(WeightSyncError, match="start the servers anew"):
-        generator.generate([Request([5], 7, Sampling(3, 0.5))])
+        results(generator.submit([Request([5], 7, Sampling(3, 0.5))]))
     generator.close()
 
 
@@ -177,7 +178,9 @@ def test_the_others_write_for_a_server_that_is_gone_until_it_has_weights_again(u
         assert not generator.have_changed
     # The second one is gone now.
     for one in (generator, other):
-        assert [completion.token_ids for completion in one.generate(requests)] == [[5, seed] for seed in range(4)]
+        assert [completion.token_ids for completion in results(one.submit(requests))] == [
+            [5, seed] for seed in range(4)
+        ]
     assert generator.have_changed
     assert not other.have_changed  # it is not asked
     with pytest.raises(InputError, match=f"{second} does not answer"):
@@ -234,7 +237,7 @@ def test_servers_join_and_leave_by_a_file(url: str, tmp_path: Path, capsys: pyte
         init(generator, generator.weights.addresses)
         assert send_weights(generator.weights, 3, "a") == Committed(3)
         Server.told.clear()
-        (completion,) = generator.generate([Request([5], 7, Sampling(3, 0.5))])
+        (completion,) = results(generator.submit([Request([5], 7, Sampling(3, 0.5))]))
         assert completion.versions == (3, 3)
         file.write_text("")
         assert not generator.have_changed  # perhaps it is being written

@@ -1,7 +1,7 @@
 """Rollouts: what generators are asked for, and what becomes of what they write."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from automodel_rl.config import RewardConfig
 from automodel_rl.config.generators import TransformersGeneratorConfig, VllmGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.generators.protocol import Completion, OnFinished
+from automodel_rl.generators.protocol import Completion
 from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 from automodel_rl.rollout.rollouts import Rollouts
 from tests.fleets import VOCABULARY, Echo, LocalCrew, fleet_of
@@ -77,18 +77,17 @@ class Patient(Echo):
 
     scorings: list[Scoring]
 
-    def write(self, requests: Sequence[Request], on_finished: OnFinished) -> list[Completion]:
+    def complete(self, requests: Sequence[Request], finish: Callable[[int, Completion], None]) -> None:
         completions = [Completion([place, 1], [0.0, 0.0], "stop") for place in range(len(requests))]
         completions[1] = Completion([VOCABULARY], [0.0], "stop")  # a token outside the vocabulary
         for place, completion in enumerate(completions[:-1]):
-            on_finished(place, completion)
+            finish(place, completion)
         deadline = time.monotonic() + LONGEST
         while not (self.scorings and self.scorings[0].results[0].done()):  # type: ignore[union-attr]
             if time.monotonic() > deadline:
                 raise RuntimeError("nothing was scored")
             time.sleep(0.01)
-        on_finished(len(completions) - 1, completions[-1])
-        return completions
+        finish(len(completions) - 1, completions[-1])
 
 
 def test_completions_are_scored_while_others_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,14 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import ClassVar
 
 import pytest
 
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request, Sampling
-from automodel_rl.generators.protocol import Completion, OnFinished, OnLost, do_nothing, not_told
+from automodel_rl.generators.protocol import Completion, fail_unfinished, results
 from automodel_rl.rollout.episodes.driver import EpisodeDriver
 from automodel_rl.rollout.episodes.episode import Episode, Limits
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
@@ -32,41 +33,32 @@ class Codec:
 
 
 class Writer:
-    """Writes the length of the prompt, twice, and the end. It works alone, in a thread, or when it is waited for."""
+    """Writes the length of the prompt, twice, and the end. It works alone, in a thread, or at once."""
 
     def __init__(self, works_alone: bool, dies_at: int = -1):
         self.works_alone, self.dies_at = works_alone, dies_at
         self.asked: list[Request] = []
 
-    def submit(
-        self, requests: Sequence[Request], on_finished: OnFinished = do_nothing, on_lost: OnLost = not_told
-    ) -> Callable[[], list[Completion]]:
+    def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         self.asked += requests
-        dies = 0 <= self.dies_at < len(self.asked)
-        done: list[Completion] = []
+        completions: list[Future[Completion]] = [Future() for _ in requests]
 
         def write() -> None:
-            for place, request in enumerate(requests):
+            if 0 <= self.dies_at < len(self.asked):
+                fail_unfinished(completions, ConnectionError("the generator is gone"))
+                return
+            for request, completion in zip(requests, completions, strict=True):
                 length = len(request.prompt)
                 finish = "length" if request.prompt[0] == 7 else "stop"
-                completion = Completion([length, length, END], [-0.5, -0.25, -0.125], finish, versions=(length, length))
-                done.append(completion)
-                if not dies:
-                    on_finished(place, completion)
-            if dies:
-                on_lost(ConnectionError("the generator is gone"))
+                completion.set_result(
+                    Completion([length, length, END], [-0.5, -0.25, -0.125], finish, versions=(length, length))
+                )
 
-        thread = threading.Thread(target=write)
         if self.works_alone:
-            thread.start()
-
-        def wait() -> list[Completion]:
-            thread.join() if self.works_alone else write()
-            if dies:
-                raise ConnectionError("the generator is gone")
-            return done
-
-        return wait
+            threading.Thread(target=write).start()
+        else:
+            write()
+        return completions
 
     def close(self) -> None: ...
 
@@ -107,7 +99,7 @@ def episode_of(prompt: list[int], world: Echo, **limits: float) -> Episode:
 def drive(writer: Writer, episodes: Sequence[Episode], at_once: int = 2) -> list[Completion]:
     driver = EpisodeDriver(at_once)
     try:
-        return driver.submit(writer, episodes)()
+        return results(driver.submit(writer, episodes))
     finally:
         driver.close()
 
@@ -247,12 +239,12 @@ def test_room_for_environments_is_that_of_all_who_ask() -> None:
     """Batches ahead and validation may be under way together."""
     World.most = 0
     driver = EpisodeDriver(3)
-    waits = [driver.submit(Writer(True), [episode_of([1], World(2)) for _ in range(4)]) for _ in range(3)]
-    assert [len(wait()) for wait in waits] == [4, 4, 4]
+    submitted = [driver.submit(Writer(True), [episode_of([1], World(2)) for _ in range(4)]) for _ in range(3)]
+    assert [len(results(completions)) for completions in submitted] == [4, 4, 4]
     assert (World.most, len(World.is_open)) == (3, 0)
     with pytest.raises(ConnectionError):  # what was under way gives its room back
-        driver.submit(Writer(True, dies_at=0), [episode_of([1], World(2)) for _ in range(4)])()
-    assert len(driver.submit(Writer(True), [episode_of([1], World(2)) for _ in range(4)])()) == 4
+        results(driver.submit(Writer(True, dies_at=0), [episode_of([1], World(2)) for _ in range(4)]))
+    assert len(results(driver.submit(Writer(True), [episode_of([1], World(2)) for _ in range(4)]))) == 4
     driver.close()
 
 
