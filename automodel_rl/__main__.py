@@ -1,4 +1,4 @@
-"""`python -m automodel_rl` is the command line."""
+"""Entry point of `python -m automodel_rl`."""
 
 import sys
 

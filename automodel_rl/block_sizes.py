@@ -1,4 +1,4 @@
-"""Sizes of blocks: how much is worked on at once when the whole would not fit into memory."""
+"""Block sizes: how much is processed at once where the whole would not fit into memory."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 @dataclass
 class BlockSizes:
-    """Sizes of blocks. They change results only by rounding.
+    """Block sizes. They affect results only by rounding.
 
     Attributes:
-        head_bytes: bytes of logits that exist at once on a GPU; on a CPU a 32nd.
-        head_group: number of such blocks whose gradients, in the compute dtype, exist at once. The more, the seldomer
-            the sum of the head's gradients is read and written.
-        elementwise_bytes: bytes of logits that are worked on at once where nothing fuses that work; on a CPU a
-            sixteenth.
-        forward_microbatches: number of microbatches in one pass without gradients; with this many, a pipeline is full
-            most of the time.
-        bucket_bytes: bytes of whole tensors that are gathered at once; a larger tensor is gathered alone.
+        head_bytes: bytes of logits in memory at once on a GPU; 1/32 of that on a CPU.
+        head_group: blocks whose gradients, in the compute dtype, are in memory at once. With more, the accumulated
+            head gradient is read and written less often.
+        elementwise_bytes: bytes of logits per unfused elementwise operation; 1/16 of that on a CPU.
+        forward_microbatches: microbatches per pass without gradients, enough to keep a pipeline full most of the
+            time.
+        bucket_bytes: bytes of whole tensors gathered at once; a larger tensor is gathered alone.
     """
 
     head_bytes: int = 2**28
@@ -33,7 +32,8 @@ block_sizes = BlockSizes()
 
 @contextlib.contextmanager
 def small_blocks() -> Iterator[None]:
-    """Makes `block_sizes` so small that even a few short sequences need several blocks of each kind. For tests."""
+    """Shrinks `block_sizes` in the block, so that even a few short sequences need several blocks of each kind. For
+    tests."""
     before = dict(vars(block_sizes))
     vars(block_sizes).update(
         head_bytes=2**18, head_group=2, elementwise_bytes=2**16, forward_microbatches=2, bucket_bytes=2**13

@@ -1,4 +1,4 @@
-"""The command line: reads the config, then starts the layout's ranks, or becomes one of them under torchrun."""
+"""Command line: reads the config, then starts the layout's ranks, or becomes one of them under torchrun."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ HELP = ("-h", "--help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code: 0 done, 2 bad input, 1 anything else."""
+    """Runs a command and returns the exit code: 0 for success, 2 for bad input, 1 for anything else."""
     try:
         code = _run([*(sys.argv[1:] if arguments is None else arguments)] or ["--help"])
         sys.stdout.flush()
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if not _has_lost_output():
             raise
-        if isinstance(error, BrokenPipeError):  # who reads has seen enough, as head has
+        if isinstance(error, BrokenPipeError):  # the reader closed the pipe, as head does
             return EXIT_FAILURE
         print(
             f"error: standard output cannot be written ({error.strerror}): make room, or choose another place",
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _has_lost_output() -> bool:
-    """Whether standard output takes no more. Python then need not say so once more at its end."""
+    """Whether standard output can no longer be written. If so, redirects it, so that Python does not report it again
+    at exit."""
     try:
         print(flush=True)
     except OSError:
@@ -121,14 +122,14 @@ def _start(
     """Starts a run, or becomes one of its ranks.
 
     Args:
-        load: loads the config, given the keys of the command line.
-        command: the command, for other ranks.
-        rest: its arguments after those that `load` knows.
-        shown: number of records that are to be shown in place of a run; 0 for a run.
-        loop: the file of the program; "" for the program of the config's algorithm.
+        load: loads the config, given the config keys on the command line.
+        command: the command for other ranks.
+        rest: arguments that `load` has not consumed.
+        shown: number of records to show instead of running; 0 to run.
+        loop: the program's file; "" for the program of the config's algorithm.
     """
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a config's loss_function may be there; rewards and other ranks look there, too
+        sys.path.append(os.getcwd())  # for a config's loss_function; rewards and other ranks search it, too
     resume, rest = _take_resume(rest)
     launcher, rest = _take_launcher(rest)
     max_minutes, rest = _take_positive("--max-minutes", rest)
@@ -139,7 +140,7 @@ def _start(
     is_alone = config.world_size == 1 and on_ray is None
     if config.generation is not None and not loop and (is_rank() or is_alone):  # a program may set variables first
         start_early(config.generation.generator_spec)
-    # Checked once for all ranks: by the launcher, before they import anything heavy, or by torchrun's first rank.
+    # Checked once for all ranks: by the launcher, before they import anything heavy, or by rank 0 under torchrun.
     if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
         _check_input(config, resume)
     if on_ray is not None:
@@ -149,7 +150,7 @@ def _start(
         ranks = [sys.executable, "-m", "automodel_rl", *command]
         return run_local_ranks(ranks, config.world_size, Path(config.output) / FLIGHTS)
 
-    def work() -> None:  # imported late: it is all that a run needs
+    def work() -> None:  # deferred: these imports are heavy
         from automodel_rl.trainers.train import open_loop, run_program, train
 
         if loop:
@@ -161,7 +162,8 @@ def _start(
 
 
 def _check_input(config: RunConfig, resume: str) -> None:
-    """Raises InputError if the run's folder, data, rewards or model cannot be used, and warns of what is odd."""
+    """Raises InputError if the run's folder, data, rewards or model are unusable. Prints warnings about suspicious
+    chats."""
     from automodel_rl.data.checks import check_data
     from automodel_rl.rollout.rewards.scorer import check_rewards
 
@@ -169,7 +171,7 @@ def _check_input(config: RunConfig, resume: str) -> None:
     chats = check_data(config)
     if isinstance(config, OnlineConfig):
         check_rewards(config.rewards)
-    from automodel_rl.data.chat import check_chats  # imports torch, which errors found above need not wait for
+    from automodel_rl.data.chat import check_chats  # deferred: imports torch, which the errors above need not wait for
     from automodel_rl.hf.opened_model import OpenedModel
 
     for warning in check_chats(config, OpenedModel.open(config.model), chats):
@@ -177,7 +179,7 @@ def _check_input(config: RunConfig, resume: str) -> None:
 
 
 def _chosen_cluster(launcher: str | None, config: LaunchConfig) -> RayConfig | None:
-    """The Ray cluster on which ranks are started; None for this machine, and in ranks."""
+    """The Ray cluster on which to start ranks; None for this machine, and in ranks."""
     if is_rank() or launcher == "local":
         return None
     return RayConfig() if launcher == "ray" and config.ray is None else config.ray
@@ -185,7 +187,7 @@ def _chosen_cluster(launcher: str | None, config: LaunchConfig) -> RayConfig | N
 
 @contextlib.contextmanager
 def _with_ray() -> Iterator[None]:
-    """Answers a missing Ray in this block."""
+    """Turns a missing Ray into an InputError."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -228,7 +230,7 @@ def _serve(arguments: list[str]) -> int:
 def _on_cluster(
     settings: RayConfig, command: Sequence[str], num_ranks: int, work: Callable[["RanksOnRay"], int]
 ) -> int:
-    """Does work with ranks of a command that is no run on a Ray cluster. Returns its exit code."""
+    """Starts the ranks of a command other than a run on a Ray cluster, and returns the exit code of `work`."""
     with _with_ray():
         from automodel_rl.ray.job import RanksOnRay
     try:
@@ -265,11 +267,10 @@ def _generate(arguments: list[str]) -> int:
 
 
 LONGEST_WAIT = 30.0
-"""Minutes that `generate` waits for a run."""
+"""Default of `generate --wait`, in minutes."""
 
 
 def _take_resume(arguments: list[str]) -> tuple[str, list[str]]:
-    """The value of --resume, which says what to go on from, and the other arguments."""
     given, rest = _take_option("--resume", arguments)
     if given not in (None, "auto", "never") and not Path(given).is_dir():
         raise InputError(f"--resume {given}: is neither auto, never nor the folder of a checkpoint")
@@ -284,7 +285,6 @@ def _take_launcher(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _take_positive(option: str, arguments: list[str]) -> tuple[float | None, list[str]]:
-    """The value of an option that is a number above 0, and the other arguments."""
     text, rest = _take_option(option, arguments)
     if text is None:
         return None, rest
@@ -298,7 +298,6 @@ def _take_positive(option: str, arguments: list[str]) -> tuple[float | None, lis
 
 
 def _take_shown(arguments: list[str]) -> tuple[int, list[str]]:
-    """The number of records that --show asks for, 0 without it, and the other arguments."""
     text, rest = _take_option("--show", arguments)
     if text is not None and not (text.isdecimal() and int(text)):
         raise InputError(f"--show {text}: must be a number of records, 1 or more")
@@ -306,7 +305,7 @@ def _take_shown(arguments: list[str]) -> tuple[int, list[str]]:
 
 
 def _show_examples(config: RunConfig, count: int) -> int:
-    """Prints which tokens of a run's first records are trained; nothing starts."""
+    """Prints which tokens of a run's first records are trained, without starting it."""
     from automodel_rl.data.show import first_examples
 
     for example in first_examples(config, count):
@@ -377,7 +376,7 @@ def _watch(arguments: list[str]) -> int:
 
 
 ANY_BATCH = ("--batch.sequences", "65536", "--batch.microbatch_tokens", "65536")
-"""A batch that is enough for any layout of `verify --config`, which makes sequences of its own for any model."""
+"""A batch large enough for any layout of `verify --config`, which generates its own sequences."""
 
 
 def _verify(arguments: list[str]) -> int:
@@ -486,7 +485,6 @@ def _tasks(arguments: list[str]) -> int:
 
 
 def _take_vllm(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The value of --vllm, the interpreter of an environment with vLLM, and the other arguments."""
     python, rest = _take_option("--vllm", arguments)
     if python is not None and not Path(python).is_file():
         raise InputError(f"--vllm {python}: is no file: give the interpreter of an environment with vLLM")
@@ -494,19 +492,17 @@ def _take_vllm(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _config_file(command: str, arguments: list[str]) -> tuple[str, list[str]]:
-    """The path of the config, and the other arguments."""
     if not arguments or arguments[0].startswith("-"):
         raise InputError(f"{command} takes a config file first: automodel-rl {command} CONFIG.yaml; see --help")
     return arguments[0], arguments[1:]
 
 
 def _take_flag(name: str, arguments: list[str]) -> tuple[bool, list[str]]:
-    """Whether `name` is among the arguments, and the arguments without it."""
     return name in arguments, [argument for argument in arguments if argument != name]
 
 
 def _take_option(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The value of `name VALUE` or `name=VALUE`, None if it is not given, and the arguments without it."""
+    """Returns the value of `name VALUE` or `name=VALUE`, None if absent, and the remaining arguments."""
     for place, argument in enumerate(arguments):
         key, equals, value = argument.partition("=")
         if key != name:

@@ -1,4 +1,4 @@
-"""Errors that a user can act on, and exit codes of the command line."""
+"""Errors that users can act on, and the exit codes of the command line."""
 
 import difflib
 import sysconfig
@@ -11,11 +11,11 @@ EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 
 LIBRARIES = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-"""Folders of code that is not the user's own."""
+"""Folders whose code is not the user's own."""
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong. The message is one line: the given value, the rule, and the remedy.
+    """Invalid user input. The message is one line: the given value, the rule, and the remedy.
 
     Example:
         >>> load_config("nowhere.yaml")
@@ -24,15 +24,16 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))  # parts of it may come from libraries
+        super().__init__(" ".join(message.split()))  # parts of it may come from libraries, with line breaks
 
 
 class MicrobatchError(RuntimeError):
-    """A forward, loss or backward failed. The error that it raised is the `__cause__`. The message names the place, the
-    cause, and the line of the caller's own code that raised it.
+    """A failed forward, loss or backward, with the original error as its `__cause__`.
+
+    The message names the place, what failed, and the line of the user's code that raised the error.
 
     Attributes:
-        place: the phase, the microbatch and the stage, e.g. "loss of microbatch 0 on stage 0".
+        place: phase, microbatch and stage, such as "loss of microbatch 0 on stage 0".
 
     Example:
         >>> import torch
@@ -52,7 +53,7 @@ class MicrobatchError(RuntimeError):
 
 
 class PeerError(MicrobatchError):
-    """A forward, loss or backward failed on another rank, and so the step failed on this one."""
+    """A failure of the step on this rank because a forward, loss or backward failed on another."""
 
     def __init__(self, rank: int, place: str, message: str):
         RuntimeError.__init__(self, f"another rank failed, rank {rank}: {message}")
@@ -60,51 +61,51 @@ class PeerError(MicrobatchError):
 
 
 class JobEndedError(RuntimeError):
-    """The job ends. The message says everything the user needs, so no traceback is shown."""
+    """End of the job. The message is complete, so no traceback is shown."""
 
 
 class StoppedError(JobEndedError):
-    """The run was asked to stop, and goes on from its newest checkpoint."""
+    """Requested stop of the run, which can resume from its newest checkpoint."""
 
 
 class VerificationError(JobEndedError):
-    """A layout does not compute the same numbers as one process."""
+    """A layout whose results differ from those of one process."""
 
 
 class DoesNotFitError(RuntimeError):
-    """A layout needs more memory than the device has."""
+    """A layout that needs more memory than the device has."""
 
 
 class TrainingDivergedError(JobEndedError):
-    """Too many steps in a row had a loss or a gradient that is not finite."""
+    """Too many consecutive steps with a non-finite loss or gradient."""
 
 
 class RolloutError(JobEndedError):
-    """Completions could not be generated, or there is nothing to learn from them."""
+    """Failed generation, or completions without anything to learn from."""
 
 
 class WeightSyncError(RuntimeError):
-    """A generator did not get the new weights. It does not generate until it has them."""
+    """Failed transfer of new weights to a generator, which does not generate until it has them."""
 
 
 def innermost(error: BaseException) -> str:
-    """The error that started a chain, as `Type: message` on one line."""
+    """Formats the first error of a chain as `Type: message` on one line."""
     error = first_in_chain(error)
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}"
 
 
 def first_in_chain(error: BaseException) -> BaseException:
-    """The error that started a chain of causes."""
+    """Returns the error at the start of a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def line_of_caller(error: BaseException) -> str:
-    """The line of the user's own code that raised the error that started a chain, as ` (file:line in function)`.
+    """Returns the line of the user's code that raised the first error of a chain, as ` (file:line in function)`.
 
-    It is empty if only the package and libraries were involved.
+    Empty if only the package and libraries were involved.
     """
     frames = traceback.extract_tb(first_in_chain(error).__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in LIBRARIES)]
@@ -112,12 +113,12 @@ def line_of_caller(error: BaseException) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why a weight sync failed: the message of a `WeightSyncError`, or the type and message of any other error."""
+    """Returns why a weight sync failed: a `WeightSyncError`'s message, or the type and message of any other error."""
     return str(error) if isinstance(error, WeightSyncError) else innermost(error)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt one probably means; None if none is near."""
+    """Returns the known name that a misspelled one probably means; None if none is close."""
     names = list(known)
     swapped = next((other for other in names if sorted(other) == sorted(name)), None)
     return swapped or next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.6)), None)

@@ -1,4 +1,4 @@
-"""Files and folders that get their names only when they are complete, and temporary folders."""
+"""Files and folders that appear under their names only when complete, and temporary folders."""
 
 import contextlib
 import fcntl
@@ -20,23 +20,19 @@ if TYPE_CHECKING:
 
 
 IN_RUST = re.compile(r"\(os error \d+\)")
-"""What errors of files say in libraries that are written in Rust, such as tokenizers and safetensors."""
+"""Pattern of I/O errors raised by libraries written in Rust, such as tokenizers and safetensors."""
 
 
 TEMPORARY_PREFIX = "automodel_rl-tmp-"
-"""Begin of the names of temporary folders. Those of releases that did not lock theirs began otherwise."""
+"""Prefix of temporary folders. Earlier releases, which did not lock their folders, used another."""
 
 SETTLED_SECONDS = 60
-"""Age from which a temporary folder that nobody has locked counts as abandoned: a new one is locked a moment later."""
+"""Age after which an unlocked temporary folder counts as abandoned: a new one is locked a moment after its creation."""
 
 
 class TemporaryFolder(tempfile.TemporaryDirectory[str]):
-    """A temporary folder of this process. Those of processes that were killed are removed with the first one that
-    another process makes.
-
-    Args:
-        parent: the folder to make it in; the system's by default.
-    """
+    """Temporary folder of this process, in `parent` or the system's default. The first one of a process also removes
+    those left by killed processes."""
 
     def __init__(self, parent: Path | None = None):
         _remove_abandoned(Path(parent or tempfile.gettempdir()))
@@ -54,7 +50,7 @@ class TemporaryFolder(tempfile.TemporaryDirectory[str]):
 
 @functools.cache
 def _remove_abandoned(parent: Path) -> None:
-    """Removes the temporary folders of killed processes. Once in a process: it looks at all names in the parent."""
+    """Removes the temporary folders of killed processes. Cached, as it scans all of the parent."""
     for folder in parent.glob(f"{TEMPORARY_PREFIX}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -68,19 +64,18 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def is_of_files(error: Exception) -> bool:
-    """Whether an error says that a file cannot be written or read. Some libraries raise a plain `Exception` for it."""
+    """Whether an error is an I/O error. Some libraries raise a plain `Exception` for these."""
     return isinstance(error, OSError) or IN_RUST.search(str(error)) is not None
 
 
 def check_place(folder: Path, named: str) -> None:
-    """Finds out before long work whether a folder can be written to, or be made.
+    """Checks before long work that a folder can be written to or created.
 
     Args:
-        folder: the folder, which need not be there.
         named: what the user gave, for the message.
 
     Raises:
-        InputError: the folder, or what is above it, is a file, or may not be written to.
+        InputError: the folder, or its nearest existing parent, is a file or not writable.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -89,13 +84,10 @@ def check_place(folder: Path, named: str) -> None:
 
 @contextlib.contextmanager
 def written(named: str) -> Iterator[None]:
-    """Answers what keeps a block from writing what the user has named.
+    """Turns I/O errors of the block into InputErrors.
 
     Args:
         named: what the user gave, for the message.
-
-    Raises:
-        InputError: it cannot be written: the disk is full, say, or the path is too long.
     """
     try:
         yield
@@ -108,7 +100,8 @@ def written(named: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder for one process to fill. It gets its name when the block ends well, else nothing is left of it.
+    """Yields an empty folder for one process to fill. It gets its name if the block succeeds; otherwise it is
+    removed.
 
     Raises:
         InputError: the folder exists, or cannot be written.
@@ -127,7 +120,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_complete(path: Path, text: str) -> None:
-    """Writes a text file in the place of an older file of the same name."""
+    """Writes a text file atomically, replacing an existing one."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         with unfinished.open("w") as file:
@@ -136,25 +129,25 @@ def write_complete(path: Path, text: str) -> None:
             os.fsync(file.fileno())  # otherwise it may be empty after a power failure
         unfinished.rename(path)
     except OSError:
-        unfinished.unlink(missing_ok=True)  # on a full disk it would take the room that others need
+        unfinished.unlink(missing_ok=True)  # frees its space if the disk is full
         raise
 
 
 @contextlib.contextmanager
 def complete_folder(folder: Path, group: "ProcessGroup") -> Iterator[Path]:
-    """An empty folder for several ranks to fill. It gets its name when all ranks have left the block. A collective.
+    """Yields an empty folder for several ranks to fill. It gets its name once all ranks have left the block. A
+    collective.
 
     Args:
         folder: the final name, on a file system that the ranks share; an existing folder is replaced.
-        group: the group of the ranks.
 
     Raises:
-        OSError: on every rank; the folder cannot be made, or not get its name.
+        OSError: on every rank, if the folder cannot be created or renamed.
     """
-    from torch import distributed as dist  # imported late: launchers write files too, and must not wait for torch
+    from torch import distributed as dist  # deferred: launchers write files too, and must not wait for torch
 
     def on_first(work: Callable[[], None]) -> None:
-        """Does some work on the first rank. If it fails, all ranks raise, so that none waits for another."""
+        """Runs work on the first rank. If it fails, all ranks raise, so that none waits for another."""
         problem: list[OSError | None] = [None]
         if group.rank() == 0:
             try:
@@ -181,7 +174,8 @@ def complete_folder(folder: Path, group: "ProcessGroup") -> Iterator[Path]:
 
 
 def publish_folder(unfinished: Path, folder: Path) -> None:
-    """Gives a complete folder its name. An older folder of that name is moved aside first, and removed last."""
+    """Renames a complete folder to its final name. An older folder of that name is moved aside first and removed
+    last."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -191,15 +185,13 @@ def publish_folder(unfinished: Path, folder: Path) -> None:
 
 
 def write_for_owner(path: Path, text: str, *, replaces: bool = True) -> None:
-    """Writes a file that nobody but its owner may read, whole or not at all.
+    """Writes a file atomically that only its owner may read. Creates its folder.
 
     Args:
-        path: the file. Its folder is made if it is not there.
-        text: its content.
-        replaces: whether it may take the place of one that is there.
+        replaces: whether to replace an existing file.
 
     Raises:
-        FileExistsError: it is there, and may not be replaced.
+        FileExistsError: the file exists and may not be replaced.
         OSError: it cannot be written.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")

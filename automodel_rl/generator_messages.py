@@ -1,17 +1,17 @@
-"""Messages between a rank and the process of its generator.
+"""Messages between a rank and its generator's process.
 
 They are pickled for the pipe of `generators/child_process.py`. This file imports only the standard library: vLLM's
-worker loads it by its path, in an environment that has nothing else of this package.
+worker loads it by path, in an environment without the rest of this package.
 
     a rank sends      the process answers
     Start             an Answer to "start", with a line for the console, or empty
-    Generate          Finished for each completion, as soon as it is written, or Failed
+    Generate          Finished for each completion, as soon as it is complete, or Failed
     Hello             Hello, with the same number
-    Call              an Answer to its verb; none to "begin" and "give_up", and none to what is left of a weight sync
-                      that has failed
+    Call              an Answer to its verb; none to "begin" and "give_up", and none to the remaining calls of a
+                      failed weight sync
 
-A `Call` is one of `VERBS` with its arguments. `Failure` may replace any answer, except the answers to Generate, and
-may come where none is due.
+A `Call` is one of `VERBS` with its arguments. `Failure` may replace any answer except those to Generate, and may
+arrive unsolicited.
 """
 
 import dataclasses
@@ -41,23 +41,24 @@ Verb = Literal[
 
 
 class ProtocolError(RuntimeError):
-    """The rank and the process know other messages."""
+    """Rank and process have different message protocols."""
 
 
 class Message:
-    """The base of all messages."""
+    """Base class of all messages."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a completion is sampled.
+    """Sampling settings of a completion.
 
     Attributes:
-        max_tokens: most tokens of the completion.
-        temperature: the temperature of sampling; 0 takes the likeliest token.
-        top_p, top_k: the share of probability, and the number of tokens (0 for all), that are sampled, likeliest first.
+        max_tokens: maximum length of the completion.
+        temperature: 0 takes the most likely token.
+        top_p: probability mass of the most likely tokens that are sampled from.
+        top_k: number of most likely tokens that are sampled from; 0 for all.
         stop: texts that end it.
-        stop_token_ids: tokens that end it; None for those with which the generator was started.
+        stop_token_ids: tokens that end it; None for those the generator was started with.
     """
 
     max_tokens: int
@@ -69,22 +70,23 @@ class Sampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens can never be sampled."""
+        """Whether top-p or top-k excludes tokens."""
         return self.top_p < 1 or self.top_k > 0
 
     def for_vllm(self, ends: tuple[int, ...]) -> dict[str, Any]:
-        """Arguments of vllm.SamplingParams, given the tokens that end a completion if `stop_token_ids` is None."""
+        """Returns arguments of vllm.SamplingParams. `ends` are the end tokens if `stop_token_ids` is None."""
         own_ends = ends if self.stop_token_ids is None else self.stop_token_ids
         ended_by = {"max_tokens": self.max_tokens, "stop_token_ids": [*own_ends], "ignore_eos": True}
         if self.stop:
-            # Else vLLM looks for texts where special tokens are left out, and one with such a token never ends any.
+            # By default vLLM drops special tokens before it searches, so a stop text with one would never match.
             ended_by |= {"stop": [*self.stop], "include_stop_str_in_output": True, "skip_special_tokens": False}
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, **ended_by}
 
 
 @dataclass(frozen=True)
 class PromptMedia:
-    """Media in a prompt: `kind` is the type of a message's part, the rest as in `batch.Image`, `Video` or `Audio`."""
+    """Media in a prompt. `kind` is the type of the message part; other fields as in `batch.Image`, `Video` or
+    `Audio`."""
 
     kind: str
     start: int
@@ -97,16 +99,16 @@ class PromptMedia:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to write.
+    """Request for one completion.
 
     Attributes:
-        prompt: the prompt's token ids.
-        seed: the seed for sampling: the same seed, prompt and weights give the same completion in any batch.
-        sampling: how it is sampled.
-        conversation: a number that all turns of a conversation share, so that one generator writes them, or None.
+        prompt: token ids.
+        seed: the same seed, prompt and weights give the same completion in any batch.
+        conversation: number shared by all turns of a conversation, so that one generator writes them; None if there
+            is none.
         media: the prompt's images and clips, in order.
-        rollouts: the number of the rollouts for which the routes are kept; None if nobody needs them.
-        routes_from: place of the prompt's first token whose routes are kept: those before it are known.
+        rollouts: number of the rollouts that the routes are kept for; None if no routes are needed.
+        routes_from: index of the first prompt token whose routes are kept; earlier ones are known.
     """
 
     prompt: list[int]
@@ -120,15 +122,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Written:
-    """A completion as a worker or server reports it, before the rank has checked it.
+    """A completion as reported by a worker or server, before the rank has checked it.
 
     Attributes:
-        token_ids: the completion's token ids, with the token that ended it.
-        logprobs: the log-probability of each token, under the distribution it was sampled from.
-        finish: why the completion ended, in the generator's own word: "stop", "length" or another one.
-        oldest, newest: numbers of the oldest and newest weight sync whose weights wrote some of it, if known.
-        routes: experts of its and the prompt's tokens, in a form that `read_routes` takes; None if not known.
-        num_cached: tokens of its prompt that were not computed again; None if not known.
+        token_ids: ids of the completion, including the token that ended it.
+        logprobs: log-probability of each token under the distribution it was sampled from.
+        finish: reason in the generator's terms: "stop", "length" or another one.
+        oldest, newest: weight syncs whose weights wrote the oldest and newest part, if known.
+        routes: experts of prompt and completion tokens, in a form that `read_routes` accepts; None if unknown.
+        num_cached: prompt tokens found in the prefix cache; None if unknown.
     """
 
     token_ids: list[int]
@@ -142,7 +144,7 @@ class Written:
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Arguments of vllm.LLM, and tokens that end a completion whose request names none."""
+    """Arguments of vllm.LLM, and the default end tokens of requests."""
 
     options: dict[str, Any]
     ends: tuple[int, ...]
@@ -150,8 +152,8 @@ class VllmSettings:
 
 @dataclass(frozen=True)
 class Start(Message):
-    """The first message, which starts the generator with `VllmSettings` or the settings of the package's own worker.
-    `protocol` is the fingerprint of the messages that the rank knows."""
+    """First message, which starts the generator with `VllmSettings` or the settings of this package's own worker.
+    `protocol` is the rank's message fingerprint."""
 
     settings: Any
     protocol: str = field(default_factory=lambda: PROTOCOL)
@@ -159,14 +161,14 @@ class Start(Message):
 
 @dataclass(frozen=True)
 class Failure(Message):
-    """The process could not do what the rank asked for; `text` is the reason, in one line."""
+    """The process could not do what the rank requested; `text` is the reason, in one line."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Generate(Message):
-    """Completions to write. The answers have the same number."""
+    """Completions to write. The answers carry the same number."""
 
     number: int
     requests: list[Request]
@@ -174,8 +176,10 @@ class Generate(Message):
 
 @dataclass(frozen=True)
 class UseVersion(Message):
-    """What comes after this is written with a version of published weights, which a generator that has joined reads
-    itself. `digest` is the version's hash, and `policy_version` the fleet's number of these weights."""
+    """Makes a joined generator, which reads published weights itself, use a version for all later requests.
+
+    `digest` is the version's hash, and `policy_version` the fleet's number for these weights.
+    """
 
     version: int
     digest: str
@@ -184,8 +188,8 @@ class UseVersion(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """A completion, sent as soon as it is written. `place` is its request's place in the `Generate` of this number. A
-    process sends a `Written`; its rank sends on what it has made of it."""
+    """A completion, sent as soon as it is complete. `place` is its request's index in the `Generate` of this number.
+    A process sends a `Written`; its rank forwards the result that it has made of it."""
 
     number: int
     place: int
@@ -202,21 +206,20 @@ class Failed(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """The start of an exchange about weights. Answers to earlier messages about weights no longer count."""
+    """Start of an exchange about weights. Answers to earlier weight messages no longer count."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Call(Message):
-    """A thing to do, by its verb.
+    """A command, by its verb.
 
     Attributes:
-        verb: one of `VERBS`.
-        arguments: as `VERBS` names them.
+        arguments: as named in `VERBS`.
 
     Raises:
-        ProtocolError: there is no such verb, or it has other arguments.
+        ProtocolError: unknown verb, or wrong number of arguments.
     """
 
     verb: Verb
@@ -234,7 +237,7 @@ class Call(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """A call has been carried out, or the process has started; `value` is the result."""
+    """A completed call, or the started process; `value` is the result."""
 
     verb: Verb | Literal["start"]
     value: Any = None
@@ -242,8 +245,8 @@ class Answer(Message):
 
 @dataclass(frozen=True)
 class Committed:
-    """What "commit" and "load_adapter" give: the generator has the weights of this weight sync. `checksums` are those
-    of its tensors, if asked for."""
+    """Result of "commit" and "load_adapter": the generator has the weights of this weight sync. `checksums` are
+    those of its tensors, if requested."""
 
     version: int | None
     checksums: dict[str, int] | None = None
@@ -251,42 +254,42 @@ class Committed:
 
 VERBS: dict[Verb, tuple[tuple[str, ...], str]] = {
     # Weights for this package's own generator.
-    # Plans of all senders (hf.buckets.Plan); answered if names, shapes and dtypes are those of the generator's tensors.
+    # Plans of all senders (hf.buckets.Plan); answered if names, shapes and dtypes match the generator's tensors.
     "agree": (("plans",), ""),
-    # Buffers to share (weight_sync.shared_memory.SharedBuffer). On CUDA the handles are those of the events that say
-    # when each buffer has been read.
+    # Buffers to share (weight_sync.shared_memory.SharedBuffer). On CUDA the handles are of events that are recorded
+    # once each buffer has been read.
     "open_buffers": (("buffers",), "handles"),
-    # Buffers that the generator allocates for itself, as many as fit.
+    # Allocates receive buffers, as many as fit.
     "make_room": (("num_bytes", "num_buffers"), "num_buffers"),
-    # Links, one for each sender, at the weight_sync.link.Address of their store. Every generator joins all links, under
-    # its number from 0. The seconds are the longest wait for a peer.
+    # Links, one per sender, at the weight_sync.link.Address of their store. Every generator joins all links, under
+    # its number from 0. `seconds` is the longest wait for a peer.
     "join": (("address", "num_senders", "generator", "num_generators", "seconds"), ""),
     "leave": ((), ""),
-    # A sender has filled a shared buffer, the slot, with the bucket of this number in its plan; answered once read.
+    # A sender has filled shared buffer `slot` with bucket `number` of its plan; answered once read.
     "bucket": (("sender", "number", "slot"), "slot"),
-    # Buckets come over the links: all, or those that are not frozen. Answered once all have come.
+    # Receives buckets over the links: all, or those that are not frozen. Answered once all have arrived.
     "receive": (("frozen",), ""),
     # Weights for vLLM: arguments of vLLM's weight transfer.
     "init_transfer": (("info",), ""),
     "load_weights": (("info",), ""),
-    # Adapters alone, in PEFT's format in a folder that is there until the answer. Completions that are being written
-    # end with the adapter that they began with.
+    # Adapters alone, in PEFT's format in a folder that exists until the answer. Completions in progress finish with
+    # the adapter they started with.
     "load_adapter": (("version", "folder"), "Committed"),
-    # Every weight sync: begin, then buckets, receive or load_weights, then commit or give_up. Weights are incomplete in
-    # between. The seconds are the longest silence of the rank; sums asks for checksums of the generator's tensors.
+    # A weight sync: begin, then buckets, receive or load_weights, then commit or give_up. Weights are incomplete in
+    # between. `seconds` is the longest silence of the rank; `sums` requests checksums of the generator's tensors.
     "begin": (("version", "seconds"), ""),
     "commit": (("sums",), "Committed"),
     "give_up": ((), ""),
-    # Memory of vLLM: given back once all is written (level 1 keeps weights on the host), and taken again, first for its
-    # weights and then for its kv_cache.
+    # vLLM's memory: freed once all completions are written (level 1 keeps weights on the host), and allocated again,
+    # first for its weights and then for its kv_cache.
     "sleep": (("level",), ""),
     "wake": (("what",), ""),
 }
-"""What a process may be asked to do: the names of the arguments, and of what is answered."""
+"""Commands of a process: the names of the arguments, and of the answer."""
 
 
 def name_of(message: object) -> str:
-    """A message's name in errors."""
+    """Returns a message's name for errors."""
     return message.verb if isinstance(message, Call | Answer) else type(message).__name__
 
 
@@ -294,7 +297,7 @@ def receive_start(connection: Connection) -> Start:
     """Receives the first message of a rank.
 
     Raises:
-        ProtocolError: the rank knows other messages than this process.
+        ProtocolError: rank and process have different protocols.
         EOFError: the rank is gone.
     """
     try:
@@ -307,7 +310,7 @@ def receive_start(connection: Connection) -> Start:
 
 
 def unknown(message: object) -> ProtocolError:
-    """The error for a message that its receiver does not handle, or not at this point."""
+    """Returns the error for a message that its receiver does not handle, or not at this point."""
     return ProtocolError(f"the generator got {name_of(message)}, which it does not know, or not at this point")
 
 
@@ -317,7 +320,7 @@ OTHER_VERSION = (
 
 
 def _fingerprint() -> str:
-    """A hash that changes with every name of a message, a message's field, a verb, its arguments and its answer."""
+    """A hash of the names of all messages, their fields, the verbs, their arguments and answers."""
     classes = {name: value for name, value in globals().items() if dataclasses.is_dataclass(value)}
     lines = [f"{name}: {[part.name for part in dataclasses.fields(value)]}" for name, value in classes.items()]
     lines += [f"{verb}: {both}" for verb, both in VERBS.items()]
@@ -325,4 +328,4 @@ def _fingerprint() -> str:
 
 
 PROTOCOL: str = _fingerprint()
-"""Fingerprint of the messages that this side knows."""
+"""Fingerprint of the messages known to this side."""

@@ -8,15 +8,8 @@ from automodel_rl.errors import InputError
 
 
 def import_function(key: str, path: str) -> Callable:
-    """The function at an import path.
-
-    Args:
-        key: the config's key that holds the path, for error messages.
-        path: the import path, `package.module:function`.
-
-    Raises:
-        InputError: the function cannot be imported.
-    """
+    """Returns the function at `path`, `package.module:function`. Raises InputError, which names the config key
+    `key`, if it cannot be imported."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
-"""The manifest of an exported folder: the size and hash of each of its files, so that damage does not load silently.
+"""Manifest of an exported folder: size and hash of each file, so that damage is detected.
 
-Folders may come from elsewhere: names in a manifest must stay within the folder. Hashes show damage, but do not protect
-against forgery.
+Folders may come from untrusted sources, so names in a manifest must stay within the folder. Hashes reveal damage but
+do not protect against forgery.
 """
 
 import json
@@ -17,27 +17,21 @@ from automodel_rl.errors import InputError
 MANIFEST = "manifest.json"
 
 HASHED_AT_START = 2**26
-"""Bytes of the largest file whose content a run compares when it starts; of larger ones only the size."""
+"""Size of the largest file whose content is checked at the start of a run. Of larger files only the size is."""
 
 CHUNK = 2**24
-"""Bytes of a file that are read and hashed at once."""
+"""Bytes read and hashed at once."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size and hash of a file when it was written.
-
-    Attributes:
-        bytes: the size in bytes.
-        hash: the 128-bit XXH3 hash, hexadecimal. It shows damage, but does not protect against forgery.
-    """
+    """Size of a file when it was written, and its 128-bit XXH3 hash in hexadecimal."""
 
     bytes: int
     hash: str
 
 
 def hash_file(path: Path) -> StoredFile:
-    """Size and hash of a file."""
     state, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -47,12 +41,12 @@ def hash_file(path: Path) -> StoredFile:
 
 
 def hash_values(values: Any) -> str:
-    """A hash of JSON values, whatever the order of keys."""
+    """Hashes JSON values, independent of key order."""
     return xxhash.xxh3_128(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def inner_name(name: str) -> str:
-    """A file's name, if it stays within its folder; else ValueError."""
+    """Returns a file name if it stays within its folder. Raises ValueError otherwise."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"{name!r} is not a name within the folder")
@@ -60,12 +54,7 @@ def inner_name(name: str) -> str:
 
 
 def write_manifest(folder: Path, known: Mapping[str, StoredFile] | None = None) -> None:
-    """Writes the manifest of all files of a folder. Call it when they are written.
-
-    Args:
-        folder: the folder.
-        known: sizes and hashes of some of its files, which are not read again.
-    """
+    """Writes the manifest of all files in a folder, once they are written. Files in `known` are not read again."""
     files = dict(known or {})
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         if path.name not in files and path.name != MANIFEST:
@@ -75,7 +64,7 @@ def write_manifest(folder: Path, known: Mapping[str, StoredFile] | None = None) 
 
 
 def read_manifest(folder: Path) -> dict[str, StoredFile]:
-    """The files that a folder's manifest names.
+    """Reads a folder's manifest.
 
     Raises:
         InputError: there is no manifest, or it is damaged.
@@ -99,17 +88,14 @@ def read_manifest(folder: Path) -> dict[str, StoredFile]:
 
 
 def check_exported(folder: Path, *, whole: bool) -> dict[str, StoredFile]:
-    """Compares the files of an exported folder with its manifest.
+    """Compares the files of an exported folder with its manifest, and returns those it names. Without a manifest,
+    returns none unless `whole`.
 
     Args:
-        folder: the folder.
-        whole: whether the content of large files is compared, too, and not only their size.
-
-    Returns:
-        The files that the manifest names; none without a manifest, if `whole` is not asked for.
+        whole: also checks the content of large files, not only their size.
 
     Raises:
-        InputError: a file is missing or differs.
+        InputError: a file is missing or differs, or `whole` and there is no manifest.
     """
     if not whole and not (folder / MANIFEST).is_file():
         return {}
@@ -126,16 +112,10 @@ def check_exported(folder: Path, *, whole: bool) -> dict[str, StoredFile]:
 def first_difference(
     folder: Path, files: Mapping[str, StoredFile], names: Iterable[str], largest: int | None = None
 ) -> tuple[str, str] | None:
-    """The first file that is missing or differs, and what is wrong with it; None if all are as they were.
+    """Returns the first of the named files that is missing or differs, and what is wrong; None if all match.
 
     Args:
-        folder: the folder.
-        files: sizes and hashes of its files.
-        names: names of the files to compare.
-        largest: bytes of the largest file whose content is compared; None for all.
-
-    Raises:
-        OSError: a file cannot be read.
+        largest: size of the largest file whose content is compared; None for all.
     """
     for name in names:
         path, written = folder / name, files[name]

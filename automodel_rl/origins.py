@@ -1,7 +1,7 @@
-"""Keeps pages of other sites, in a browser on this machine, from the servers of this package.
+"""Protects this package's local servers from pages of other sites in a browser.
 
-Such a page can send requests to any address that the browser reaches, and reads the answers if its own name leads to
-that address (DNS rebinding). What it cannot choose are the headers Host and Origin. Programs send no Origin.
+Such a page can send requests to any address the browser reaches, and can read the answers if its own host name
+resolves to that address (DNS rebinding). It cannot choose the Host and Origin headers. Programs send no Origin.
 """
 
 import ipaddress
@@ -10,11 +10,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine for itself."""
+"""Loopback host names."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`."""
+    """Whether a server that listens on `host` is reachable only from this machine."""
     try:
         return host in LOOPBACK or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -22,13 +22,13 @@ def is_loopback(host: str) -> bool:
 
 
 def why_foreign(bound: str, host: str, origin: str | None) -> str:
-    """Why a request may be one of a page of another site, in a line; empty if it is none.
+    """Returns why a request may come from a page of another site; empty if it does not.
 
     Args:
-        bound: the address on which the server listens. Others than loopback have names that the server does not know,
-            also those of proxies, so that any Host is served there.
-        host: the header Host.
-        origin: the header Origin, if there is one.
+        bound: address on which the server listens. On non-loopback addresses any Host is accepted, as the server
+            cannot know its names, such as those of proxies.
+        host: the Host header.
+        origin: the Origin header, if present.
     """
     try:
         name = urlsplit(f"//{host}").hostname
@@ -42,12 +42,8 @@ def why_foreign(bound: str, host: str, origin: str | None) -> str:
 
 
 class OwnPagesOnly:
-    """An ASGI application that answers 403 where `why_foreign` says so, and lets another one answer the rest.
-
-    Args:
-        app: the other one.
-        bound: the address on which the server listens.
-    """
+    """ASGI middleware that answers 403 to requests of other sites' pages. `bound` is the address on which the server
+    listens."""
 
     def __init__(self, app: Any, bound: str):
         self.app, self.bound = app, bound

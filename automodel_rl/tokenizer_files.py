@@ -1,7 +1,8 @@
-"""A tokenizer's files in an exported folder.
+"""Tokenizer files in an exported folder.
 
-transformers 5 names a tokenizer's class and its special tokens as transformers 4 cannot read them, and has the chat
-template in a file of its own. Training changes no tokenizer but for its template, so exports keep the files' own form.
+transformers 5 writes a tokenizer's class and special tokens in a form that transformers 4 cannot read, and the chat
+template in a separate file. Training changes nothing of a tokenizer but its template, so exports keep the files'
+original form.
 """
 
 import json
@@ -23,22 +24,18 @@ COPIED = (
     "vocab.json",
     "vocab.txt",
 )
-"""Files in which other readers look for a tokenizer."""
+"""Files in which other programs look for a tokenizer."""
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes a tokenizer's files, in the form of those that it was opened from if they make the same tokenizer.
-
-    Args:
-        tokenizer: the tokenizer, perhaps with another chat template than its files have.
-        folder: the folder to write to.
-    """
+    """Writes a tokenizer's files, in the form of those it was loaded from if these give the same tokenizer. The chat
+    template may have been changed since."""
     tokenizer.save_pretrained(folder)
     source = Path(tokenizer.name_or_path)
     if not (source / TOKENIZER_CONFIG).is_file() or (folder / TOKENIZER_CONFIG).samefile(source / TOKENIZER_CONFIG):
         return
     written, values = (json.loads((of / TOKENIZER_CONFIG).read_text()) for of in (folder, source))
-    if "auto_map" in values:  # it needs code
+    if "auto_map" in values:  # it needs remote code
         return
     if TEMPLATE in values:
         values[TEMPLATE] = tokenizer.chat_template
@@ -53,7 +50,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def _is_same(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
-    """Whether a folder has the same tokenizer."""
     try:
         with warnings.catch_warnings(action="ignore"):
             other = AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Token sequences packed into microbatches: only tensors and lists, no process groups."""
+"""Token sequences and microbatches: tensors and lists only, no process groups."""
 
 from automodel_rl.batch.batch import EPISODE_TOKENS, Batch, RoutesAt
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins

@@ -1,4 +1,4 @@
-"""A global batch: rows of tokens with further values, in the order of the program that made them."""
+"""Global batches: rows of tokens with named per-token values, in the order of the program that created them."""
 
 import dataclasses
 import itertools
@@ -10,17 +10,17 @@ from torch import Tensor
 from automodel_rl.batch.microbatch import TokenSequence, to_predictor
 
 EPISODE_TOKENS = "episode_tokens"
-"""The name of the value that tells how many tokens count in the loss of a token's whole episode."""
+"""Name of the value with the number of trained tokens in a token's whole episode."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutesAt:
-    """The place of the routes of consecutive tokens of a row, which are too large to travel with it.
+    """A reference to the routes of consecutive tokens of a row, which are too large to be sent with it.
 
     Attributes:
-        rank: the rank that has them.
-        key: their name there.
-        start, stop: the tokens, from the row's first one on.
+        rank: rank that stores them.
+        key: their key there.
+        start, stop: range of tokens in the row.
     """
 
     rank: int
@@ -30,19 +30,19 @@ class RoutesAt:
 
 
 class Batch:
-    """Rows of a global batch, numbered from 0. A row is a token sequence with per-token values, each with a name.
+    """Rows of a global batch, numbered from 0. A row is a token sequence with named per-token values.
 
     Args:
         sequences: the rows.
-        together: number of consecutive rows that share a microbatch and stay next to each other, e.g. 2 for pairs.
-        routes: where the routes of each row are that a mixture has to follow, piece by piece from its first token to
-            its last; empty if there are none.
-        parts: the rows of each part, for a batch that several optimizer steps train on; by default there is one part.
-        episodes: the episode of each row, for an episode of several rows, which stay in one part. What losses divide by
-            the number of sequences counts an episode once. None if each row is one by itself.
+        together: number of consecutive rows that must be adjacent in one microbatch, e.g. 2 for pairs.
+        routes: per row, references to the routes to replay, covering it from first to last token; empty if there are
+            none.
+        parts: row indices per optimizer step, for a batch that is used for several; a single part by default.
+        episodes: episode index of each row, for episodes of several rows, which stay in one part and count once where
+            losses divide by the number of sequences. None if each row is an episode.
 
     Attributes:
-        episodes: the episode of each row.
+        episodes: episode index of each row.
 
     Example:
         >>> import torch
@@ -68,22 +68,21 @@ class Batch:
         self.parts = [[*range(len(self.sequences))]] if parts is None else [[*part] for part in parts]
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.sequences)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every row."""
+        """Number of tokens of each row."""
         return [*map(len, self.sequences)]
 
     @property
     def num_episodes(self) -> int:
-        """Number of episodes: that of rows, unless some have several."""
+        """Number of episodes."""
         return len({*self.episodes})
 
     @property
     def episode_tokens(self) -> Tensor:
-        """Tokens that count in the loss of each row's whole episode, float64 [N]."""
+        """Number of trained tokens in each row's whole episode, float64 [N]."""
         of_rows = [int(sequence.loss_mask[1:].sum()) for sequence in self.sequences]
         of_episodes: dict[int, int] = {}
         for episode, count in zip(self.episodes, of_rows, strict=True):
@@ -91,23 +90,19 @@ class Batch:
         return torch.tensor([of_episodes[episode] for episode in self.episodes], dtype=torch.float64)
 
     def __contains__(self, name: str) -> bool:
-        """Whether rows have values of this name."""
+        """Whether rows have values with this name."""
         return bool(self.sequences) and name in self.sequences[0].values
 
     def __getitem__(self, name: str) -> list[Tensor]:
-        """The values of each row, [n], aligned with its tokens."""
+        """Returns the values of each row, [n], aligned with its tokens."""
         return [sequence.values[name] for sequence in self.sequences]
 
     def __setitem__(self, name: str, values: Sequence[Tensor] | Tensor) -> None:
-        """Gives every row values.
-
-        Args:
-            name: the name, by which losses read them.
-            values: a tensor [n] for each row, aligned with its tokens; or a number for each row, [N], for all of its
-                tokens.
+        """Sets the values called `name` of all rows. `values` holds a tensor [n] per row, aligned with its tokens, or
+        is a tensor [N] with one number for all tokens of each row.
 
         Raises:
-            ValueError: there are not as many as rows, or a tensor does not fit its row.
+            ValueError: the number of entries or the length of a tensor does not match the rows.
         """
         if len(values) != len(self):
             raise ValueError(f"{name} has {len(values)} entries for {len(self)} rows: give one for each row")
@@ -119,11 +114,7 @@ class Batch:
         ]
 
     def rows(self, numbers: Sequence[int]) -> "Batch":
-        """A batch of one part, with some of the rows and their values.
-
-        Args:
-            numbers: the rows, in the order that they get.
-        """
+        """Returns a batch with the rows of the given `numbers`, in that order, as one part."""
         routes = [self.routes[number] for number in numbers] if self.routes else ()
         return Batch(
             [self.sequences[number] for number in numbers],
@@ -133,20 +124,12 @@ class Batch:
         )
 
     def dealt(self, parts: Sequence[Sequence[int]]) -> "Batch":
-        """The batch with its rows divided into other parts.
-
-        Args:
-            parts: the rows of each part.
-        """
+        """Returns the batch with its rows divided into other `parts`."""
         return Batch(self.sequences, together=self.together, routes=self.routes, parts=parts, episodes=self.episodes)
 
     def split(self, count: int | None = None) -> list["Batch"]:
-        """Batches that an optimizer step each trains on.
-
-        Args:
-            count: number of batches, to which rows, or rows that stay together, are dealt in turn; None for those that
-                the batch was made of. The rows of an episode stay together.
-        """
+        """Returns one batch per optimizer step: `count` batches, to which rows are dealt in turn, or None for the parts
+        given on construction. Rows of an episode, and rows that must be `together`, stay in one batch."""
         parts = self.parts
         if count is not None:
             of_pairs = [row // self.together for row in range(len(self))]
@@ -157,12 +140,9 @@ class Batch:
         return [self.rows(part) for part in parts]
 
     def sums(self, values: Sequence[Tensor]) -> Tensor:
-        """The sum of each row's values over the tokens that count in its loss, float64 [N].
-
-        Args:
-            values: a tensor [n] for each row, aligned with its tokens.
-        """
+        """Sums each row's `values`, a tensor [n] per row aligned with its tokens, over the trained tokens: float64
+        [N]."""
         of_rows = zip(self.sequences, values, strict=True)
-        # Summed at the predicting positions, as losses sum.
+        # Summed at the predicting positions, like losses.
         sums = [to_predictor(torch.where(row.loss_mask, of_row.double(), 0.0)).sum() for row, of_row in of_rows]
         return torch.stack(sums) if sums else torch.empty(0, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Packing of sequences into microbatches: best-fit decreasing bin packing, and an even split of microbatches over data
+"""Packing of sequences into microbatches by best-fit decreasing, and even distribution of microbatches over data
 ranks."""
 
 import bisect
@@ -10,12 +10,12 @@ from automodel_rl.batch.microbatch import Microbatch, TokenSequence, check_seque
 from automodel_rl.errors import InputError
 
 Bin = list[int]
-"""The sequences of one microbatch, by their places in the list that is packed."""
+"""Sequences of one microbatch, as indices into the packed list."""
 
 
 @dataclass(frozen=True)
 class DataShare:
-    """The share of one data rank in a global batch.
+    """One data rank's share of a global batch.
 
     Attributes:
         rank: the data rank.
@@ -31,25 +31,24 @@ class DataShare:
 
     @property
     def places(self) -> slice:
-        """Places of this rank's entries in a list that is dealt to the data ranks in turn."""
+        """Indices of this rank's entries in a list that is dealt to the data ranks in turn."""
         return slice(self.rank, None, self.count)
 
 
 def assign_bins(lengths: Sequence[int], capacity: int, *, min_count: int = 1, multiple: int = 1) -> list[Bin]:
-    """Puts sequences into as few bins as best-fit decreasing finds, then splits bins until there are as many as asked
-    for.
+    """Packs sequences into bins by best-fit decreasing, then splits bins to reach the requested number.
 
-    Best-fit decreasing needs at most 11/9 of the fewest bins possible, plus one (Johnson et al., 1974, "Worst-case
+    Best-fit decreasing needs at most 11/9 of the optimal number of bins, plus one (Johnson et al., 1974, "Worst-case
     performance bounds for simple one-dimensional packing algorithms").
 
     Args:
-        lengths: tokens of every sequence, or of every group that shares a bin; each at most `capacity`.
-        capacity: most tokens of a bin.
-        min_count: fewest bins returned.
+        lengths: tokens of each sequence, or of each group that shares a bin; at most `capacity` each.
+        capacity: maximum tokens of a bin.
+        min_count: minimum number of bins.
         multiple: the number of bins is a multiple of this.
 
     Returns:
-        Bins, each a list of places in `lengths`. Bins are empty only when there are fewer sequences than bins.
+        Bins of indices into `lengths`. Some are empty only if there are fewer sequences than bins.
     """
     assert max(lengths, default=0) <= capacity
     bins = _best_fit_decreasing(lengths, capacity)
@@ -73,7 +72,7 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Bin]:
 
 
 def _split_up_to(bins: list[Bin], lengths: Sequence[int], count: int) -> list[Bin]:
-    """Halves the bin with most tokens until there are `count` bins. When no bin can be halved, empty bins are added."""
+    """Halves the bin with most tokens until there are `count` bins. Adds empty bins once no bin can be halved."""
     heap = [(-sum(lengths[i] for i in b), n, b) for n, b in enumerate(bins)]
     heapq.heapify(heap)
     done: list[Bin] = []
@@ -94,18 +93,9 @@ def _split_up_to(bins: list[Bin], lengths: Sequence[int], count: int) -> list[Bi
 
 
 def share_bins(costs: Sequence[float], num_shares: int) -> list[list[int]]:
-    """Deals bins to data ranks: the same number to each, the costliest first, each to the rank with the least work yet.
-
-    Args:
-        costs: work of every bin; their number is a multiple of `num_shares`.
-        num_shares: number of data ranks.
-
-    Returns:
-        The places of the bins of every data rank, costliest first.
-
-    Raises:
-        ValueError: the number of bins is not a multiple of `num_shares`.
-    """
+    """Distributes bins evenly over data ranks: the most expensive first, each to the rank with the least work so far.
+    `costs` is the work of each bin; their number must be a multiple of `num_shares`. Returns the bin indices of each
+    data rank, most expensive first."""
     per_share = len(costs) // num_shares
     if per_share * num_shares != len(costs):
         raise ValueError(f"{len(costs)} bins cannot be dealt evenly to {num_shares} data ranks")
@@ -130,20 +120,19 @@ def pack(
 ) -> list[Microbatch]:
     """Packs a global batch into microbatches and returns those of one data rank.
 
-    Every data rank calls this with the same sequences and gets the same number of microbatches. If there are fewer
-    sequences than microbatches, some microbatches are empty.
+    Every data rank calls this with the same sequences and gets the same number of microbatches, some of them empty if
+    there are fewer sequences than microbatches.
 
     Args:
         sequences: the global batch.
-        capacity: most tokens of a microbatch.
-        share: the data rank whose microbatches are returned; by default there is only one.
-        min_microbatches: fewest microbatches of each data rank. As many as there are pipeline stages give every stage
-            work.
-        together: number of consecutive sequences that share a microbatch and stay next to each other, e.g. 2 for pairs.
-        cost: the work of a sequence as a function of its length, in any unit; data ranks get equal work.
+        capacity: maximum tokens of a microbatch.
+        share: the data rank; by default there is only one.
+        min_microbatches: minimum microbatches per data rank, e.g. the number of pipeline stages.
+        together: number of consecutive sequences that stay adjacent in one microbatch, e.g. 2 for pairs.
+        cost: work of a sequence as a function of its length, in any unit, balanced over data ranks.
 
     Raises:
-        InputError: a sequence, or a group of sequences that stay together, is longer than a microbatch.
+        InputError: a sequence, or a group of `together`, is longer than a microbatch.
         ValueError: the sequences are not whole groups of `together`, one is empty, or their values differ in name.
 
     Example:
@@ -172,19 +161,9 @@ def deal_rows(
     together: int = 1,
     cost: Callable[[int], float] = float,
 ) -> list[list[Bin]]:
-    """Deals a global batch to the data ranks.
-
-    Args:
-        lengths: tokens of every sequence.
-        num_shares: number of data ranks.
-        capacity, min_microbatches, together, cost: as those of `pack`.
-
-    Returns:
-        The microbatches of every data rank, equally many, each as the places of its sequences.
-
-    Raises:
-        InputError, ValueError: as `pack`.
-    """
+    """Distributes a global batch over `num_shares` data ranks, given the tokens of each sequence. Returns the
+    microbatches of each data rank, the same number for all, each as the indices of its sequences. Other arguments and
+    errors are those of `pack`."""
     if len(lengths) % together:
         raise ValueError(f"{len(lengths)} sequences are not whole groups of {together}")
     groups = [lengths[start : start + together] for start in range(0, len(lengths), together)]
@@ -204,7 +183,7 @@ def deal_rows(
 
 
 def _name_of(place: int, together: int) -> str:
-    """The subject and verb of an error message about a group of sequences."""
+    """Returns subject and verb of an error message about a group of sequences."""
     if together == 1:
         return f"sequence {place} has"
     first = place * together

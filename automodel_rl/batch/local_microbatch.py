@@ -1,11 +1,12 @@
-"""The tokens of a microbatch that one rank computes, and the keys that its queries see.
+"""One rank's tokens of a microbatch, and the keys that its queries attend to.
 
-Context parallelism cuts every sequence into 2 * cp chunks, padded to equal length. Rank r has chunks r and
-2 * cp - 1 - r of every sequence, so all ranks have equal work in causal attention (as for Llama 3, arXiv:2407.21783,
-section 3.3.2). The keys of all ranks are gathered, and a rank calls attention twice: queries of its front chunks see
-the chunks up to r, queries of its back chunks see the chunks up to 2 * cp - 1 - r.
+Context parallelism cuts every sequence into 2 * cp chunks, padded to equal length. Rank r holds chunks r and 2 * cp - 1
+- r of every sequence, which balances causal attention (as for Llama 3, arXiv:2407.21783, section 3.3.2). The keys of
+all ranks are gathered, and a rank calls attention twice: queries of its front chunks attend to the chunks up to r,
+queries of its back chunks to those up to 2 * cp - 1 - r.
 
-Tokens of some models' images see each other both ways. They have a further call, in which a segment is an image.
+In some models, tokens of an image attend to each other in both directions. They have an additional call, in which a
+segment is an image.
 
 Shape letters: T tokens of the microbatch, t tokens of one rank, N sequences.
 """
@@ -24,29 +25,30 @@ from automodel_rl.batch.routes import Routes
 from automodel_rl.batch.tensors import move, taken
 
 LEAST_TOKENS = 2
-"""Least queries of an attention call: the graphs of compiled layers hold for all sizes but 1."""
+"""Minimum queries of an attention call: graphs of compiled layers are valid for all sizes but 1."""
 
 
-@dataclass(eq=False)  # not frozen: torch.compile would make graphs for the values of all fields of a frozen dataclass
+@dataclass(eq=False)  # not frozen: torch.compile would specialise graphs on all field values of a frozen dataclass
 class AttentionCall:
-    """The arguments of one attention: segments of queries and of keys, aligned at the bottom right.
+    """Arguments of one attention call: segments of queries and keys, aligned at the bottom right. Immutable.
 
-    In causal attention the last query of a segment sees all keys of the segment, the query before it all but the last
-    key, and so on. Otherwise every query sees all keys, or those from the beginning of its window on. A call
-    is never changed. Compiled layers read tensors and the two longest lengths, and never the tuples, whose number of
-    elements differs between microbatches.
+    In causal attention the last query of a segment attends to all keys of the segment, the query before it to all but
+    the last key, and so on. Otherwise every query attends to all keys, or to those from the start of its window.
+    Compiled layers read only the tensors and the two maximum lengths, not the tuples, whose size varies between
+    microbatches.
 
     Attributes:
-        queries: places of the queries among this rank's tokens, int64; None for all of this rank's tokens, in order.
-        keys: places of the keys in the tokens of all ranks, rank 0's first, int64; None for all of this rank's tokens.
-            If these are all tokens, and queries None, ranks exchange heads, and both are the tokens of all ranks.
-        cu_queries, cu_keys: the starts of the segments, and the total at the end, int32 [N + 1].
-        query_lengths, key_lengths: tokens of every segment; on the host.
-        is_causal: whether a query sees no later keys.
-        only_windows: whether it is for layers with a sliding window only.
-        counted: places, among the queries, of those whose outputs count, int64; None for all. The other queries are
-            fillers, which align the last query of a segment with the segment's last key.
-        longest_query, longest_key: the largest of them.
+        queries: indices of the queries among this rank's tokens, int64; None for all of this rank's tokens.
+        keys: indices of the keys among the tokens of all ranks, rank 0's first, int64; None for all of this rank's
+            tokens. All tokens, with queries None, means that ranks exchange heads; queries and keys are then the tokens
+            of all ranks.
+        cu_queries, cu_keys: segment starts, with the total at the end, int32 [N + 1].
+        query_lengths, key_lengths: segment lengths; on the host.
+        is_causal: whether a query attends to no later keys.
+        only_windows: whether only layers with a sliding window use the call.
+        counted: indices, among the queries, of those whose outputs are used, int64; None for all. Other queries are
+            fillers that align a segment's last query with its last key.
+        longest_query, longest_key: maximum segment lengths.
     """
 
     queries: Tensor | None
@@ -75,29 +77,29 @@ class AttentionCall:
         )
 
 
-@dataclass(eq=False)  # not frozen, as `AttentionCall`
+@dataclass(eq=False)  # not frozen, like `AttentionCall`
 class LocalMicrobatch:
-    """One rank's tokens of a microbatch. It is never changed.
+    """One rank's tokens of a microbatch. Immutable.
 
-    A dataclass is a single leaf to pytree, so schedules pass it on untouched.
+    A dataclass is a single leaf to pytree, so pipeline schedules pass it through unchanged.
 
     Attributes:
         input_ids, position_ids, targets: int64 [t]; pads have token 0 and no target.
         is_real: False for pads and for the tokens of an empty microbatch, bool [t].
-        is_routed: `is_real` of the tokens that the rank's routers see: of all or, under sequence parallelism, of the
-            rank's share, bool [t] or [t / tp].
-        calls: the arguments of each causal attention call.
-        image_call: the arguments for the tokens of images that see each other both ways, whose outputs take the place
-            of those of `calls`; None if there are none.
-        restore: the place of every token of the microbatch in the tokens of all ranks, rank 0's first, int64 [T]; None
-            if this rank has the microbatch's tokens in their order, without pads.
+        is_routed: `is_real` of the tokens that the rank's routers process: all, or the rank's share under sequence
+            parallelism, bool [t] or [t / tp].
+        calls: the causal attention calls.
+        image_call: the call for image tokens that attend to each other in both directions, whose outputs replace those
+            of `calls`; None if there are none.
+        restore: index of each token of the microbatch among the tokens of all ranks, rank 0's first, int64 [T]; None if
+            this rank has all tokens in order, without pads.
         num_tokens: t.
-        lengths: tokens of every sequence of the microbatch, over all ranks and without pads; on the host.
-        offsets: the place of each token in its sequence, sequence by sequence, int64 [T].
-        routes: the experts that the tokens of `is_routed` must go to, `MISSING` for pads; None if the routers choose.
-        media: the media tokens among the rank's tokens.
-        tokens: further inputs of the model [t, ...] by name (batch/tensors.py); pads have 0.
-        index: its place among the microbatches of a step.
+        lengths: tokens of each sequence over all ranks, without pads; on the host.
+        offsets: position of each token in its sequence, sequence by sequence, int64 [T].
+        routes: experts to replay for the tokens of `is_routed`, `MISSING` for pads; None if the routers choose.
+        media: media tokens among the rank's tokens.
+        tokens: additional model inputs [t, ...] by name (batch/tensors.py); pads have 0.
+        index: index among the step's microbatches.
     """
 
     input_ids: Tensor
@@ -117,14 +119,14 @@ class LocalMicrobatch:
     index: int = 0
 
     def between_blocks(self, tp: int, tp_rank: int) -> "LocalMicrobatch":
-        """The microbatch of a rank that has its share of the tokens between blocks, as under sequence parallelism."""
+        """Returns the microbatch with the rank's share of the tokens between blocks under sequence parallelism."""
         share = self.num_tokens // tp
         start, stop = tp_rank * share, (tp_rank + 1) * share
         routes = None if self.routes is None else replace(self.routes, experts=self.routes.experts[start:stop])
         return replace(self, is_routed=self.is_real[start:stop], routes=routes, media=self.media.within(start, stop))
 
     def to(self, device: torch.device) -> "LocalMicrobatch":
-        """The same microbatch on `device`."""
+        """Moves all tensors to `device`."""
         return replace(
             self,
             input_ids=move(self.input_ids, device),
@@ -150,15 +152,15 @@ def local_microbatch(
     tokens: Mapping[str, Tensor] | None = None,
     exchanges_heads: bool = False,
 ) -> LocalMicrobatch:
-    """The tokens of one context-parallel rank; every rank gets the same number.
+    """Returns the tokens of one context-parallel rank, the same number on every rank.
 
     Args:
         microbatch: the whole microbatch, on the host.
-        cp, cp_rank: number of ranks that the microbatch is cut over, and the rank whose tokens are returned.
-        multiple: t is a multiple of this, and every attention call has `LEAST_TOKENS` queries. A sequence of pads is
-            added at the end if needed. It must be even for cp > 1.
-        tokens: inputs [T, ...] by name, besides those of the microbatch.
-        exchanges_heads: whether the ranks exchange heads for attention, which then has all tokens in their order.
+        cp, cp_rank: number of context-parallel ranks, and the rank in question.
+        multiple: t is a multiple of this, and every attention call has `LEAST_TOKENS` queries; a sequence of pads is
+            appended if needed. Must be even for cp > 1.
+        tokens: inputs [T, ...] by name, in addition to those of the microbatch.
+        exchanges_heads: whether ranks exchange heads for attention, which then sees all tokens in order.
     """
     lengths = list(microbatch.lengths)
     chunks = 1 if cp == 1 else 2 * cp
@@ -174,7 +176,7 @@ def local_microbatch(
     chunk = offset // (np.array(padded) // chunks)[segment]
     owner = np.minimum(chunk, chunks - 1 - chunk) if cp > 1 else np.zeros_like(chunk)
     own = np.flatnonzero(owner == cp_rank)
-    gathered = np.empty_like(owner)  # for every padded token, its place in the tokens of all ranks
+    gathered = np.empty_like(owner)  # for every padded token, its index among the tokens of all ranks
     gathered[np.argsort(owner, kind="stable")] = np.arange(len(owner))
 
     source = np.cumsum([0, *lengths])[segment] + offset
@@ -203,7 +205,8 @@ def local_microbatch(
 
 
 def _media(microbatch: Microbatch, places: Tensor, real: Tensor) -> MediaTokens:
-    """The media tokens among a rank's tokens, which are at `places` of the microbatch unless `real` is False."""
+    """Returns the media tokens among a rank's tokens, which are at `places` of the microbatch unless `real` is
+    False."""
     if not microbatch.media:
         return NO_MEDIA
     rows = torch.from_numpy(media_places(microbatch.media, microbatch.num_tokens))[places]
@@ -231,17 +234,17 @@ def _calls(
 def _image_call(
     microbatch: Microbatch, is_token: np.ndarray, own: np.ndarray, gathered: np.ndarray
 ) -> AttentionCall | None:
-    """The call for this rank's tokens of images that see each other both ways. Each segment has an image's tokens, and
-    as keys its sequence up to the end of the image.
+    """Builds the call for this rank's image tokens that attend in both directions. Each segment is an image, with its
+    sequence up to the end of the image as keys.
 
-    A window reaches back from a query's own place. If the image's last tokens are another rank's, queries that do not
-    count stand for them.
+    A window extends back from a query's own position. If the image's last tokens are on another rank, filler queries
+    stand in for them.
 
     Args:
-        microbatch: the microbatch.
-        is_token: False for pads, for every padded token.
-        own: the places of this rank's tokens among the padded ones.
-        gathered: for every padded token, its place in the tokens of all ranks.
+        microbatch: the whole microbatch.
+        is_token: for every padded token, False for pads.
+        own: indices of this rank's tokens among the padded ones.
+        gathered: for every padded token, its index among the tokens of all ranks.
     """
     images = [item for item in microbatch.media if item.both_ways != "nowhere"]
     if not images:

@@ -1,7 +1,7 @@
-"""Media in token sequences: the tokens that stand for images and audio, and what the rank that encodes them reads.
+"""Media in token sequences: placeholder tokens for images and audio, and the inputs of their encoders.
 
-Some models also add features of earlier encoder layers to image tokens, after their first few layers (DeepStack,
-arXiv:2406.04334). These features follow a token's embedding in one row.
+Some models also add features of earlier encoder layers to image tokens after their first few layers (DeepStack,
+arXiv:2406.04334). These features are stored in the same row, after a token's embedding.
 
 Shape letters: T tokens of a microbatch, m embeddings of its distinct media, i media tokens of a rank, H hidden size, D
 layers after which features are added.
@@ -19,19 +19,20 @@ from torch import Tensor
 from automodel_rl.batch.tensors import move
 
 Grid = tuple[int, int, int]
-"""Patches of an image in time, height and width, as the model's image processor counts them."""
+"""Patches of an image in time, height and width, as counted by the model's image processor."""
 
 Source = str | bytes | tuple[str, ...]
-"""What media are read from: the path of a file, the file's bytes, or the paths of a video's frames."""
+"""What media are read from: a file path, the file's bytes, or the paths of a video's frames."""
 
 EncoderName = Literal["vision", "audio"]
-"""The component that encodes a kind of media."""
+"""Component that encodes a kind of media."""
 
 BothWays = Literal["nowhere", "in windows", "everywhere"]
-"""The layers in which tokens of an image see each other both ways in attention: those with sliding windows, or all."""
+"""Layers in which an image's tokens attend to each other in both directions: none, those with sliding windows, or
+all."""
 
 ENCODERS: tuple[EncoderName, ...] = ("vision", "audio")
-"""All of them, in the order in which a microbatch's embeddings stand."""
+"""All encoders, in the order of their embeddings in a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,18 @@ class Image:
     """An image in a sequence. Its tokens are consecutive.
 
     Attributes:
-        start: place of its first token in the sequence, or in the microbatch.
-        num_tokens: number of tokens that stand for it, breaks included.
-        grid: its patches in time, height and width.
-        pixels: the output of the model's image processor for one image, or a picklable function that returns it. The
-            function is called on the rank that encodes the image, so pixels are not sent between ranks.
-        source: what the pixels are read from: the path of a picture's file, or the file's bytes. A microbatch's images
-            with the same source and grid are encoded once. None if no other image has these pixels.
-        row: number of tokens with embeddings in a row of the image, after which one token of text breaks the row; 0 if
-            there are no breaks and all tokens have embeddings.
-        both_ways: the layers in which its tokens see each other both ways in attention, as Gemma 3's do. They still
-            see nothing after the image.
-        framed: whether the model's image processor writes the tokens before and after it, too.
+        start: index of its first token in the sequence, or in the microbatch.
+        num_tokens: number of its tokens, row breaks included.
+        grid: patches in time, height and width.
+        pixels: output of the model's image processor for this image, or a picklable function that returns it, which is
+            called on the rank that encodes the image, so that pixels are not sent between ranks.
+        source: what the pixels are read from: a file path, or the file's bytes. Images of a microbatch with the same
+            source and grid are encoded once. None if no other image has these pixels.
+        row: number of embedding tokens per row of the image, each row followed by one text token as a break; 0 if there
+            are no breaks.
+        both_ways: layers in which its tokens attend to each other in both directions, as in Gemma 3. They never attend
+            to tokens after the image.
+        framed: whether the model's image processor also writes the tokens before and after it.
 
     Example:
         >>> import torch
@@ -73,12 +74,12 @@ class Image:
 
     @property
     def num_embeddings(self) -> int:
-        """Number of its tokens that an embedding replaces."""
+        """Number of its tokens that are replaced by embeddings."""
         return self.num_tokens // (self.row + 1) * self.row if self.row else self.num_tokens
 
     @property
     def places(self) -> np.ndarray:
-        """Places of these tokens, counted from its first token, int64 [num_embeddings]."""
+        """Indices of these tokens relative to its first token, int64 [num_embeddings]."""
         every = np.arange(self.num_tokens)
         return every[every % (self.row + 1) < self.row] if self.row else every
 
@@ -88,11 +89,11 @@ class Image:
         return self.grid
 
     def load(self) -> Tensor:
-        """The image's pixels, on the host."""
+        """Returns the image's pixels, on the host."""
         return self.pixels() if callable(self.pixels) else self.pixels
 
     def moved(self, places: int) -> Self:
-        """The same image, `places` tokens further on."""
+        """Returns the image shifted by `places` tokens."""
         return dataclasses.replace(self, start=self.start + places)
 
 
@@ -101,10 +102,10 @@ class Video(Image):
     """A video in a sequence: an image whose grid has several patches in time.
 
     Attributes:
-        start, num_tokens, grid, pixels, row, both_ways, framed: as of an `Image`.
-        source: the files of its frames.
-        interval: rotary positions in time from one patch to the next, rounded down after they are summed (M-RoPE with
-            absolute time, arXiv:2502.13923, section 2.1.3).
+        start, num_tokens, grid, pixels, row, both_ways, framed: see `Image`.
+        source: files of its frames.
+        interval: distance in rotary positions between patches in time, rounded down after summing (M-RoPE with absolute
+            time, arXiv:2502.13923, section 2.1.3).
 
     Example:
         >>> import torch
@@ -120,14 +121,14 @@ class Video(Image):
 
 @dataclass(frozen=True)
 class Audio:
-    """A clip of audio in a sequence. Its tokens are consecutive.
+    """An audio clip in a sequence. Its tokens are consecutive.
 
     Attributes:
-        start, source: as of an `Image`.
-        num_tokens: number of tokens that stand for it; an embedding replaces each.
-        num_frames: frames of its spectrogram, without those of silence that fill it up.
-        features: the output of the model's feature extractor for one clip, a log-mel spectrogram [mels, frames], or a
-            picklable function that returns it. It is called on the rank that encodes the clip.
+        start, source: see `Image`.
+        num_tokens: number of its tokens, each replaced by an embedding.
+        num_frames: frames of its spectrogram, without silent padding.
+        features: output of the model's feature extractor for this clip, a log-mel spectrogram [mels, frames], or a
+            picklable function that returns it, which is called on the rank that encodes the clip.
 
     Example:
         >>> import torch
@@ -148,12 +149,12 @@ class Audio:
 
     @property
     def num_embeddings(self) -> int:
-        """Number of its tokens that an embedding replaces."""
+        """Number of its tokens that are replaced by embeddings."""
         return self.num_tokens
 
     @property
     def places(self) -> np.ndarray:
-        """Places of these tokens, counted from its first token, int64 [num_embeddings]."""
+        """Indices of these tokens relative to its first token, int64 [num_embeddings]."""
         return np.arange(self.num_tokens)
 
     @property
@@ -162,16 +163,16 @@ class Audio:
         return (self.num_frames,)
 
     def load(self) -> Tensor:
-        """The clip's features, on the host."""
+        """Returns the clip's features, on the host."""
         return self.features() if callable(self.features) else self.features
 
     def moved(self, places: int) -> Self:
-        """The same clip, `places` tokens further on."""
+        """Returns the clip shifted by `places` tokens."""
         return dataclasses.replace(self, start=self.start + places)
 
 
 Media = Image | Audio
-"""What an encoder makes embeddings of."""
+"""An item to be encoded."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,10 @@ class MediaTokens:
     """The media tokens among a rank's tokens, and the embeddings that replace them before the first layer.
 
     Attributes:
-        places: places of the media tokens among this rank's tokens, int64 [i].
-        rows: the row of `embeddings` for each of these tokens, int64 [i].
-        embeddings: waits for the embeddings of the distinct media of the microbatch, encoder by encoder and in order,
-            and for features that are added later, [m, (1 + D) * H]; None on ranks that do not use them.
+        places: indices of the media tokens among this rank's tokens, int64 [i].
+        rows: row of `embeddings` for each of these tokens, int64 [i].
+        embeddings: waits for and returns the embeddings of the microbatch's distinct media, encoder by encoder, with
+            features that are added later, [m, (1 + D) * H]; None on ranks that do not use them.
     """
 
     places: Tensor
@@ -190,30 +191,24 @@ class MediaTokens:
     embeddings: Callable[[], Tensor] | None = None
 
     def to(self, device: torch.device) -> "MediaTokens":
-        """The same tokens, with `places` and `rows` on `device`. Embeddings are made on the device, so they stay."""
+        """Moves `places` and `rows` to `device`. Embeddings are already there."""
         return dataclasses.replace(self, places=move(self.places, device), rows=move(self.rows, device))
 
     def within(self, start: int, stop: int) -> "MediaTokens":
-        """The tokens from `start` up to `stop`, with places that count from `start`."""
+        """Returns the tokens from `start` up to `stop`, with indices relative to `start`."""
         inside = (self.places >= start) & (self.places < stop)
         return dataclasses.replace(self, places=self.places[inside] - start, rows=self.rows[inside])
 
     def put_into(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Replaces the embeddings of media tokens by the embeddings of the media.
-
-        Args:
-            hidden: embeddings of all tokens, [1, t, H].
-
-        Returns:
-            Hidden states [1, t, H], and what is to be added to media tokens after each of the first D layers, [i, H].
-        """
+        """Replaces the embeddings of media tokens in `hidden`, [1, t, H]. Also returns the features to add to media
+        tokens after each of the first D layers, [i, H]."""
         assert self.embeddings is not None
         # Sequences may share media. Indexing sums their gradients in a fixed order; index_select would not on CUDA.
         found, *features = self.embeddings()[self.rows].split(hidden.shape[-1], dim=1)
         return hidden.squeeze(0).index_copy(0, self.places, found).unsqueeze(0), features
 
     def add_to(self, hidden: Tensor, features: Tensor) -> Tensor:
-        """Hidden states [1, t, H] with features [i, H] added to those of the media tokens."""
+        """Adds features [i, H] to the hidden states [1, t, H] of the media tokens."""
         return hidden.index_add(1, self.places, features[None])
 
 
@@ -221,7 +216,7 @@ NO_MEDIA = MediaTokens(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=t
 
 
 def check_media(media: Sequence[Media], num_tokens: int) -> None:
-    """Raises ValueError if media of a sequence overlap, are out of order, or lie outside the sequence."""
+    """Raises ValueError if media of a sequence overlap, are out of order, or exceed the sequence."""
     end = 0
     for number, item in enumerate(media):
         if item.start < end or item.num_tokens < 1 or item.start + item.num_tokens > num_tokens:
@@ -233,7 +228,7 @@ def check_media(media: Sequence[Media], num_tokens: int) -> None:
 
 
 def distinct_media(media: Sequence[Media], encoder: EncoderName) -> tuple[Media, ...]:
-    """A microbatch's media of one encoder without those of the same content as an earlier one, in order."""
+    """Returns a microbatch's media of one encoder in order, without duplicates in content."""
     first: dict[Hashable, Media] = {}
     for number, item in enumerate(media):
         if item.encoder == encoder:
@@ -242,7 +237,7 @@ def distinct_media(media: Sequence[Media], encoder: EncoderName) -> tuple[Media,
 
 
 def media_places(media: Sequence[Media], num_tokens: int) -> np.ndarray:
-    """The place of every token among the tokens of the microbatch's distinct media, encoder by encoder; -1 for text;
+    """Returns the embedding row of each token among the microbatch's distinct media, encoder by encoder; -1 for text;
     int64 [T]."""
     rows = np.full(num_tokens, -1)
     first: dict[Hashable, int] = {}
@@ -255,12 +250,12 @@ def media_places(media: Sequence[Media], num_tokens: int) -> np.ndarray:
 
 
 def _identity(number: int, item: Media) -> Hashable:
-    """What is equal for media with the same content."""
+    """Returns a key that is equal for media with the same content."""
     return number if item.source is None else (item.encoder, item.source, item.size)
 
 
 def single_media_tokens(token_ids: Sequence[int], media: Sequence[Media]) -> list[int]:
-    """The token ids with a single token for each image and clip, as a chat template writes them."""
+    """Collapses the tokens of each image and clip to a single token, as written by a chat template."""
     rest = {place for item in media for place in range(item.start + 1, item.start + item.num_tokens)}
     return [token for place, token in enumerate(token_ids) if place not in rest]
 
@@ -270,9 +265,9 @@ class RotaryGrid:
     """How rotary positions follow the grids of images and videos.
 
     Attributes:
-        merge: number of patches that one token covers along height, and along width.
-        text_follows_time: whether the text after a video goes on from its largest position in time, where that is
-            larger than those of height and width.
+        merge: number of patches per token, along height and along width.
+        text_follows_time: whether the text after a video continues from its largest position in time, if that exceeds
+            those of height and width.
     """
 
     merge: int
@@ -280,17 +275,13 @@ class RotaryGrid:
 
 
 def multimodal_positions(media: Sequence[Media], lengths: Sequence[int], rotary: RotaryGrid) -> Tensor:
-    """Rotary positions in time, height and width (M-RoPE, arXiv:2409.12191, section 2.1), int64 [3, T].
+    """Computes rotary positions in time, height and width (M-RoPE, arXiv:2409.12191, section 2.1), int64 [3, T], for
+    the microbatch's media in order, and the tokens of each sequence.
 
-    A text token's position is one more than the position before it, on all three axes. An image's tokens add their
-    place in the image's grid to the position at which the image begins. The text after an image goes on from the
-    largest position of its height and width; after a video perhaps of its time. Patches in time of a video are apart by
-    its interval. A clip of audio counts like text. Every sequence starts at 0.
-
-    Args:
-        media: the microbatch's images and clips, in order.
-        lengths: tokens of each sequence.
-        rotary: how positions follow grids.
+    A text token's position is one more than the previous position, on all three axes. An image's tokens add their grid
+    coordinates to the position at which the image begins. Text after an image continues from the largest position in
+    height and width; after a video, optionally in time. A video's patches in time are `interval` apart. Audio counts
+    like text. Every sequence starts at 0.
     """
     merge = rotary.merge
     pieces: list[np.ndarray] = []

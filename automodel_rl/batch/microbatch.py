@@ -1,9 +1,9 @@
-"""Microbatches: several sequences back to back in one row of tokens (the THD layout), never padded.
+"""Microbatches: several sequences concatenated without padding (the THD layout).
 
-Alignment: in a `TokenSequence`, a per-token value stands at the token it describes. In a microbatch, it stands at the
-position that *predicts* the token: `loss_mask[t]` and `values[name][t]` describe `targets[t]`, the token after
-`input_ids[t]`. `pack_microbatch` and `add_values` shift values to the predicting position, `unpack` shifts them back.
-Nothing else in the package shifts.
+Alignment: in a `TokenSequence`, per-token values are aligned with the token they describe. In a microbatch, they are
+aligned with the position that *predicts* the token: `loss_mask[t]` and `values[name][t]` describe `targets[t]`, the
+token after `input_ids[t]`. `pack_microbatch` and `add_values` shift values to the predicting position, `unpack` shifts
+them back. Nothing else in the package shifts.
 
 Shape letters: T tokens of a microbatch, N its sequences, n the tokens of one sequence.
 """
@@ -27,23 +27,23 @@ IGNORED_TARGET = -100
 """Target of a position that predicts nothing: the last one of every sequence."""
 
 EMPTY_LENGTH = 64
-"""Tokens of the sequence in an empty microbatch; some for every rank, since compiled layers run on two or more."""
+"""Tokens in an empty microbatch: enough for two or more per rank, as compiled layers require."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One tokenised sequence, every field aligned with its own tokens.
+    """A tokenised sequence. All fields are aligned with its own tokens.
 
     Attributes:
         input_ids: token ids, int64 [n].
-        loss_mask: True for the tokens that count in the loss, bool [n]. The first token is never predicted, so its
-            entry has no effect.
-        values: further per-token tensors by name, each [n] or [n, K].
-        routes: the experts that a mixture must send the tokens to; None if its routers choose.
-        media: the images and clips, in the order of their tokens.
+        loss_mask: True for tokens that count in the loss, bool [n]. No effect on the first token, which is never
+            predicted.
+        values: additional per-token tensors by name, [n] or [n, K].
+        routes: experts to replay for the tokens of a mixture; None if its routers choose.
+        media: images and clips, in the order of their tokens.
 
     Raises:
-        ValueError: a tensor has another dtype or shape than stated here, or tokens of media are not in the sequence.
+        ValueError: a tensor has the wrong dtype or shape, or media exceed the sequence.
 
     Example:
         >>> import torch
@@ -88,24 +88,23 @@ def _check_tensor(name: str, tensor: Any, dtype: torch.dtype, meaning: str) -> N
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One row of tokens that one forward runs: packed sequences. Per-token values stand at the position that predicts
-    the token.
+    """Packed sequences for one forward. Position t holds the values for token t + 1.
 
-    A dataclass is a single leaf to pytree, so pipeline schedules pass it on untouched.
+    A dataclass is a single leaf to pytree, so pipeline schedules pass it through unchanged.
 
     Attributes:
         input_ids: int64 [T].
         position_ids: int64 [T], starting at 0 in every sequence.
-        targets: the next token of the same sequence, int64 [T]; `IGNORED_TARGET` at the end of every sequence.
+        targets: next token of the same sequence, int64 [T]; `IGNORED_TARGET` at the end of every sequence.
         loss_mask: True for targets that count in the loss, bool [T].
-        cu_seqlens: the starts of the sequences, and T at the end, int32 [N + 1].
-        lengths: tokens of every sequence; on the host, so that reading them never waits for the device.
-        order: for every sequence, its place in the list that was packed.
-        values: further per-token tensors [T] or [T, K] by name.
-        routes: the experts that a mixture must send the tokens to, at least for this rank's layers; on the host.
-        media: the images and clips, in order; each `start` is a place in the microbatch.
-        tokens: further inputs of the model [T, ...] by name (batch/tensors.py), each row at its own token.
-        is_empty: True for a microbatch that only takes part in collectives. It has no effect on losses or gradients.
+        cu_seqlens: sequence starts, with T at the end, int32 [N + 1].
+        lengths: tokens of each sequence; on the host, so that reading them does not synchronise.
+        order: index of each sequence in the packed list.
+        values: additional per-token tensors [T] or [T, K] by name.
+        routes: experts to replay, at least for this rank's layers; on the host.
+        media: images and clips, in order; `start` is an index in the microbatch.
+        tokens: additional model inputs [T, ...] by name (batch/tensors.py), aligned with their own tokens.
+        is_empty: True for a microbatch that only takes part in collectives, without effect on losses or gradients.
 
     Example:
         >>> import torch
@@ -134,7 +133,7 @@ class Microbatch:
 
     @property
     def num_tokens(self) -> int:
-        """T. It is above 0 even for an empty microbatch, which has filler tokens."""
+        """T; above 0 even for an empty microbatch, which has filler tokens."""
         return sum(self.lengths)
 
     @property
@@ -144,15 +143,12 @@ class Microbatch:
 
     @property
     def sequence_ids(self) -> Tensor:
-        """The number of each token's sequence, 0 to N - 1, int64 [T]; on the microbatch's device."""
+        """Index of each token's sequence, 0 to N - 1, int64 [T]; on the microbatch's device."""
         return torch.zeros_like(self.input_ids).index_fill_(0, self.cu_seqlens[1:-1].long(), 1).cumsum(0)
 
     def to(self, device: torch.device) -> "Microbatch":
-        """The same microbatch with its tensors on another device. Routes and images stay: losses do not use them.
-
-        Args:
-            device: where the tensors go; a copy from the host to CUDA does not wait for the device.
-        """
+        """Moves all tensors to `device`, without synchronising for host-to-CUDA copies. Routes and media stay: losses
+        do not use them."""
         tensors: dict[str, Any] = {
             f.name: move(getattr(self, f.name), device)
             for f in dataclasses.fields(self)
@@ -164,15 +160,8 @@ class Microbatch:
 
 
 def pack_microbatch(sequences: Sequence[TokenSequence], order: Sequence[int] | None = None) -> Microbatch:
-    """One microbatch of the given sequences, in their order.
-
-    Args:
-        sequences: at least one; each at least one token long, all with the same names in `values`.
-        order: places of the sequences in the list they come from; by default 0, 1, 2, ...
-
-    Raises:
-        ValueError: there are no sequences, one has no tokens, or some have values or routes that others lack.
-    """
+    """Packs sequences into one microbatch, in the given order. They need at least one token each and the same names in
+    `values`. `order` holds their indices in their original list, 0, 1, 2, ... by default."""
     if not sequences:
         raise ValueError(
             "pack_microbatch needs at least one sequence; use empty_microbatch() for a microbatch without any"
@@ -198,16 +187,8 @@ def pack_microbatch(sequences: Sequence[TokenSequence], order: Sequence[int] | N
 
 
 def check_sequences(sequences: Sequence[TokenSequence], places: Sequence[int]) -> None:
-    """Checks that sequences can be packed together.
-
-    Args:
-        sequences: sequences of one global batch.
-        places: their places in the list they come from, for error messages.
-
-    Raises:
-        ValueError: a sequence has no tokens, or its values have other names, or other numbers of entries for a token,
-            than those of the first sequence.
-    """
+    """Raises ValueError if a sequence is empty, or its values differ from those of the first in name or number of
+    entries per token. `places` are indices for error messages."""
     for place, sequence in zip(places, sequences, strict=True):
         if not len(sequence):
             raise ValueError(f"sequence {place} has no tokens: leave it out")
@@ -226,11 +207,8 @@ def check_sequences(sequences: Sequence[TokenSequence], places: Sequence[int]) -
 
 
 def empty_microbatch(like: Microbatch | None = None) -> Microbatch:
-    """A microbatch that takes part in every collective and has no effect on losses or gradients.
-
-    Args:
-        like: a microbatch whose names and dtypes of values it gets; None for no values.
-    """
+    """Returns a microbatch that takes part in every collective without effect on losses or gradients, with values of
+    the names and dtypes of `like`, if given."""
     zeros = torch.zeros(EMPTY_LENGTH, dtype=torch.int64)
     given = {} if like is None else like.values
     values = {n: v.new_zeros(EMPTY_LENGTH, *v.shape[1:], device="cpu") for n, v in given.items()}
@@ -239,14 +217,14 @@ def empty_microbatch(like: Microbatch | None = None) -> Microbatch:
 
 
 def unpack(values: Tensor, microbatch: Microbatch) -> list[Tensor]:
-    """Per-token results of a microbatch, split by sequence, each at the token it describes.
+    """Splits per-token results of a microbatch by sequence, and aligns them with the tokens they describe.
 
     Args:
-        values: results [T, ...], each at the position that predicts its token.
-        microbatch: the microbatch that the results are for.
+        values: results [T, ...], aligned with predicting positions.
+        microbatch: the microbatch of the results.
 
     Returns:
-        One tensor [n, ...] for each real sequence. Its first entry is 0, because nothing predicts the first token.
+        One tensor [n, ...] per real sequence. Its first entry is 0, because nothing predicts the first token.
 
     Example:
         >>> import torch
@@ -261,19 +239,16 @@ def unpack(values: Tensor, microbatch: Microbatch) -> list[Tensor]:
 
 
 def in_packed_order(results: Sequence[T], microbatches: Sequence[Microbatch]) -> list[T]:
-    """Results of sequences, put into the order of the list that was packed.
+    """Reorders results of sequences to the order of the packed list.
 
-    `Engine.logprobs` returns results microbatch by microbatch, which is another order.
+    `Engine.logprobs` returns results microbatch by microbatch, in a different order.
 
     Args:
-        results: one result for each real sequence, microbatch by microbatch.
+        results: one result per real sequence, microbatch by microbatch.
         microbatches: all microbatches of one call of `pack`.
 
-    Returns:
-        The same results; the first belongs to the first sequence of the packed list.
-
     Raises:
-        ValueError: there are more or fewer results than sequences.
+        ValueError: the numbers of results and sequences differ.
 
     Example:
         >>> import torch
@@ -292,34 +267,23 @@ def in_packed_order(results: Sequence[T], microbatches: Sequence[Microbatch]) ->
 
 
 def set_values(microbatch: Microbatch, name: str, values: Tensor) -> Microbatch:
-    """The microbatch with one more per-token tensor.
-
-    Args:
-        microbatch: the microbatch.
-        name: the tensor's name in `Microbatch.values`.
-        values: the tensor [T] or [T, K]; each entry stands at the position that predicts its token.
-    """
+    """Returns the microbatch with an additional per-token tensor [T] or [T, K], aligned with predicting positions."""
     return dataclasses.replace(microbatch, values={**microbatch.values, name: values})
 
 
 def add_values(microbatch: Microbatch, name: str, pieces: Sequence[Tensor], shape: tuple[int, ...] = ()) -> Microbatch:
-    """The microbatch with one more per-token tensor, which is made from a piece for each sequence.
-
-    Args:
-        microbatch: the microbatch; an empty one takes no pieces and gets zeros.
-        name: the tensor's name in `Microbatch.values`.
-        pieces: one tensor [n, *shape] for each real sequence, each entry at the token it describes, as `unpack` returns
-            them.
-        shape: the shape of a token's entry, () or (K,).
-    """
+    """Returns the microbatch with an additional per-token tensor, from one piece [n, *shape] per real sequence, aligned
+    with the tokens they describe, as from `unpack`. An empty microbatch takes no pieces and gets zeros. `shape` is that
+    of a token's entry, () or (K,)."""
     shifted = [to_predictor(piece) for piece in pieces]
     zeros = torch.zeros(microbatch.num_tokens, *shape)
     return set_values(microbatch, name, zeros if microbatch.is_empty else torch.cat(shifted))
 
 
 def sum_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """Sums per-token values [T] over each sequence: [N], same dtype. The order is fixed, unlike index_add's on CUDA."""
-    # unsafe=True skips a check of the lengths, which would wait for the device.
+    """Sums per-token values [T] over each sequence: [N], same dtype. The order of summation is fixed, unlike that of
+    index_add on CUDA."""
+    # unsafe=True skips a check of the lengths, which would synchronise with the device.
     return torch.segment_reduce(values, "sum", lengths=microbatch.cu_seqlens.diff().long(), unsafe=True)
 
 
@@ -342,10 +306,10 @@ class _SpreadOverTokens(torch.autograd.Function):
 
 
 def to_predictor(values: Tensor) -> Tensor:
-    """Moves each value one place to the left, onto the position that predicts its token."""
+    """Shifts values left by one, from each token to the position that predicts it. The last entry becomes 0."""
     return torch.cat([values[1:], values.new_zeros(1, *values.shape[1:])])
 
 
 def to_token(values: Tensor) -> Tensor:
-    """Moves each value one place to the right, onto the token that its position predicts; the first entry is 0."""
+    """Shifts values right by one, from each position to the token it predicts. The first entry becomes 0."""
     return torch.cat([values.new_zeros(1, *values.shape[1:]), values[:-1]])

@@ -1,4 +1,4 @@
-"""Tells modules inside a decoder layer which microbatch is being computed."""
+"""Access to the current microbatch for modules inside a decoder layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,19 +10,18 @@ from automodel_rl.batch.local_microbatch import LocalMicrobatch
 
 
 class MicrobatchScope:
-    """Holds the microbatch of the layer that runs now, and None between layers.
+    """Holds the microbatch of the layer that is running, None between layers.
 
-    The microbatch is an argument of the layer, so it is right in every schedule, and also when a backward computes
-    activations again. A queue of microbatches would get out of step there. If a layer fails, its microbatch stays until
-    `clear`.
+    The microbatch is an argument of the layer, so it is correct in every pipeline schedule and in recomputation during
+    the backward, where a queue would get out of step. If a layer raises, its microbatch stays until `clear`.
 
     Args:
-        tells_first: whether `is_first` is told, which the graph of a compiled layer cannot hold.
+        tells_first: whether to set `is_first`, which the graph of a compiled layer cannot hold.
 
     Attributes:
         microbatch: this rank's tokens of the microbatch.
-        is_first: 1 where a layer computes a microbatch for the first time in a step, 0 where it computes it again for
-            the backward, fp32 []. It is a tensor, so that compiled layers need no graph for each.
+        is_first: 1 when a layer computes a microbatch for the first time in a step, 0 when it recomputes it for the
+            backward, fp32 []; a tensor, so that compiled layers share one graph.
     """
 
     def __init__(self, tells_first: bool = False) -> None:
@@ -33,25 +32,21 @@ class MicrobatchScope:
         self._flags: dict[bool, Tensor] = {}
 
     def input(self, name: str) -> Tensor | None:
-        """An input of the tokens of the layer that runs now (batch/tensors.py); None if there is none."""
+        """Returns an additional input of the current tokens (batch/tensors.py); None if there is none."""
         return None if self.microbatch is None else self.microbatch.tokens.get(name)
 
     def start_step(self) -> None:
         self._computed = set()
 
     def follow(self, layers: dict[int, Any]) -> None:
-        """Notes the microbatch of every call of these layers from now on.
-
-        Args:
-            layers: layers by number.
-        """
+        """Wraps the forward of layers, given by number, to record the microbatch of every call."""
         for number, layer in layers.items():
             layer.forward = _Followed(self, number, layer.forward)
 
     def enter(self, number: int, microbatch: LocalMicrobatch) -> None:
-        """Notes that a layer computes a microbatch."""
+        """Records that a layer computes a microbatch."""
         self.microbatch = microbatch
-        if not self.tells_first:  # and a graph may hold it
+        if not self.tells_first:  # is_first stays constant, so a graph may capture it
             return
         key = (number, microbatch.index)
         device = microbatch.is_real.device
@@ -65,10 +60,10 @@ class MicrobatchScope:
 
 
 class _Followed:
-    """A forward that notes its microbatch. As an object, no closure, it is copied with its scope in a deep copy.
+    """A forward that records its microbatch. An object rather than a closure, so that a deep copy includes its scope.
 
-    In a graph it notes nothing, for a compiler does not trace recomputation that changes an object: one around the
-    graph does.
+    Does nothing while compiling, since the compiler does not trace recomputation that mutates an object; a wrapper
+    around the compiled graph records instead.
     """
 
     def __init__(self, scope: MicrobatchScope, number: int, inner: Callable[..., Any]):

@@ -1,4 +1,4 @@
-"""How a run packs global batches: the size and the number of microbatches, and their share for each data rank."""
+"""Packing settings of a run: size and number of microbatches, and their distribution over data ranks."""
 
 import functools
 import math
@@ -12,10 +12,10 @@ from automodel_rl.config.parallel import ParallelConfig
 
 @dataclass(frozen=True)
 class StepSize:
-    """The size of a global batch. Sizes of several global batches can be added.
+    """The size of a global batch. Sizes can be added.
 
     Attributes:
-        num_sequences, num_tokens, num_microbatches: counts over all data ranks, without empty microbatches.
+        num_sequences, num_tokens, num_microbatches: totals over data ranks, without empty microbatches.
         flops: floating-point operations of forward and backward.
     """
 
@@ -35,14 +35,14 @@ class StepSize:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a run packs.
+    """Packing settings of a run.
 
     Attributes:
-        capacity: most tokens of a microbatch.
+        capacity: maximum tokens of a microbatch.
         num_shares: number of data ranks.
-        fewest: fewest microbatches of each data rank. As many as there are pipeline stages give every stage work.
-        multiple: the number of microbatches of each data rank is a multiple of this.
-        cost: the work of a sequence as a function of its length, in FLOPs.
+        fewest: minimum microbatches per data rank, at least the number of pipeline stages.
+        multiple: the number of microbatches per data rank is a multiple of this.
+        cost: FLOPs of a sequence as a function of its length.
     """
 
     capacity: int
@@ -53,29 +53,15 @@ class Packing:
 
     @classmethod
     def of(cls, batch: CommonBatchConfig, parallel: ParallelConfig, cost: Callable[[int], float]) -> "Packing":
-        """The packing of a run on a layout.
-
-        Args:
-            batch: the config section that says how many tokens a microbatch holds, and how many microbatches there are.
-            parallel: the layout.
-            cost: the work of a sequence as a function of its length, in FLOPs.
-        """
+        """Returns the packing settings for a run's layout. `cost` is the FLOPs of a sequence as a function of its
+        length."""
         fewest = max(batch.min_microbatches, parallel.pp)
         return cls(batch.capacity, parallel.num_data_ranks, fewest, batch.microbatches_multiple, cost)
 
     def deal(self, lengths: Sequence[int], together: int = 1) -> list[list[Bin]]:
-        """Deals a global batch to the data ranks.
-
-        Args:
-            lengths: tokens of every sequence.
-            together: number of consecutive sequences that share a microbatch.
-
-        Returns:
-            The microbatches of every data rank, equally many, each as the places of its sequences.
-
-        Raises:
-            InputError: a sequence, or a group of sequences that stay together, is longer than a microbatch.
-        """
+        """Distributes a global batch over the data ranks, given the tokens of each sequence. `together` consecutive
+        sequences share a microbatch. Returns the microbatches of each data rank, the same number for all, each as the
+        indices of its sequences."""
         if not lengths:  # a step that trains nothing needs no empty microbatches
             return [[] for _ in range(self.num_shares)]
         deal = functools.partial(deal_rows, lengths, self.capacity, self.num_shares, together=together, cost=self.cost)
@@ -86,6 +72,6 @@ class Packing:
         return dealt
 
     def size(self, lengths: Sequence[int], dealt: Sequence[Sequence[Bin]]) -> StepSize:
-        """The size of a global batch that was dealt."""
+        """Returns the size of a distributed global batch."""
         num_microbatches = sum(bool(places) for share in dealt for places in share)
         return StepSize(len(lengths), sum(lengths), num_microbatches, sum(map(self.cost, lengths)))

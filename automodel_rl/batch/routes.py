@@ -1,9 +1,9 @@
-"""Routes: the experts that a generator chose for every token, in every layer that has a router.
+"""Routes: the experts that a generator chose for each token in every layer with a router.
 
-Other per-token values of a microbatch stand at the position that predicts their token. A route stands at its own token:
+Other per-token values of a microbatch are aligned with predicting positions. Routes are aligned with their own tokens:
 entry t is the route of `input_ids[t]`.
 
-Shape letters: n tokens, M layers with a router, K experts of a token.
+Shape letters: n tokens, M layers with a router, K experts per token.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 MISSING = -1
-"""Expert id that stands in all K entries of a token whose experts are unknown."""
+"""Expert id in all K entries of a token whose experts are unknown."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class RouterShape:
     """The shape of a model's routes.
 
     Attributes:
-        num_layers: number of layers of the model, dense ones included.
-        layers: numbers of the layers that have a router.
-        num_experts: number of experts of a layer.
-        top_k: number of experts that each token goes to.
+        num_layers: number of layers, including dense ones.
+        layers: indices of the layers with a router.
+        num_experts: number of experts per layer.
+        top_k: number of experts per token.
 
     Example:
         >>> RouterShape(num_layers=3, layers=(1, 2), num_experts=64, top_k=6).columns(payload_layers=3)
@@ -40,10 +40,8 @@ class RouterShape:
     top_k: int
 
     def columns(self, payload_layers: int) -> list[int]:
-        """Places of the layers with a router in a generator's array.
-
-        Args:
-            payload_layers: number of layers in the array: all layers of the model, or only those with a router.
+        """Returns the indices of the router layers in a generator's array of `payload_layers` layers, which are either
+        all layers of the model or only those with a router.
 
         Raises:
             ValueError: the array has another number of layers.
@@ -60,11 +58,11 @@ class RouterShape:
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts of every token. `read_routes` makes and checks them from what a generator returned.
+    """The experts of every token. `read_routes` creates and validates them from a generator's output.
 
     Attributes:
-        layers: the numbers of the M layers in the model.
-        experts: ids of experts, int16 [n, M, K]; `MISSING` where they are unknown, and there the router chooses.
+        layers: model indices of the M layers.
+        experts: expert ids, int16 [n, M, K]; `MISSING` where unknown, which lets the router choose.
 
     Example:
         >>> import torch
@@ -79,27 +77,19 @@ class Routes:
         return len(self.experts)
 
     def of(self, layer: int) -> Tensor:
-        """The experts [n, K] of one layer.
-
-        Raises:
-            ValueError: the layer is not among `layers`.
-        """
+        """Returns the experts [n, K] of one `layer`, which must be in `layers`."""
         return self.experts[:, self._column(layer)]
 
     def select(self, layers: Sequence[int]) -> "Routes":
-        """The routes of some of the layers.
-
-        Raises:
-            ValueError: a layer is not among `layers`.
-        """
+        """Returns the routes of a subset of the `layers`."""
         if tuple(layers) == self.layers:
             return self
         columns = torch.tensor([self._column(layer) for layer in layers], dtype=torch.int64)
         return Routes(tuple(layers), self.experts.index_select(1, columns))
 
     def take(self, places: Tensor, is_token: Tensor) -> "Routes":
-        """The routes of the tokens at `places` [t]; `MISSING` where `is_token` [t] is False."""
-        experts = self.experts.index_select(0, places)  # indexing with brackets takes 25 times as long
+        """Returns the routes of the tokens at `places` [t]; `MISSING` where `is_token` [t] is False."""
+        experts = self.experts.index_select(0, places)  # 25 times faster than indexing
         experts[~is_token] = MISSING
         return Routes(self.layers, experts)
 
@@ -109,23 +99,20 @@ class Routes:
         return self.layers.index(layer)
 
     def missing(self) -> np.ndarray:
-        """The number of unknown choices of each token, int16 [n], of M each. The last token's are not counted: nothing
-        depends on them."""
+        """Returns the number of unknown choices per token, int16 [n], at most M. The last token counts as 0, since
+        nothing depends on its route."""
         counts = (self.experts[:, :, 0] == MISSING).sum(1).to(torch.int16)
         counts[-1:] = 0
         return counts.numpy()
 
     def num_missing(self) -> int:
-        """Number of unknown choices, of n x M, without the last token's."""
+        """Returns the total number of unknown choices, without the last token's."""
         return int(self.missing().sum())
 
 
 def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
-    """The routes of a microbatch, joined from the routes of its sequences.
-
-    Raises:
-        ValueError: some sequences have routes and others do not.
-    """
+    """Concatenates the routes of a microbatch's sequences; None if none has any. Raises ValueError if only some have
+    routes."""
     known = [piece for piece in pieces if piece is not None]
     if not known:
         return None
@@ -138,16 +125,16 @@ def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
 
 
 def read_routes(payload: Any, num_prompt: int, num_completion: int, shape: RouterShape) -> Routes:
-    """Routes of a prompt and its completion, read from what a generator returned and checked.
+    """Validates a generator's routes of a prompt with its completion.
 
-    The last token was sampled and never computed, so it has no route that matters. It becomes `MISSING`, even if the
-    generator returned a row for it.
+    The last token was sampled but never computed, so it has no route. It becomes `MISSING` even if the generator
+    returned a row for it.
 
     Args:
-        payload: integers [rows, layers, K], or a pair of such arrays, for the prompt and for the completion. Rows: one
-            for every token, or for every token but the last. Layers: all layers of the model, with any values in
-            those without a router, or only those with a router. A token's K entries are -1 if its experts are
-            unknown. None, or a list of nothing but None, means that there are no routes.
+        payload: integers [rows, layers, K], or a pair of such arrays for prompt and completion. Rows: one per token, or
+            per token but the last. Layers: all layers of the model, with arbitrary values for those without a router,
+            or only those with a router. A token with unknown experts has -1 in all K entries. None, or a list of None,
+            means that there are no routes.
         num_prompt, num_completion: number of tokens of the prompt and of the completion.
         shape: the shape of the model's routes.
 
@@ -155,8 +142,8 @@ def read_routes(payload: Any, num_prompt: int, num_completion: int, shape: Route
         Routes with experts [num_prompt + num_completion, M, K].
 
     Raises:
-        ValueError: the payload cannot belong to this completion. It has another shape or only zeros, or a token has ids
-            that no expert has, the same expert twice, or only some known experts. The message names layer and row.
+        ValueError: the payload has a wrong shape or only zeros, or a token has invalid, duplicate or partially missing
+            experts. The message names layer and row.
 
     Example:
         >>> import numpy as np
@@ -205,18 +192,18 @@ def _array(part: Any) -> np.ndarray | None:
 
 
 def _check(chosen: np.ndarray, shape: RouterShape) -> None:
-    """Raises ValueError for the first token and layer whose experts cannot be right."""
+    """Raises ValueError for the first token and layer with invalid experts."""
     if len(chosen) > 1 and not chosen.any():
         raise ValueError(
             "routes are all zero: the generator did not note its choices (not all of vLLM's kernels for experts do; "
             "its option moe_backend=triton chooses one that does)"
         )
-    planes = np.ascontiguousarray(chosen.transpose(2, 0, 1))  # comparing strided ones takes four times as long
+    planes = np.ascontiguousarray(chosen.transpose(2, 0, 1))  # four times faster to compare than strided arrays
     missing = planes == MISSING
     partly = missing.any(0) & ~missing.all(0)
     unknown = ((planes < MISSING) | (planes >= shape.num_experts)).any(0)
     twice = np.zeros_like(partly)
-    for i, j in combinations(range(shape.top_k), 2):  # a sort of every row takes ten times as long
+    for i, j in combinations(range(shape.top_k), 2):  # ten times faster than sorting every row
         twice |= (planes[i] == planes[j]) & ~missing[i]
     for wrong, rule in (
         (unknown, f"ids are 0 to {shape.num_experts - 1}"),

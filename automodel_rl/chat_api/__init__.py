@@ -1,1 +1,1 @@
-"""Public chat APIs: what their requests ask for, and how answers are written. They know no model."""
+"""Public chat APIs: parsing of requests and formatting of answers, independent of any model."""

@@ -1,4 +1,4 @@
-"""Anthropic's messages: requests as calls, and answers whole and as events."""
+"""Anthropic's Messages API: requests as calls, and answers as JSON or as events."""
 
 import json
 from collections.abc import Iterator
@@ -13,15 +13,14 @@ READ = (
     *("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking"),
     "output_config",
 )
-"""Keys that are read."""
+"""Request keys that are read."""
 
 
 def read(body: dict[str, Any], *, counts_only: bool = False) -> ChatCall:
-    """What a request asks for.
+    """Parses a request.
 
     Args:
-        body: the request's JSON.
-        counts_only: whether it only asks how many tokens it has, and so needs no `max_tokens`.
+        counts_only: whether this is a token-count request, which needs no `max_tokens`.
 
     Raises:
         InputError: it asks for something that is not served.
@@ -54,7 +53,7 @@ def read(body: dict[str, Any], *, counts_only: bool = False) -> ChatCall:
 
 
 def _check_output(given: Any) -> None:
-    """Raises InputError if the form of the answer is to be enforced. The effort changes nothing."""
+    """Raises InputError if an output format is to be enforced. The effort is ignored."""
     if not isinstance(given or {}, dict):
         raise InputError(f"output_config: is {given!r:.80}: send an object")
     other = next((key for key, value in (given or {}).items() if key != "effort" and value is not None), None)
@@ -63,7 +62,7 @@ def _check_output(given: Any) -> None:
 
 
 def _as_function(tool: Any) -> Any:
-    """A tool in the form of chat completions."""
+    """Converts a tool to the form of chat completions."""
     if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
         return tool
     known = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
@@ -71,7 +70,7 @@ def _as_function(tool: Any) -> Any:
 
 
 def _messages(message: Any, where: str) -> list[Message]:
-    """The messages that one is: of a tool for each result in it, and one of its texts."""
+    """Converts a message: one message per tool result in it, and one for its text."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise InputError(f"{where}: is {message!r:.80}: send an object with the role user or assistant")
@@ -110,24 +109,13 @@ def _result(block: dict[str, Any], where: str) -> Message:
 
 
 def reply(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
-    """The JSON of a message.
-
-    Args:
-        answer: the turn.
-        call: what was asked for.
-    """
     usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
     end = {**_end(answer), "usage": usage}
     return {**_head(answer), "content": _blocks(answer, call), **end}
 
 
 def events(answer: ChatAnswer, call: ChatCall) -> Iterator[str]:
-    """The events of a message. Texts and arguments come whole.
-
-    Args:
-        answer: the turn.
-        call: what was asked for.
-    """
+    """Yields a message as server-sent events. Each text and each call's arguments are one delta."""
     usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
     begun = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     steps: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
@@ -143,7 +131,7 @@ def events(answer: ChatAnswer, call: ChatCall) -> Iterator[str]:
 
 
 def _parts_of(block: dict[str, Any]) -> list[dict[str, Any]]:
-    """The beginning of a block, and what is added to it."""
+    """Returns an empty block, and the deltas that fill it."""
     match block["type"]:
         case "text":
             return [{**block, "text": ""}, {"type": "text_delta", "text": block["text"]}]
@@ -171,7 +159,6 @@ def _blocks(answer: ChatAnswer, call: ChatCall) -> list[dict[str, Any]]:
 
 
 def _end(answer: ChatAnswer) -> dict[str, str | None]:
-    """Why a message ended."""
     if answer.is_cut:
         reason = "max_tokens"
     elif answer.stop_text:

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests as calls, and answers whole and as events."""
+"""OpenAI's Chat Completions API: requests as calls, and answers as JSON or as events."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,18 +11,11 @@ READ = (
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "max_completion_tokens", "stop"),
     *("stream", "stream_options"),
 )
-"""Keys that are read."""
+"""Request keys that are read."""
 
 
 def read(body: Mapping[str, Any]) -> ChatCall:
-    """What a request asks for.
-
-    Args:
-        body: the request's JSON.
-
-    Raises:
-        InputError: it asks for something that is not served.
-    """
+    """Parses a request. Raises InputError if it asks for something that is not served."""
     check_keys(body, READ)
     return ChatCall(
         with_results_in_order(checked_messages(body.get("messages"))),
@@ -37,11 +30,7 @@ def read(body: Mapping[str, Any]) -> ChatCall:
 
 
 def reply(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-    """The JSON of a chat completion.
-
-    Args:
-        answers: a turn for each choice.
-    """
+    """Formats a chat completion as JSON, with one answer per choice."""
     choices = [
         {"index": index, "message": answer.message, "finish_reason": answer.finish_reason, "logprobs": None}
         | {**answer.extras}
@@ -51,12 +40,8 @@ def reply(answers: Sequence[ChatAnswer]) -> dict[str, Any]:
 
 
 def events(answers: Sequence[ChatAnswer], with_usage: bool) -> Iterator[str]:
-    """The events of a chat completion: of each choice the whole turn, and then its end.
-
-    Args:
-        answers: a turn for each choice.
-        with_usage: whether the last event tells the number of tokens.
-    """
+    """Yields a chat completion as server-sent events: for each choice the whole turn in one chunk, then its end.
+    `with_usage` adds a final chunk with token counts."""
     head = _head(answers[0], "chat.completion.chunk")
     for index, answer in enumerate(answers):
         delta = answer.message

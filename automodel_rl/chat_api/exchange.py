@@ -1,4 +1,4 @@
-"""A request for a turn of the assistant, and the answer, whatever API they came by."""
+"""A request for an assistant turn, and its answer, independent of the API."""
 
 import json
 import time
@@ -7,24 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Message = dict[str, Any]
-"""A message in the form of OpenAI's chat API. Contents are texts, and arguments of calls are objects."""
+"""A message in the form of OpenAI's chat API, with text contents, and objects as call arguments."""
 
 
 @dataclass(frozen=True)
 class ChatCall:
-    """What a request asks for.
+    """A parsed request.
 
     Attributes:
-        messages: the messages that it sends, in order.
         tools: JSON schemas of the tools, in the form of OpenAI's chat API.
-        max_tokens: most tokens of the answer; None for as many as there is room for.
+        max_tokens: None for as many as there is room for.
         stop: texts that end the answer.
-        streams: whether the answer is sent as events.
-        with_usage: whether the events of a chat completion end with the number of tokens.
-        with_thoughts: whether the client reads thoughts, of an API that sends them only if asked.
-        is_parallel: whether an answer may have several calls.
-        previous: the id of the answer that the messages follow; empty if all messages are sent.
-        overridden: settings of sampling that the request has, by name.
+        streams: whether to send the answer as events.
+        with_usage: whether the events of a chat completion end with token counts.
+        with_thoughts: whether to send reasoning, for APIs that send it only on request.
+        is_parallel: whether an answer may have several tool calls.
+        previous: id of the answer that the messages follow; empty if the whole conversation is sent.
+        overridden: sampling settings in the request, by name, which the run overrides.
     """
 
     messages: list[Message]
@@ -41,7 +40,7 @@ class ChatCall:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool. `arguments` is a value of JSON, which should be an object."""
+    """A tool call. `arguments` is a JSON value, which should be an object."""
 
     id: str
     name: str
@@ -49,25 +48,21 @@ class ToolCall:
 
     @property
     def as_json(self) -> str:
-        """The arguments as JSON."""
         return json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """A turn of the assistant.
+    """An assistant turn.
 
     Attributes:
-        id: a name that no other answer has.
-        model: the name of the model that the request gave.
-        content: the text, without thoughts and calls.
-        reasoning: the thoughts.
-        calls: the calls of tools.
-        is_cut: whether the turn was cut off at the most tokens.
-        stop_text: the text of the request that ended it; empty if none did.
-        prompt_tokens, completion_tokens: how many the prompt and the turn have.
-        extras: further keys of the choice in a chat completion, e.g. `logprobs`.
-        created: the time, in seconds since 1970.
+        id: unique to this answer.
+        model: the model name in the request.
+        content: the text, without reasoning and tool calls.
+        is_cut: whether the turn ended at the token limit.
+        stop_text: the requested stop text that ended it; empty if none did.
+        extras: further keys of the choice in a chat completion, such as `logprobs`.
+        created: Unix time in seconds.
     """
 
     id: str
@@ -84,14 +79,13 @@ class ChatAnswer:
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """Why it ended, in the words of OpenAI's chat API."""
         if self.is_cut:
             return "length"
         return "tool_calls" if self.calls else "stop"
 
     @property
     def message(self) -> Message:
-        """It as a message, whose arguments are JSON."""
+        """The turn as a message, with call arguments encoded as JSON."""
         message: Message = {"role": "assistant", "content": self.content or (None if self.calls else "")}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -104,11 +98,6 @@ class ChatAnswer:
 
 
 def event(data: Any, name: str = "") -> str:
-    """A server-sent event.
-
-    Args:
-        data: what it carries: a text, or what becomes JSON.
-        name: its name, for APIs whose events have one.
-    """
+    """Formats a server-sent event. `data` other than text is encoded as JSON; `name` is for APIs with named events."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"

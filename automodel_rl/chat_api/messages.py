@@ -1,4 +1,4 @@
-"""Messages as clients send them, in one form: texts for contents, objects for arguments."""
+"""Normalizes clients' messages: contents become texts, and call arguments objects."""
 
 import itertools
 import json
@@ -10,20 +10,17 @@ from automodel_rl.chat_api.values import check_depth
 from automodel_rl.errors import InputError
 
 ROLES = {"developer": "system", "function": "tool", **{role: role for role in ("system", "user", "assistant", "tool")}}
-"""Roles that clients send, with those that chat templates know."""
+"""Roles that clients send, mapped to those that chat templates know."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of parts of a content that are texts."""
+"""Types of content parts that are text."""
 
 
 def checked_messages(value: Any) -> list[Message]:
-    """The messages of a chat request.
-
-    Args:
-        value: what the request has for messages.
+    """Checks and normalizes the `messages` of a chat request.
 
     Raises:
-        InputError: one is no message, or has something that is not served, such as an image.
+        InputError: a message is invalid, or has something that is not served, such as an image.
     """
     if not isinstance(value, list) or not value:
         raise InputError("messages: must be a list of messages: send at least one")
@@ -48,14 +45,13 @@ def _checked(given: Any, place: int) -> Message:
 
 
 def text_of(content: Any, where: str) -> str:
-    """The text of a content: None, a text, or a list of parts that are texts.
+    """Returns the text of a content: None, a string, or a list of text parts.
 
     Args:
-        content: the content.
-        where: its place in the request, for errors.
+        where: its path in the request, for errors.
 
     Raises:
-        InputError: it has something else.
+        InputError: it contains something else.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -74,16 +70,15 @@ def text_of(content: Any, where: str) -> str:
 
 
 def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
-    """A call of a tool as a message has it.
+    """Builds a message's tool call.
 
     Args:
-        identity: the id that the client gives it.
-        name: the tool's name.
-        arguments: an object, or JSON.
-        where: its place in the request, for errors.
+        identity: the client's id of the call.
+        arguments: an object, or JSON text.
+        where: its path in the request, for errors.
 
     Raises:
-        InputError: it has no name, or its arguments are no JSON.
+        InputError: it has no name, or its arguments are not valid JSON.
     """
     if not isinstance(name, str) or not name:
         raise InputError(f"{where}: a call has no name of a tool: send its function's name")
@@ -104,14 +99,10 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def checked_tools(value: Any, choice: Any = None) -> tuple[dict[str, Any], ...]:
-    """The tools of a chat request that the model is shown.
-
-    Args:
-        value: what the request has for tools.
-        choice: what it has for the choice of a tool. With "none" the model is shown none.
+    """Returns the tools of a chat request that the model sees: none if the tool choice is "none".
 
     Raises:
-        InputError: one is no function.
+        InputError: a tool is not a function.
     """
     if not isinstance(value or [], list):
         raise InputError(f"tools: are {value!r:.80}: send a list")
@@ -131,13 +122,12 @@ def _without_nulls(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_results_in_order(messages: Sequence[Message]) -> list[Message]:
-    """Messages with the results of a turn's calls in the order of the calls, for most templates write no ids.
+    """Sorts the results of each turn's tool calls by the order of the calls, as most chat templates write no ids.
 
-    Args:
-        messages: the messages. Those of the last turn's calls may still be without results.
+    The calls of the last turn may still lack results.
 
     Raises:
-        InputError: a result belongs to no call, or to the call of another one, or a call has none.
+        InputError: a result matches no call or duplicates another, or a call has none.
     """
     ordered: list[Message] = []
     for place, message in enumerate(messages):
@@ -152,7 +142,7 @@ def with_results_in_order(messages: Sequence[Message]) -> list[Message]:
 
 
 def _results(messages: Sequence[Message], start: int) -> list[Message]:
-    """The results from a place on, in the order of the calls before them."""
+    """Returns the results from index `start` on, in the order of the calls before them."""
     calls = messages[start - 1].get("tool_calls") or [] if start else []
     results = list(itertools.takewhile(lambda message: message["role"] == "tool", messages[start:]))
     ids, given = [call["id"] for call in calls], [message.get("tool_call_id", "") for message in results]
@@ -169,11 +159,7 @@ def _results(messages: Sequence[Message], start: int) -> list[Message]:
 
 
 def joined_turns(messages: Sequence[Message]) -> list[Message]:
-    """Messages with one turn of the assistant where an API sends its text, thoughts and calls apart.
-
-    Args:
-        messages: the messages.
-    """
+    """Merges consecutive assistant messages where an API sends a turn's text, reasoning and calls separately."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else None
@@ -188,5 +174,5 @@ def joined_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def _is_over(last: Message, message: Message) -> bool:
-    """Whether a turn is over before a further part: its text comes once, and before its calls."""
+    """Whether `message` starts a new turn: within a turn, text comes once, and before the calls."""
     return bool(message["content"] and (last["content"] or last.get("tool_calls")))

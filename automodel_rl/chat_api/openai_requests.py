@@ -1,6 +1,6 @@
-"""The JSON requests of OpenAI's API, and of vLLM's additions to it, checked.
+"""Validated requests of OpenAI's API and of vLLM's extensions.
 
-A key that is served has a field here; `chat_api.refusals` says what becomes of others.
+Each served key is a field; `chat_api.refusals` handles the others.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,19 +11,19 @@ from automodel_rl.chat_api.refusals import NEUTRAL, is_neutral, refusal
 from automodel_rl.chat_api.values import Body, Seed, StopText, StopTexts, Temperature, Text, Token, TopK, TopP
 
 MOST_TOP = 20
-"""Most tokens whose log-probabilities are given beside each token's own."""
+"""Maximum number of alternative tokens with log-probabilities per position."""
 
 NumTop = Annotated[int, Field(ge=0, le=MOST_TOP)]
 
 
 class StreamOptions(Body):
-    """`include_usage` asks for an event with the number of tokens at the end."""
+    """`include_usage` requests a final event with token counts."""
 
     include_usage: bool = False
 
 
 class SamplingRequest(Body):
-    """What both requests have."""
+    """Fields common to both requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -43,7 +43,6 @@ class SamplingRequest(Body):
 
     @property
     def with_usage(self) -> bool:
-        """Whether events end with the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="before")

@@ -1,7 +1,7 @@
-"""Keys of requests that are not read: which change nothing, which are overridden, and which are refused by their name.
+"""Request keys that are not read: those without effect, those overridden, and those refused by name.
 
-Clients send keys that are not served, in the value with which they change nothing; that value is accepted, and any
-other is refused, for ignoring it would change what is sampled. null stands for a key that is left out.
+Clients send unsupported keys with values that have no effect. These are accepted; any other value is refused, as
+ignoring it would change what is sampled. null counts as absent.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from automodel_rl.errors import InputError
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # of OpenAI's API
+    # OpenAI's API
     "audio": (),
     "background": (False,),
     "frequency_penalty": (0,),
@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled", "auto"),
     "verbosity": (),
     "web_search_options": (),
-    # of vLLM
+    # vLLM
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "chat_template": (),
@@ -57,7 +57,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    # of either request, where the other has a field
+    # keys of one request type that the other type does not serve
     "best_of": (1,),
     "echo": (False,),
     "top_logprobs": (0,),
@@ -65,7 +65,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "n": (1,),
 }
-"""Keys that are not served, with the values that change nothing."""
+"""Unsupported keys, with the values that have no effect."""
 
 IGNORED = frozenset(
     (
@@ -84,45 +84,34 @@ IGNORED = frozenset(
         "context_management",
     )
 )
-"""Keys that change nothing about what is sampled, whatever they say."""
+"""Keys that never affect sampling."""
 
 OVERRIDDEN = ("temperature", "top_p", "top_k", "seed")
-"""Settings of sampling that a run decides."""
+"""Sampling settings that the run decides."""
 
 MOST_STOPS = 64
-"""Most texts that end an answer."""
+"""Maximum number of stop texts."""
 
 DISABLE = "disable_parallel_tool_use"
-"""The key of `tool_choice` that allows one call in an answer."""
+"""Key of `tool_choice` that limits an answer to one call."""
 
 FREE_CHOICES = ("auto", "none", "required", "any")
 """Values of `tool_choice` that name no tool."""
 
 
 def is_neutral(key: str, value: Any, body: Mapping[str, Any]) -> bool:
-    """Whether a key that is not served has a value that changes nothing.
-
-    Args:
-        key: a key of `NEUTRAL`.
-        value: its value.
-        body: the whole request.
-    """
+    """Whether an unsupported key, one of `NEUTRAL`, has a value without effect. `body` is the whole request."""
     neutral = (*NEUTRAL[key], body.get("n", 1)) if key == "best_of" else NEUTRAL[key]
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def refusal(key: str) -> str:
-    """What is said of a key that is not served."""
     shown = " or ".join(map(repr, NEUTRAL[key]))
     return f"{key} is not served: leave it out{f', or give {shown}' if shown else ''}"
 
 
 def check_keys(body: Mapping[str, Any], read: Collection[str]) -> None:
-    """Refuses what would change an answer and is not served.
-
-    Args:
-        body: the request's JSON.
-        read: the keys that its API reads.
+    """Refuses keys that would change an answer but are not served. `read` names the keys that the API reads.
 
     Raises:
         InputError: a key is unknown, or has a value that is not served.
@@ -142,20 +131,14 @@ def check_keys(body: Mapping[str, Any], read: Collection[str]) -> None:
 
 
 def choice_of(body: Mapping[str, Any]) -> Any:
-    """What a request says of the choice of a tool: one of `FREE_CHOICES`, something else, or None."""
+    """Returns the request's tool choice: one of `FREE_CHOICES`, another value, or None."""
     choice = body.get("tool_choice")
     return choice.get("type") if isinstance(choice, Mapping) else choice
 
 
 def allows_parallel(body: Mapping[str, Any]) -> bool:
-    """Whether an answer may have several calls, by the key of either API.
-
-    Args:
-        body: the request's JSON.
-
-    Raises:
-        InputError: it is neither true nor false.
-    """
+    """Whether an answer may have several calls, by either API's key. Raises InputError if the value is not a
+    boolean."""
     choice = body.get("tool_choice")
     of_choice = choice.get(DISABLE) if isinstance(choice, Mapping) else None
     given = {"parallel_tool_calls": body.get("parallel_tool_calls"), f"tool_choice.{DISABLE}": of_choice}
@@ -166,15 +149,8 @@ def allows_parallel(body: Mapping[str, Any]) -> bool:
 
 
 def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
-    """The most tokens of an answer, by the first of some keys; None if none is there.
-
-    Args:
-        body: the request's JSON.
-        names: the keys.
-
-    Raises:
-        InputError: it is no number of tokens.
-    """
+    """Returns the token limit under the first of the keys `names` that is present. Raises InputError if it is
+    invalid."""
     name = next((name for name in names if body.get(name) is not None), None)
     if name is None:
         return None
@@ -185,15 +161,7 @@ def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """The texts that end an answer.
-
-    Args:
-        body: the request's JSON.
-        name: the key.
-
-    Raises:
-        InputError: they are no texts, or too many.
-    """
+    """Returns the stop texts under the key `name`. Raises InputError if they are not text or too many."""
     given = body.get(name)
     texts = [given] if isinstance(given, str) else given or []
     if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(one, str) and one for one in texts):
@@ -202,11 +170,7 @@ def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def overridden(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a request that a run decides in its place.
-
-    Args:
-        body: the request's JSON.
-    """
+    """Returns the request's sampling settings and tool choice that the run overrides."""
     found = {key: body[key] for key in OVERRIDDEN if body.get(key) is not None}
     kind = choice_of(body)
     return found | ({} if kind in (None, "auto", "none") else {"tool_choice": kind})

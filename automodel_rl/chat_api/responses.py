@@ -1,4 +1,4 @@
-"""OpenAI's responses: requests as calls, and answers whole and as events."""
+"""OpenAI's Responses API: requests as calls, and answers as JSON or as events."""
 
 import json
 from collections.abc import Iterator
@@ -13,18 +13,11 @@ READ = (
     *("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream"),
     "previous_response_id",
 )
-"""Keys that are read."""
+"""Request keys that are read."""
 
 
 def read(body: dict[str, Any]) -> ChatCall:
-    """What a request asks for.
-
-    Args:
-        body: the request's JSON.
-
-    Raises:
-        InputError: it asks for something that is not served.
-    """
+    """Parses a request. Raises InputError if it asks for something that is not served."""
     text = body.get("text")
     plain = {key: value for key, value in text.items() if key != "verbosity"} if isinstance(text, dict) else text
     check_keys({**body, "text": plain or None}, READ)
@@ -49,14 +42,14 @@ def read(body: dict[str, Any]) -> ChatCall:
 
 
 def _nested(tool: Any) -> Any:
-    """A tool in the form of chat completions, with a function inside."""
+    """Converts a tool to the nested form of chat completions."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
 def _messages(item: Any, where: str) -> list[Message]:
-    """The message that an item is, or the part of one."""
+    """Converts an item to a message, which may be part of a turn, or to none."""
     kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
     match kind:
         case "message" if item.get("role") in ROLES:
@@ -77,12 +70,6 @@ def _messages(item: Any, where: str) -> list[Message]:
 
 
 def reply(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
-    """The JSON of a response.
-
-    Args:
-        answer: the turn.
-        call: what was asked for.
-    """
     usage = {
         "input_tokens": answer.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -96,12 +83,7 @@ def reply(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
 
 
 def events(answer: ChatAnswer, call: ChatCall) -> Iterator[str]:
-    """The events of a response. Texts and arguments come whole.
-
-    Args:
-        answer: the turn.
-        call: what was asked for.
-    """
+    """Yields a response as server-sent events. Each text and each call's arguments are one delta."""
     begun = {**_head(answer, call), "status": "in_progress", "incomplete_details": None, "usage": None, "output": []}
     whole = reply(answer, call)
     steps = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]

@@ -1,4 +1,4 @@
-"""Values of requests with their limits, and the base of requests."""
+"""Field types of requests with their limits, and the base class of requests."""
 
 import itertools
 from typing import Annotated, Any
@@ -8,20 +8,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from automodel_rl.errors import InputError
 
 MOST_DEPTH = 64
-"""Most objects and lists within one another in a value of JSON. What renders and compares values takes them apart by
-recursion."""
+"""Maximum nesting depth of a JSON value, which is rendered and compared recursively."""
 
 
 def check_depth(value: Any, what: str) -> None:
-    """Refuses a value of JSON that is nested too deep.
-
-    Args:
-        value: the value.
-        what: what it is, for errors.
-
-    Raises:
-        InputError: it is nested deeper than `MOST_DEPTH`.
-    """
+    """Raises InputError if a JSON value is nested deeper than `MOST_DEPTH`. `what` names the value in the error."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
@@ -35,7 +26,7 @@ Text = Annotated[str, Field(max_length=1024)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 LEAST_TEMPERATURE = 0.01
-"""Smallest temperature besides 0. vLLM takes this one in place of a smaller one."""
+"""Smallest temperature other than 0. vLLM raises smaller ones to this."""
 
 
 def _known_temperature(value: float) -> float:

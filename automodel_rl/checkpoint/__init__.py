@@ -1,1 +1,2 @@
-"""Checkpoints to resume from, on any layout. They are written while training goes on, and visible when complete."""
+"""Checkpoints to resume from on any layout. They are written in the background of training, and visible once
+complete."""

@@ -1,8 +1,8 @@
 """A checkpoint's folder: the marker that makes it complete, and checks of its files.
 
-The marker is written last. It names every file with its size and hash. A folder without a marker is no checkpoint. A
-folder whose files differ from the marker is damaged. Folders may come from elsewhere, so their content is not trusted:
-file names must stay within the folder, and nothing is unpickled.
+The marker is written last, and lists every file with size and hash. A folder without a marker is not a checkpoint;
+one whose files differ from the marker is damaged. Folders are untrusted: file names must stay within the folder, and
+nothing is unpickled.
 """
 
 import json
@@ -21,17 +21,17 @@ from automodel_rl.manifest import StoredFile, first_difference, hash_values, inn
 MARKER = "checkpoint.json"
 
 FORMAT = 3
-"""Version of the folder's layout. A checkpoint of any other version is refused."""
+"""Version of the folder's layout. Other versions are rejected."""
 
 CONFIG = "config.yaml"
 PROGRESS = "progress.json"
 TENSORS = "tensors"
 INDEX = "index.json"
-"""The file in `TENSORS` that says which file holds which part of which tensor."""
+"""File in `TENSORS` that maps parts of tensors to files."""
 
 RANKS = "ranks"
 TEMPLATE = "chat_template.jinja"
-"""File of the chat template that the run used in place of the tokenizer's own."""
+"""File of the chat template with which the run replaced the tokenizer's own."""
 
 OWN_HASH = "hash"
 """Key of the marker for the hash of all its other values."""
@@ -39,26 +39,24 @@ OWN_HASH = "hash"
 MOST_RANKS = 2**20
 
 HF_COPY = "hf"
-"""Folder of the Hugging Face checkpoint that `checkpoint.format: both` adds beside the shards. It is made from the
-shards, after the marker, so the marker does not name it."""
+"""Folder of the Hugging Face checkpoint that `checkpoint.format: both` adds. It is made from the shards after the
+marker, which therefore does not list it."""
 
 JSON_BYTES = 2**31
-"""Size of the largest JSON file that is read."""
+"""Maximum size of a JSON file to read."""
 
 
 class CheckpointError(InputError):
-    """A folder is not a checkpoint that this version can read, or it is damaged. The message says which and why."""
+    """A folder is not a readable checkpoint, or damaged. The message gives folder and reason."""
 
 
 @dataclass(frozen=True)
 class Marker:
-    """The content of the marker, the file that makes a folder a checkpoint.
+    """The marker file's contents.
 
     Attributes:
         step: the step after which the checkpoint was taken.
         world_size: number of ranks that wrote it.
-        files: its files, by their names within the folder.
-        format: version of the folder's layout.
     """
 
     step: int
@@ -68,17 +66,17 @@ class Marker:
 
 
 def rank_file(rank: int) -> str:
-    """The file in which a rank keeps its own state, such as its random state."""
+    """Returns the name of the file with a rank's own state, such as its random state."""
     return f"{RANKS}/rank_{rank}.json"
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder has a marker. Its files may still be damaged: see `check_files`."""
+    """Returns whether a folder has a marker. Its files may still be damaged: see `check_files`."""
     return (folder / MARKER).is_file()
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Writes the marker, which makes a folder a checkpoint. When this returns, everything is on the disk."""
+    """Writes the marker, which makes a folder a checkpoint. On return, everything is on disk."""
     fsync_folder(folder)
     values = asdict(marker)
     write_complete(folder / MARKER, json.dumps(values | {OWN_HASH: hash_values(values)}, indent=1))
@@ -86,7 +84,7 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Makes sure that the names of a folder's files are on the disk."""
+    """Flushes a folder's file names to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -95,10 +93,10 @@ def fsync_folder(folder: Path) -> None:
 
 
 def read_marker(folder: Path) -> Marker:
-    """The marker of a checkpoint.
+    """Reads the marker of a checkpoint.
 
     Raises:
-        CheckpointError: there is no marker, it has another format, or something is missing in it.
+        CheckpointError: there is no marker, it has another format, or it is incomplete.
     """
     if not folder.is_dir():
         there = sorted(path.name for path in folder.parent.glob("step_*")) if folder.parent.is_dir() else []
@@ -131,7 +129,7 @@ def read_marker(folder: Path) -> Marker:
 
 
 def read_json(path: Path) -> Any:
-    """The values of a JSON file, which may come from elsewhere.
+    """Reads an untrusted JSON file.
 
     Raises:
         CheckpointError: the file is missing, too large, or not JSON.
@@ -147,12 +145,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_files(folder: Path, marker: Marker, names: Iterable[str]) -> None:
-    """Compares the size and hash of files with the marker.
-
-    Args:
-        folder: the checkpoint's folder.
-        marker: the checkpoint's marker.
-        names: names of the files to compare, all of them in the marker.
+    """Compares size and hash of the named files with the marker.
 
     Raises:
         CheckpointError: a file is missing or differs.
@@ -167,7 +160,7 @@ def check_files(folder: Path, marker: Marker, names: Iterable[str]) -> None:
 
 
 def write_hashed(path: Path, text: str) -> StoredFile:
-    """Writes a text file to the disk, and returns its size and hash."""
+    """Writes a text file to disk, and returns its size and hash."""
     content = text.encode()
     with path.open("wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Copies of this rank's tensors on the host, made while the device computes, in memory that is used again."""
+"""Copies of this rank's tensors on the host, made while the device computes, in reused memory."""
 
 import contextlib
 import threading
@@ -11,12 +11,11 @@ from automodel_rl.model.offload import aligned, host_memory
 
 
 class HostCopies:
-    """One stretch of host memory for copies of the same tensors at every checkpoint. For tensors of a GPU it is pinned.
+    """One block of host memory for copies of the same tensors at every checkpoint, pinned for a GPU's.
 
     Args:
-        sizes: size in bytes of every tensor that will be copied. A thread allocates memory for all of them, because
-            pinning much memory takes seconds.
-        device: the device of the tensors.
+        sizes: bytes of every tensor to be copied. A thread allocates memory for all of them, because pinning takes
+            seconds.
     """
 
     def __init__(self, sizes: Iterable[int], device: torch.device):
@@ -27,25 +26,25 @@ class HostCopies:
         self._getting_ready.start()
 
     def _get_ready(self, num_bytes: int) -> None:
-        with contextlib.suppress(RuntimeError):  # too little memory: `begin` tries again, and raises
+        with contextlib.suppress(RuntimeError):  # out of memory: `begin` tries again, and raises
             self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)  # frees the memory used before
         for device in self._streams:
-            torch.cuda.set_device(device)  # a new thread begins with device 0
+            torch.cuda.set_device(device)  # a new thread starts with device 0
         self._memory = host_memory(num_bytes, self._streams)
 
     @torch.no_grad()
     def begin(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Begins to copy all tensors. The copies begin when the work that is queued on the devices now is done.
+        """Starts copying all tensors, after the work now queued on the devices.
 
         Args:
-            tensors: tensors on any device, by name. The caller must keep them, and must not change them before it has
-                called `hold` or `wait`.
+            tensors: tensors on any device, by name. The caller keeps them alive, and unchanged until it has called
+                `hold` or `wait`.
 
         Returns:
-            Copies on the host, by name. They are complete after `wait`, and valid until the next call of `begin`.
+            Host copies by name, complete after `wait`, and valid until the next `begin`.
         """
         self._getting_ready.join()
         needed = sum(aligned(tensor.nbytes) for tensor in tensors.values())
@@ -65,11 +64,11 @@ class HostCopies:
         return copies
 
     def hold(self) -> None:
-        """Makes the devices wait: work that is queued from now on begins when everything is copied."""
+        """Makes device work queued from now on wait for the copies."""
         for event, device in zip(self._events, self._streams, strict=False):
             torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
-        """Returns when everything is copied."""
+        """Waits for the copies."""
         for event in self._events:
             event.synchronize()

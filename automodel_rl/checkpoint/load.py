@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: choosing one, checking that it is whole, and restoring its content."""
+"""Resuming from a checkpoint: selection, integrity check, and restoring."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,12 +22,10 @@ from automodel_rl.parallel.host_collectives import gather_objects
 
 
 def newest_whole(folders: Sequence[Path], group: dist.ProcessGroup, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole, or None if there is none. A collective.
+    """Returns the newest intact checkpoint, or None. A collective.
 
     Args:
-        folders: folders of checkpoints, oldest first.
-        group: the group of all ranks.
-        warn: called with a message for every damaged checkpoint.
+        folders: checkpoint folders, oldest first.
     """
     for folder in reversed(folders):
         try:
@@ -40,10 +38,10 @@ def newest_whole(folders: Sequence[Path], group: dist.ProcessGroup, warn: Callab
 
 
 def check_whole(folder: Path, group: dist.ProcessGroup) -> None:
-    """Compares all files of a checkpoint with its marker. Each rank reads its share of the files. A collective.
+    """Compares all files of a checkpoint with its marker, each rank its share of the files. A collective.
 
     Raises:
-        CheckpointError: the folder is not a whole checkpoint; raised on every rank.
+        CheckpointError: on every rank, if the checkpoint is incomplete or damaged.
     """
     problem = None
     try:
@@ -57,17 +55,11 @@ def check_whole(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Restores weights, optimizer state, step and random state in place. A collective.
-
-    The layout may differ from the one that wrote the checkpoint.
-
-    Args:
-        engine: the engine of the model that was trained.
-        folder: folder of a whole checkpoint.
+    """Restores weights, optimizer state, step and random state in place, on any layout. A collective.
 
     Returns:
-        The saved `progress`, and this rank's saved `rank_state`. A rank that did not exist when the checkpoint was
-        written gets the `rank_state` of rank 0.
+        The saved `progress`, and this rank's saved `rank_state`; rank 0's if this rank did not exist when it was
+        written.
 
     Raises:
         CheckpointError: the checkpoint holds other weights than the engine trains, or it is damaged.
@@ -78,7 +70,7 @@ def load_checkpoint(engine: Engine, folder: Path) -> tuple[dict[str, Any], dict[
     rank_state = read_json(folder / rank_file(0) if is_new else own)
     progress = read_json(folder / PROGRESS)
     try:
-        if not is_new:  # a rank that did not exist before keeps its own random state
+        if not is_new:  # a new rank keeps its own random state
             set_random_state(rank_state["random"], engine.handle.layout.device)
         engine.step = progress["engine"]["step"]
         engine.skipped_in_a_row = progress["engine"]["skipped_in_a_row"]

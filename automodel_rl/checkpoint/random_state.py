@@ -1,4 +1,4 @@
-"""Random states as JSON: those of Python, of NumPy, and of torch on the host and on the device."""
+"""Random states of Python, NumPy, and torch on host and device, as JSON."""
 
 import base64
 import random
@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The random states of this process, in the form that `set_random_state` takes.
-
-    Args:
-        device: this rank's device.
-    """
+    """Returns this process's random states, for `set_random_state`."""
     version, words, gauss = random.getstate()
     kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -28,12 +24,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Goes back to saved random states.
-
-    Args:
-        state: what `random_state` returned.
-        device: this rank's device. Its random state stays as it is if `state` has none for CUDA.
-    """
+    """Restores random states from `random_state`. The device's is unchanged if `state` has none for CUDA."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, place, has_gauss, cached = state["numpy"]

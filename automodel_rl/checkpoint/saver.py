@@ -1,4 +1,4 @@
-"""Writing of checkpoints by all ranks, while training goes on. A failure harms neither training nor older
+"""Writes checkpoints from all ranks while training continues. A failure affects neither training nor older
 checkpoints."""
 
 import json
@@ -41,13 +41,12 @@ Nested = dict[str, dict[str, dict[str, Tensor]]]
 
 @dataclass
 class _Job:
-    """The content of one checkpoint.
+    """One checkpoint to write.
 
     Attributes:
-        folder: the checkpoint's folder, which gets this name when it is complete.
-        tensors: this rank's tensors. The plan reads only their shapes and places. They are kept until they are copied.
-        texts: texts of the files that this rank writes, by name.
-        step: the step after which the checkpoint is taken.
+        folder: the final folder.
+        tensors: this rank's tensors, kept until copied. The plan reads only their shapes and boxes.
+        texts: contents of the files that this rank writes, by name.
         shards: the values that this rank writes, by key.
     """
 
@@ -61,21 +60,20 @@ class _Job:
 class CheckpointSaver:
     """Writes checkpoints of an engine, one after the other. All ranks construct it and call it together.
 
-    A checkpoint's folder is filled under a hidden name. Its marker is written last. Then the folder gets its name.
+    A checkpoint's folder is filled under a hidden name, its marker is written last, and then it is renamed.
 
     Args:
-        engine: the engine whose weights, optimizer state and step are stored.
-        texts: texts of the files that go into every checkpoint, by name; at least the run's config.
-        in_background: return at once. Everything is copied to the host before the next optimizer step changes it, and
+        texts: contents of additional files in every checkpoint, by name; at least the run's config.
+        in_background: return at once: everything is copied to the host before the next optimizer step changes it, and
             a thread writes the copies.
 
     Attributes:
-        seconds: time that the last checkpoint took, from the call of `save` until the folder got its name.
+        seconds: duration of the last checkpoint, from `save` to the renaming.
     """
 
     def __init__(self, engine: Engine, texts: dict[str, str], *, in_background: bool):
         self.engine, self.texts, self.in_background = engine, texts, in_background
-        # The thread's collectives need a group apart from those that training uses.
+        # The thread's collectives need a group of their own, apart from training's.
         group = own_group([[*range(dist.get_world_size())]], backend="gloo")
         assert group is not None
         self.group: dist.ProcessGroup = group
@@ -87,16 +85,16 @@ class CheckpointSaver:
         self.seconds = 0.0
 
     def save(self, folder: Path, progress: dict[str, Any], rank_state: dict[str, Any]) -> str | None:
-        """Waits for the previous checkpoint, then writes the new one, or begins to write it in the background. A
+        """Waits for the previous checkpoint, then writes the new one, or starts writing it in the background. A
         collective.
 
         Args:
-            folder: the checkpoint's folder, on a file system that all ranks share; replaced if it exists.
-            progress: how far the trainer has come, the same on every rank; JSON values, with the key `step`.
-            rank_state: the state of this rank alone; of rank 0, the program's; JSON values.
+            folder: the checkpoint's folder, on a file system shared by all ranks; replaced if it exists.
+            progress: the trainer's progress, the same on every rank; JSON values, with the key `step`.
+            rank_state: this rank's own state (on rank 0, the program's); JSON values.
 
         Returns:
-            Why a checkpoint could not be written, else None: this one, or, in the background, the one before.
+            Why a checkpoint could not be written, else None: this one or, in the background, the previous one.
         """
         self.engine.handle.check_on_device()
         error = self.wait()
@@ -118,11 +116,11 @@ class CheckpointSaver:
     def _begin_copies(self, job: _Job) -> None:
         job.shards = self._copies.begin(job.shards)
         self.engine.handle.let_read(self._copies.hold)
-        if self.engine.handle.memory.offloads_optimizer:  # moments are about to leave the device
+        if self.engine.handle.memory.offloads_optimizer:  # moments will leave the device
             self._copies.wait()
 
     def _texts(self, progress: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, str]:
-        """Texts of the files that this rank writes, by name."""
+        """Returns the contents of the files that this rank writes, by name."""
         engine = self.engine
         own = {"random": random_state(engine.handle.layout.device), **rank_state}
         texts = {rank_file(dist.get_rank()): json.dumps(own)}
@@ -132,11 +130,10 @@ class CheckpointSaver:
         return texts
 
     def wait(self) -> str | None:
-        """Waits for the checkpoint that is being written.
+        """Waits for a checkpoint being written.
 
         Returns:
-            Why it could not be written, the same on all ranks; the reason is returned once. None if it was written, or
-            if there is nothing to wait for.
+            Once, and the same on all ranks, why it could not be written; otherwise None.
         """
         if self._thread is not None:
             self._thread.join()
@@ -152,13 +149,12 @@ class CheckpointSaver:
     def _run(self, job: _Job, started: float) -> None:
         try:
             self._error = self._write(job)
-        except Exception as error:  # a peer is gone: the main thread will find out why
+        except Exception as error:  # a peer is lost: the main thread will find out why
             self._error = _reason(error)
         self.seconds = time.monotonic() - started
 
     def _write(self, job: _Job) -> str | None:
-        """Writes a checkpoint in several steps, and returns why one failed. If one fails on a rank, all ranks give
-        up."""
+        """Writes a checkpoint in several steps. If one fails on a rank, all ranks stop and return the reason."""
         unfinished = job.folder.with_name(f".{job.folder.name}.unfinished")
         written: dict[str, StoredFile] = {}
         self._copies.wait()
@@ -174,11 +170,11 @@ class CheckpointSaver:
         return error
 
     def _together(self, work: Callable[[], object]) -> str | None:
-        """Runs a function on all ranks. Every rank gets the reason if the function failed on any rank, else None."""
+        """Runs a function on all ranks. If it fails on any rank, all return the reason, else None."""
         own = None
         try:
             work()
-        except Exception as error:  # whatever went wrong, training goes on without this checkpoint
+        except Exception as error:  # training continues without this checkpoint
             own = _reason(error)
         return next((reason for reason in gather_objects(own, self.group) if reason is not None), None)
 
@@ -189,7 +185,7 @@ class CheckpointSaver:
             (unfinished / RANKS).mkdir()
 
     def _write_tensors(self, job: _Job, unfinished: Path) -> dict[str, StoredFile]:
-        if self._plan is None:  # later checkpoints use the plan again: planning slows training down
+        if self._plan is None:  # reused by later checkpoints: planning slows training down
             self._plan = plan_writes(job.tensors, self.group)
         written = write_shards(unfinished / TENSORS, self.group.rank(), job.shards, self._plan)
         return {f"{TENSORS}/{name}": of for name, of in written.items()}
@@ -204,7 +200,8 @@ class CheckpointSaver:
 
 
 def _sizes_to_come(engine: Engine) -> Iterator[int]:
-    """Size in bytes of each tensor that `engine_tensors` will return on this rank once the optimizer has its state."""
+    """Yields the bytes of each tensor that `engine_tensors` will return on this rank once the optimizer has its
+    state."""
     for part in engine.handle.parts:
         for _, parameter in part.named_parameters():
             if parameter.requires_grad:
@@ -218,7 +215,6 @@ def _write_texts(job: _Job, unfinished: Path) -> dict[str, StoredFile]:
 
 
 def _reason(error: Exception) -> str:
-    """Why something could not be written."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return innermost(error)

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint: weights, the optimizer's state of each, and buffers, by component and name.
+"""The tensors of a checkpoint: weights, their optimizer state, and buffers, by component and name.
 
-torch's distributed checkpoint (DCP) stores every shard with its place in the whole tensor. So a checkpoint depends
-neither on the layout that wrote it, nor on the ranks that held a component.
+Every shard is stored with its box in the whole tensor. So a checkpoint depends neither on the layout that wrote it,
+nor on the ranks that held a component.
 """
 
 import re
@@ -19,28 +19,25 @@ from automodel_rl.optimizers import COUNT, OPTIMIZERS
 from automodel_rl.parallel.host_collectives import gather_objects
 
 WEIGHT = re.compile(r"(\w+)\.model\.(.+)")
-"""Pattern of a trained weight's key, with groups for its component and its name."""
+"""Pattern of a trained weight's key, with groups for component and name."""
 
 BUFFER = re.compile(r"(\w+)\.buffers\.(.+)")
-"""Pattern of a stored buffer's key, with groups for its component and its name."""
+"""Pattern of a stored buffer's key, with groups for component and name."""
 
 KINDS = {COUNT: "step_counts"}
-"""Names in checkpoints of parts of the optimizer state, where they differ from the optimizer's own names."""
+"""Names of optimizer state in checkpoints, where they differ from the optimizer's own."""
 
 ByComponent = dict[str, dict[str, nn.Parameter]]
 
 
 def engine_tensors(engine: Engine) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """This rank's weights, optimizer state and buffers, by component, kind and name. Moments must be on the device."""
+    """Returns this rank's weights, optimizer state and buffers, by component, kind and name. Moments must be on the
+    device."""
     return _tensors(engine, _trained(engine.handle))
 
 
 def restore_tensors(engine: Engine, folder: Path) -> None:
-    """Restores weights, optimizer state and stored buffers in place. A collective.
-
-    Args:
-        engine: the engine to restore, on any layout.
-        folder: the folder with the checkpoint's tensors.
+    """Restores weights, optimizer state and stored buffers in place, on any layout. A collective.
 
     Raises:
         CheckpointError: the checkpoint holds other weights than the engine trains, or another optimizer wrote it.
@@ -53,7 +50,7 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
     _check_optimizer(engine, parameters, reader)
     handle.has_changed = True
     copy = None if handle.tied is None else handle.tied.trained_copy
-    if copy is not None:  # gets the value of the weight it copies, which with V placement is on the same rank
+    if copy is not None:  # restored as the weight it copies, which with V placement is on the same rank
         parameters["language"].setdefault(EMBEDDING, copy)
     with engine.moments_on_device():
         state = _tensors(engine, parameters)
@@ -62,7 +59,7 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
             reader.read_into(state)
         except CheckpointError as error:
             problem = str(error)
-        except Exception as error:  # others wait for this rank
+        except Exception as error:  # the other ranks wait for this one
             problem = f"{folder}: cannot be read here: {innermost(error)}"
         for text in gather_objects(problem, handle.layout.world_control):
             if text:
@@ -74,7 +71,7 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
 
 
 def _trained(handle: ModelHandle) -> ByComponent:
-    """The trained parameters of this rank, by component and name. Frozen weights come from the model's own
+    """Returns this rank's trained parameters, by component and name. Frozen weights are in the model's own
     checkpoint."""
     return {
         component.name: {name: p for name, p in handle.named_parameters(component) if p.requires_grad}
@@ -83,7 +80,7 @@ def _trained(handle: ModelHandle) -> ByComponent:
 
 
 def _check_names(handle: ModelHandle, parameters: ByComponent, reader: SafetensorsReader) -> None:
-    """Raises CheckpointError on all ranks if the checkpoint holds other weights than the ranks train."""
+    """Raises CheckpointError on all ranks if the checkpoint's weights are not those that the ranks train."""
     own = {f"{component}.model.{name}": p.shape for component, named in parameters.items() for name, p in named.items()}
     trained = {key: size for shapes in gather_objects(own, handle.layout.world_control) for key, size in shapes.items()}
     stored = {key: size for key, size in reader.shapes.items() if WEIGHT.fullmatch(key)}
@@ -119,11 +116,11 @@ def _check_optimizer(engine: Engine, parameters: ByComponent, reader: Safetensor
 
 
 def _tensors(engine: Engine, parameters: ByComponent) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Weights, buffers and optimizer state, by component, kind and name. Optimizer state is 0 before the first step."""
+    """Returns weights, buffers and optimizer state (0 before the first step), by component, kind and name."""
     state = {}
     for component in engine.handle.components:
         of_component: dict[str, dict[str, Tensor]] = {"model": {}}
-        # Buffers are biases of routers, which are trained without an optimizer.
+        # Buffers are router biases, trained without an optimizer.
         of_component["buffers"] = {name: buffer for part in component.parts for name, buffer in stored_buffers(part)}
         for name, parameter in parameters[component.name].items():
             of_component["model"][name] = parameter.detach()

@@ -1,8 +1,8 @@
-"""Storage of tensors by many ranks: a safetensors file for each rank, and one index in JSON.
+"""Tensor storage for many ranks: one safetensors file per rank, and one JSON index.
 
-Files are written as a stream, and any program that reads safetensors can read them. torch's distributed checkpoint
-(DCP) makes the same shards. Its formats use pickle, or build a rank's whole file in memory, and its plans connect rank
-0 with all others: of 1,024 ranks they would take a minute (benchmarks/how_large.md).
+Files are written as a stream, and readable by any program for safetensors. torch's distributed checkpoint (DCP)
+stores the same shards, but its formats use pickle or build a rank's whole file in memory, and its plans connect rank
+0 with all others, which takes a minute for 1,024 ranks (benchmarks/how_large.md).
 """
 
 import contextlib
@@ -30,16 +30,15 @@ from automodel_rl.parallel.host_collectives import gather_to_first, scatter_from
 from automodel_rl.parallel.sharding import Box, local_box, local_tensor, overlap, relative
 
 ALIGNMENT = 8
-"""The header of a safetensors file is padded to a multiple of this many bytes."""
+"""Multiple of bytes to which the header of a safetensors file is padded."""
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What a rank writes. It is the same for every checkpoint of the same tensors on the same layout.
+    """The shards that a rank writes, the same for every checkpoint of the same tensors on the same layout.
 
     Attributes:
-        keys: keys of the tensors whose shards it writes.
-        index: content of the index on rank 0; None on all others.
+        index: the index's contents on rank 0; None on all others.
     """
 
     keys: list[str]
@@ -48,14 +47,11 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A shard that a rank holds.
+    """A shard held by a rank.
 
     Attributes:
-        key: the tensor's key.
         whole: the tensor's whole shape.
-        offsets, shape: the shard's place in the tensor, and its shape.
-        dtype: name of the dtype in safetensors.
-        num_bytes: size of the shard.
+        offsets, shape: the shard's offsets in the tensor, and its shape.
     """
 
     key: str
@@ -67,26 +63,22 @@ class _Shard:
 
 
 def plan_writes(tensors: dict[str, Any], group: dist.ProcessGroup) -> WritePlan:
-    """Plans which rank writes which shards, so that each is written once. A collective.
-
-    Args:
-        tensors: this rank's tensors, in nested mappings.
-        group: a gloo group of all ranks.
+    """Plans which rank writes which shards, each exactly once. A collective.
 
     Raises:
-        CheckpointError: on all ranks; shards do not make up a tensor.
+        CheckpointError: on all ranks, if shards do not cover a tensor.
     """
     own: list[_Shard] | str
     try:
         own = [_shard(key, tensor) for key, tensor in keys_of(tensors) if local_tensor(tensor).numel()]
-    except Exception as error:  # others wait for this rank
+    except Exception as error:  # the other ranks wait for this one
         own = innermost(error)
     of_ranks = gather_to_first(own, group)
     planned: list[WritePlan | str] | None = None
     if of_ranks is not None:
         try:
             planned = [*_plans(of_ranks)]
-        except Exception as error:  # others wait for an answer
+        except Exception as error:  # the other ranks wait for a result
             planned = [str(error) if isinstance(error, CheckpointError) else innermost(error)] * group.size()
     plan = scatter_from_first(planned, group)
     if isinstance(plan, str):
@@ -101,8 +93,8 @@ def _shard(key: str, tensor: Tensor) -> _Shard:
 
 
 def _plans(of_ranks: list[list[_Shard] | str]) -> list[WritePlan]:
-    """The plan of each rank, and the index with that of rank 0. Of the ranks that hold a shard, the one writes it that
-    writes least so far; shards that one rank holds come first. Raises CheckpointError with a rank's problem."""
+    """Returns each rank's plan, with the index in rank 0's. A shard is written by the holder with the least to write
+    so far; shards with a single holder come first. Raises CheckpointError with a rank's problem."""
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     found: dict[tuple[str, tuple[int, ...]], _Shard] = {}
     for rank, shards in enumerate(of_ranks):
@@ -131,19 +123,13 @@ def _plans(of_ranks: list[list[_Shard] | str]) -> list[WritePlan]:
 
 
 def rank_name(rank: int) -> str:
-    """Name of the file with a rank's shards."""
+    """Returns the name of the file with a rank's shards."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def write_shards(folder: Path, rank: int, shards: dict[str, Tensor], plan: WritePlan) -> dict[str, StoredFile]:
-    """Writes what a rank is to write, and returns its files by name.
-
-    Args:
-        folder: an existing folder.
-        rank: the rank of this process.
-        shards: this rank's shard of every tensor, by key, on any device.
-        plan: what it is to write.
-    """
+    """Writes the shards in a rank's plan to an existing folder, and returns the files by name. `shards` are this
+    rank's, by key, on any device."""
     written = {}
     if plan.keys:
         tensors = [(key, shards[key]) for key in plan.keys]
@@ -154,7 +140,7 @@ def write_shards(folder: Path, rank: int, shards: dict[str, Tensor], plan: Write
 
 
 def _write_file(path: Path, tensors: list[tuple[str, Tensor]]) -> StoredFile:
-    """Writes a safetensors file to the disk, tensor by tensor. Other threads can run during the large writes."""
+    """Writes a safetensors file to disk, tensor by tensor. Large writes let other threads run."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, tensor in tensors:
@@ -177,9 +163,10 @@ def _write_file(path: Path, tensors: list[tuple[str, Tensor]]) -> StoredFile:
 
 
 def _contents(tensors: list[tuple[str, Tensor]]) -> Iterator[Any]:
-    """The bytes of every tensor. Tensors on the host are not copied.
+    """Yields the bytes of every tensor, without copying those on the host.
 
-    NumPy is not used: it would fix the size of a storage for ever, and storages of offloaded moments shrink to 0 later.
+    NumPy is not used: it would fix the size of a storage for good, and storages of offloaded moments shrink to 0
+    later.
     """
     for _, tensor in tensors:
         host = tensor.detach().cpu().contiguous()
@@ -189,13 +176,7 @@ def _contents(tensors: list[tuple[str, Tensor]]) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of the checkpoint.
-
-    Attributes:
-        shape: its whole shape.
-        dtype: its dtype.
-        chunks: the box of each of its shards, and the file with it.
-    """
+    """A stored tensor: whole shape, dtype, and for each shard its box and file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -203,10 +184,7 @@ class _Stored:
 
 
 class SafetensorsReader:
-    """Reads the tensors that any number of ranks have written with `write_shards`. No rank needs another one for it.
-
-    Args:
-        folder: the folder with the checkpoint's tensors.
+    """Reads tensors that any number of ranks have written with `write_shards`. Not a collective.
 
     Raises:
         CheckpointError: the index is damaged, or names files outside the folder.
@@ -226,7 +204,7 @@ class SafetensorsReader:
             raise CheckpointError(f"{folder / INDEX}: damaged ({type(error).__name__}: {error})") from None
 
     def read(self, key: str) -> Tensor:
-        """A whole tensor, on the host."""
+        """Reads a whole tensor, on the host."""
         stored = self._stored(key)
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         for box, file in stored.chunks:
@@ -235,10 +213,7 @@ class SafetensorsReader:
         return whole
 
     def read_into(self, tensors: dict[str, Any]) -> None:
-        """Reads this rank's shards of tensors, in place: of each file what is to be read of it, and of no other file.
-
-        Args:
-            tensors: this rank's tensors, in nested mappings.
+        """Reads this rank's shards of tensors in place, from only the needed parts of the needed files.
 
         Raises:
             CheckpointError: a file is missing or damaged, or the checkpoint has other tensors.
@@ -274,7 +249,7 @@ class SafetensorsReader:
 
 
 def _shape_of(key: str, of: dict[str, Any]) -> torch.Size:
-    """A tensor's whole shape, which its shards make up."""
+    """Returns a tensor's whole shape, after checking that its shards cover it."""
     shape = torch.Size(of["shape"])
     if sum(math.prod(chunk["shape"]) for chunk in of["chunks"]) != math.prod(shape):
         raise ValueError(f"the shards of {key} do not make up its shape {[*shape]}")
@@ -288,7 +263,7 @@ def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
 
 
 def keys_of(tensors: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors of nested mappings, each with its key: the names on the way to it, joined with dots."""
+    """Yields the tensors of nested mappings with their keys: the nested names joined with dots."""
     for name, value in tensors.items():
         if isinstance(value, dict):
             yield from keys_of(value, f"{prefix}{name}.")

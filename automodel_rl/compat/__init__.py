@@ -1,1 +1,1 @@
-"""Uses of private names of torch, transformers and nemo_automodel. Other rooms use none."""
+"""The only uses of private names of torch, transformers and nemo_automodel."""

@@ -1,8 +1,8 @@
-"""Collectives as operators that compiled graphs hold as they are.
+"""Collectives as custom operators, which compiled graphs leave as they are.
 
-The compiler replaces torch.distributed's own functions by others, whose gradients are wrong with torch 2.11: norms of
-gradients were 31% to 45% too small under tp and cp. It does not look into an operator. Groups go by their names, as
-operators take no other objects.
+The compiler replaces torch.distributed's own functions by others, whose gradients are wrong with torch 2.11: gradient
+norms were 31% to 45% too small under tp and cp. It does not look into custom operators, which take groups by name, as
+they accept no other objects.
 
 Checked with torch 2.11.0 and 2.13.0.
 """
@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from automodel_rl.compat.versions import TORCH
 
-if TORCH >= (2, 13):  # new names for the same
+if TORCH >= (2, 13):  # renamed
     _all_gather_single, _reduce_scatter_single = dist.all_gather_single, dist.reduce_scatter_single
 else:
     _all_gather_single, _reduce_scatter_single = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
@@ -28,7 +28,7 @@ def _group(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op("automodel_rl::all_gather", mutates_args=())
 def all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
-    """The tensors [n, ...] of all ranks, rank 0's first, as [size * n, ...]."""
+    """Concatenates the ranks' tensors [n, ...], rank 0's first, to [size * n, ...]."""
     out = _gathered(tensor, size)
     _all_gather_single(out, tensor.contiguous(), group=_group(group))
     return out
@@ -41,7 +41,7 @@ def _gathered(tensor: Tensor, size: int, group: str = "") -> Tensor:
 
 @torch.library.custom_op("automodel_rl::reduce_scatter", mutates_args=())
 def reduce_scatter(tensor: Tensor, dim: int, size: int, group: str) -> Tensor:
-    """This rank's part of the sum over ranks, cut in `size` along `dim`; all dims before have size 1."""
+    """Returns this rank's part of the sum over ranks, cut in `size` along `dim`; all earlier dims have size 1."""
     out, whole = _part(tensor, dim, size), tensor.contiguous()
     _reduce_scatter_single(out.flatten(0, dim), whole.flatten(0, dim), group=_group(group))
     return out
@@ -54,7 +54,7 @@ def _part(tensor: Tensor, dim: int, size: int, group: str = "") -> Tensor:
 
 @torch.library.custom_op("automodel_rl::all_reduce", mutates_args=())
 def all_reduce(tensor: Tensor, group: str) -> Tensor:
-    """The sum over ranks."""
+    """Returns the sum over ranks."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=_group(group))
     return total
@@ -67,10 +67,7 @@ def _(tensor: Tensor, group: str) -> Tensor:
 
 @torch.library.custom_op("automodel_rl::all_to_all", mutates_args=())
 def all_to_all(tensor: Tensor, sent: list[int], received: list[int], added: int, group: str) -> Tensor:
-    """Exchanges rows: [sum of `sent`, ...], those for rank 0 first, to [sum of `received`, ...], rank 0's first.
-
-    `added` rows of zeros follow on the result, and as many rows of the tensor stay where they are.
-    """
+    """Exchanges rows as `collectives.all_to_all`; the `added` last rows are not sent and become zeros."""
     out = _exchanged(tensor, sent, received, added)
     num_sent, num_received = sum(sent), sum(received)
     dist.all_to_all_single(out[:num_received], tensor[:num_sent].contiguous(), received, sent, group=_group(group))

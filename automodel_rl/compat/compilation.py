@@ -1,4 +1,4 @@
-"""Compilation by torch.compile for tensors of any size: its limits, its cache, and how much was compiled.
+"""Compilation by torch.compile for tensors of any size: limits, cache and statistics.
 
 Checked with torch 2.11.0 and 2.13.0.
 """
@@ -21,16 +21,16 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 MOST_GRAPHS = 64
-"""Most graphs of one function. A function of a layer has some for each kind of layer, and torch's own limit of 8 makes
-the rest run uncompiled."""
+"""Maximum number of graphs per function. A layer's function has some for each kind of layer; beyond torch's own limit
+of 8, the rest would run uncompiled."""
 
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "triton.mix_order_reduction_non_strict_mode": True,
     "shape_padding": False,
 }
-"""Options without which the compiler would make one graph for few tokens and another for more. It fuses the two
-reductions of a norm's backward only from some number of tokens on: now always. And it pads odd widths, such as a low
-rank of adapters, where that seems to pay for so many tokens: now never."""
+"""Options that prevent separate graphs for few and for many tokens. The compiler fuses the two reductions of a norm's
+backward only from some number of tokens on (now always), and pads odd widths, such as a low adapter rank, where that
+seems to pay for that many tokens (now never)."""
 
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -38,12 +38,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a process has compiled.
-
-    Attributes:
-        graphs: number of graphs.
-        seconds: time that it took, backward graphs included.
-    """
+    """Compilations of a process. `seconds` includes backward graphs."""
 
     graphs: int = 0
     seconds: float = 0.0
@@ -53,13 +48,13 @@ class Compiled:
 
 
 class _CompileWatch:
-    """Counts compilations of this process from its making on."""
+    """Counts this process's compilations from its construction on."""
 
     def __init__(self) -> None:
         self.graphs, self.seconds, self.started = 0, 0.0, 0.0
 
     def listen(self) -> "_CompileWatch":
-        """Is told of compilations from here on; again after `torch.compiler.reset`, which forgets who is told."""
+        """Registers the callbacks; again after `torch.compiler.reset`, which drops them."""
         if self._start not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._start)
             callback_handler.register_end_callback(self._end)
@@ -79,13 +74,13 @@ def _prepare() -> _CompileWatch:
 
 @functools.cache
 def _prepare_once() -> _CompileWatch:
-    """Prepares this process for compilation: no silent fallback, a cache that outlives the machine's start, a watch."""
+    """Prepares this process for compilation: no silent fallback, a cache that survives reboots, statistics."""
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
-    # Else a number of a module, such as a norm's epsilon, is a tensor on the CPU, and a kernel for the CPU in a graph
-    # for CUDA makes the compiler try out what instructions the CPU has, which takes a minute.
+    # Otherwise a module's float, such as a norm's epsilon, becomes a CPU tensor, and a CPU kernel in a CUDA graph makes
+    # the compiler probe the CPU's instructions, which takes a minute.
     torch._dynamo.config.specialize_float = True
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "automodel_rl" / "inductor"
-    # torch's own place is in the folder for temporary files. It sets the variable when it is imported.
+    # torch's default is in the folder for temporary files; importing torch sets the variable.
     if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
         with contextlib.suppress(OSError):
             cache.mkdir(parents=True, exist_ok=True)
@@ -94,34 +89,34 @@ def _prepare_once() -> _CompileWatch:
 
 
 def compiler_cache() -> str:
-    """The folder of the compiler's cache, in which the next run finds what this one compiles."""
+    """Returns the folder of the compiler's cache, which later runs reuse."""
     _prepare()
     return os.environ.get(CACHE_VARIABLE) or default_cache_dir()
 
 
 def compiled_so_far() -> Compiled:
-    """What this process has compiled."""
+    """Returns this process's compilations."""
     watch = _prepare()
     return Compiled(watch.graphs, watch.seconds)
 
 
 def compile_for_any_size(function: Function) -> Function:
-    """Compiles a function at its first call, once for all sizes of its tensors."""
+    """Compiles a function on its first call, once for all sizes of its tensors."""
     _prepare()
     return cast(Function, torch.compile(function, dynamic=True, options=OPTIONS))
 
 
 def outside_of_graphs(function: Function) -> Function:
-    """The function as it is written, also within compiled ones, whose graphs end before it and begin again after it."""
+    """Keeps a function uncompiled within compiled ones, whose graphs break around it."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # torch takes no partial functions
+    def call(*args: Any, **kwargs: Any) -> Any:  # torch accepts no partial functions
         return function(*args, **kwargs)
 
     return cast(Function, torch.compiler.disable(call))
 
 
 def compile_for_rows(function: Function) -> Function:
-    """Compiles a function at its first call: once for any number of rows, and once for each width of its matrices."""
+    """Compiles a function on its first call: once for any number of rows, and once per width of its matrices."""
 
     @functools.cache
     def compiled() -> Function:  # torch.compile itself imports the compiler, which takes seconds
@@ -133,7 +128,7 @@ def compile_for_rows(function: Function) -> Function:
         for matrix in args:
             if isinstance(matrix, Tensor) and matrix.ndim == 2:
                 torch._dynamo.mark_static(matrix, 1)
-        with torch._dynamo.config.patch(specialize_float=False):  # temperatures are many
+        with torch._dynamo.config.patch(specialize_float=False):  # temperatures vary
             return compiled()(*args)
 
     return cast(Function, call)

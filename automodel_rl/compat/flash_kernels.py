@@ -14,13 +14,12 @@ from torch import Tensor
 
 
 class Segments(NamedTuple):
-    """Sequences of a call: their places, and the keys that a query sees.
+    """The sequences of a call.
 
     Attributes:
-        cu_queries, cu_keys: where they start, and the end of the last, int32 [n + 1].
-        longest_query, longest_key: at least the longest of them, in tokens.
-        scale: the factor of query-key products.
-        window: number of keys that a query sees, itself included; None for all.
+        cu_queries, cu_keys: start of each sequence, and the end of the last, int32 [n + 1].
+        longest_query, longest_key: upper bounds of their lengths, in tokens.
+        window: number of keys that a query sees, its own included; None for all.
     """
 
     cu_queries: Tensor
@@ -35,10 +34,10 @@ class FlashKernel(NamedTuple):
     """A kernel for causal attention, aligned at the bottom right.
 
     Attributes:
-        forward: (query [q, heads, D], key [k, KV heads, D], value [k, KV heads, D], segments) -> output [q, heads, D],
-            log-sum-exp [heads, q] in fp32 or wider.
-        backward: (gradient of the output, query, key, value, output, log-sum-exp, segments) -> gradients of query, key
-            and value.
+        forward: (query [q, heads, D], key [k, KV heads, D], value [k, KV heads, D], segments) -> output
+            [q, heads, D], log-sum-exp [heads, q] in fp32 or wider.
+        backward: (gradient of the output, query, key, value, output, log-sum-exp, segments) -> gradients of query,
+            key and value.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Segments], tuple[Tensor, Tensor]]
@@ -61,7 +60,7 @@ def _torch_forward(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> tuple
 def _torch_backward(*tensors_and_segments: Any) -> tuple[Tensor, Tensor, Tensor]:
     d_output, q, k, v, output, lse, segments = tensors_and_segments
     causal = segments.window is None
-    unused = q.new_empty(2, dtype=torch.uint64)  # the state of dropout
+    unused = q.new_empty(2, dtype=torch.uint64)  # dropout state
     return torch.ops.aten._flash_attention_backward(
         d_output, q, k, v, output, lse, *segments[:4], 0.0, causal, unused, unused, **_torch_options(segments)
     )
@@ -103,4 +102,4 @@ KERNELS = {
     "varlen": FlashKernel(_torch_forward, _torch_backward),
     "fa3": FlashKernel(_fa3_forward, _fa3_backward),
 }
-"""Kernels by the name of their backend: torch's FlashAttention 2, and FlashAttention-3."""
+"""Kernels by backend name: torch's FlashAttention 2, and FlashAttention-3."""

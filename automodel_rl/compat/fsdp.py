@@ -1,7 +1,7 @@
 """The state of FSDP2 units in the middle of a step. No other file uses torch's private names of FSDP.
 
-Before torch 2.15 a unit sums gradients of several microbatches in a tensor beside its gathered weights, from 2.15 on in
-their `grad`. Checked with torch 2.11, 2.13 and 2.15; where a version between has other names, it raises.
+Before torch 2.15 a unit accumulates gradients of several microbatches in a tensor beside its gathered weights; from
+2.15 on in their `grad`. Checked with torch 2.11, 2.13 and 2.15; versions in between with other names raise.
 """
 
 from typing import Any
@@ -13,18 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from automodel_rl.compat.versions import TORCH
 
 SUMS_IN_GRAD = TORCH >= (2, 15)
-"""Whether a gathered weight's own `grad` is the sum over microbatches, in the dtype in which FSDP reduces."""
+"""Whether a gathered weight's own `grad` is the sum over microbatches, in FSDP's reduce dtype."""
 
 HAS_RESET = TORCH >= (2, 13)
 """Whether FSDP itself can be reset after a failed step, as since torch 2.13."""
 
 
 def drop_unsharded_gradients(unit: FSDPModule) -> None:
-    """Drops the unsharded gradients of a unit, which have not been reduced yet.
-
-    Args:
-        unit: the FSDP unit.
-    """
+    """Drops a unit's unsharded gradients that have not been reduced."""
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params if group is not None else ():
         if not SUMS_IN_GRAD:
@@ -34,11 +30,7 @@ def drop_unsharded_gradients(unit: FSDPModule) -> None:
 
 
 def gathered_names(root: nn.Module) -> list[str]:
-    """Names of the parameters of a model that FSDP gathers; others are used as they are.
-
-    Args:
-        root: the model, wrapped by FSDP.
-    """
+    """Returns the names of a wrapped model's parameters that FSDP gathers."""
     gathered = set()
     for module in root.modules():
         group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
@@ -47,17 +39,11 @@ def gathered_names(root: nn.Module) -> list[str]:
 
 
 def gradient_sum(unit: FSDPModule, weight: Tensor) -> Tensor:
-    """The sum of a weight's gradients over the microbatches of a step, not yet reduced over ranks: a buffer to add to.
+    """Returns a buffer to add to, in the reduce dtype: a gathered weight's gradients summed over a step's
+    microbatches, not yet reduced over ranks.
 
-    What is added here is neither rounded to the weight's dtype nor copied. FSDP reduces the gradients of a unit
-    together, in one dtype, so the unit's other weights get such a sum, too.
-
-    Args:
-        unit: the FSDP unit.
-        weight: one of its weights, gathered.
-
-    Returns:
-        A tensor like the weight, in the dtype in which gradients are reduced.
+    Additions are neither rounded to the weight's dtype nor copied. FSDP reduces a unit's gradients together, in one
+    dtype, so the unit's other weights get such a sum, too.
     """
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     sums = {}
@@ -76,33 +62,24 @@ def gradient_sum(unit: FSDPModule, weight: Tensor) -> Tensor:
 
 
 def keep_gradients(root: nn.Module, dtype: torch.dtype) -> None:
-    """Lets shards of gradients stay in the dtype in which they are reduced, if weights are kept in a narrower one. It
-    comes after weights got their storage, and before the first forward.
-
-    Args:
-        root: the model, wrapped by FSDP.
-        dtype: the dtype in which gradients are reduced.
-    """
+    """Keeps gradient shards in the reduce dtype if weights are stored in a narrower one. Call it on the FSDP root
+    once weights have storage, and before the first forward."""
     for parameter in root.parameters():
         if parameter.requires_grad:
             parameter.grad_dtype = dtype
     if SUMS_IN_GRAD:
         return
     state: Any = root._get_fsdp_state()  # type: ignore[operator]
-    state._lazy_init()  # the next forward would do it, and set the dtype of gradients
+    state._lazy_init()  # otherwise the next forward calls it and sets the gradients' dtype
     for unit in state._state_ctx.all_states:
         if unit._fsdp_param_group is not None:
             unit._fsdp_param_group._orig_dtype = None
 
 
 def reset_fsdp(root: FSDPModule) -> None:
-    """Ends a step that the units of a model are in the middle of, and shards their weights.
-
-    Args:
-        root: the model, wrapped by FSDP.
-    """
+    """Ends an interrupted step of a model's units, and shards their weights."""
     state: Any = root._get_fsdp_state()
-    if state._is_root is None:  # it has not computed anything yet
+    if state._is_root is None:  # no forward yet
         return
     if HAS_RESET:
         root.reset_iter_state()

@@ -14,18 +14,13 @@ from automodel_rl.compat.versions import TRANSFORMERS
 
 
 def set_attention(config: PretrainedConfig, name: str) -> None:
-    """Chooses the attention function of a model that is already built.
-
-    Args:
-        config: the config that the modules with attention share.
-        name: name of a function that is registered with transformers.
-    """
+    """Sets the attention function of a built model, by its registered name, in the config that its modules share."""
     config._attn_implementation = name
 
 
 @contextlib.contextmanager
 def parameters_without_storage() -> Iterator[None]:
-    """Parameters of modules that are made in this block are on the meta device, while buffers have values."""
+    """Inside the block, new modules' parameters are on the meta device, while buffers have values."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -41,33 +36,24 @@ def parameters_without_storage() -> Iterator[None]:
 
 
 def without_modules(module: nn.Module, names: Sequence[str]) -> nn.Module:
-    """A copy of a module with the same parameters, in which some children are None. The module stays as it is.
-
-    Args:
-        module: the module.
-        names: the names of the children that are left out.
-    """
+    """Returns a copy of a module with the same parameters and some children replaced by None."""
     found = copy.copy(module)
     found._modules = {name: None if name in names else child for name, child in module._modules.items()}
     return found
 
 
 def text_model(config: PretrainedConfig, **options: Any) -> Any:
-    """transformers' language model without a head, also where auto classes do not know it: Qwen2.5-Omni's.
-
-    Args:
-        config: the language model's config.
-        options: as of `AutoModel.from_config`.
-    """
+    """Returns transformers' language model without a head, including Qwen2.5-Omni's, which auto classes lack.
+    `options` are those of `AutoModel.from_config`."""
     if isinstance(config, Qwen2_5OmniTextConfig):
-        from transformers import Qwen2_5OmniThinkerTextModel  # a second of every process
+        from transformers import Qwen2_5OmniThinkerTextModel  # takes a second to import
 
         return Qwen2_5OmniThinkerTextModel._from_config(config, **options)
     return AutoModel.from_config(config, **options)
 
 
 def hand_on_arguments(layers: Iterable[Any]) -> None:
-    """Gives layers that have the modules of Llama's the forward of those, which hands on all arguments to attention."""
+    """Gives layers with Llama's modules Llama's forward, which passes all arguments to attention."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # only for families that need it
 
     for layer in layers:
@@ -75,18 +61,11 @@ def hand_on_arguments(layers: Iterable[Any]) -> None:
 
 
 def with_cache(cache: Any) -> dict[str, Any]:
-    """The argument of a model's forward for its cache of keys and values."""
+    """Returns the keyword argument of a model's forward for its key-value cache."""
     return {"cache" if TRANSFORMERS >= (5, 24) else "past_key_values": cache}
 
 
 def apply_gate(experts: Any, gate_up: Tensor) -> Tensor:
-    """Activation and gate of a mixture's experts, as the experts' own class computes them.
-
-    Args:
-        experts: transformers' module of the experts.
-        gate_up: output of the gate and up projections for s tokens, [s, 2 * intermediate size].
-
-    Returns:
-        Input of the down projection, [s, intermediate size].
-    """
+    """Computes activation and gate of a mixture's experts by their own class: gate and up projections
+    [s, 2 * intermediate size] to the down projection's input [s, intermediate size]."""
     return experts._apply_gate(gate_up)

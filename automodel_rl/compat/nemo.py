@@ -1,7 +1,6 @@
-"""Model classes of nemo_automodel, and its AutoPipeline, which splits a model into stages.
+"""nemo_automodel's model classes, and its AutoPipeline, which splits a model into stages.
 
-It takes seconds to import, so it is imported where it is needed. Checked with nemo_automodel 0.7.0 and transformers
-5.18.0.
+Imported where needed, as importing takes seconds. Checked with nemo_automodel 0.7.0 and transformers 5.18.0.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from automodel_rl.launch.quiet import quiet_imports
 
 
 def check_installed() -> None:
-    """Raises InputError without nemo_automodel, which is an extra of this package."""
+    """Raises InputError without nemo_automodel, an extra of this package."""
     if importlib.util.find_spec("nemo_automodel") is None:
         raise InputError(
             "model.implementation=nemo_automodel: nemo_automodel is not installed: pip install 'automodel-rl[nemo]', "
@@ -31,13 +30,11 @@ def check_installed() -> None:
 
 
 def nemo_model(class_path: tuple[str, str], config: PretrainedConfig, dtype: torch.dtype, attention: str) -> Any:
-    """A model of nemo_automodel's own class, with transformers' attention interface.
+    """Builds a model of nemo_automodel's own class with transformers' attention interface.
 
     Args:
         class_path: module and name of the class.
         config: the checkpoint's config; its dtype and attention are set.
-        dtype: dtype of the parameters.
-        attention: name of a registered attention function.
     """
     with quiet_imports():
         from nemo_automodel.components.models.common import BackendConfig
@@ -57,17 +54,13 @@ def split_by_auto_pipeline(
     modules_of_stages: list[list[str]],
     num_microbatches: int,
 ) -> list[tuple[int, Any]]:
-    """Splits an empty model, and returns this rank's stages: the index and the part of each.
+    """Splits an empty model, and returns index and part of each of this rank's stages.
 
-    AutoPipeline's own schedule is built, because it decides which rank gets which stage. It is never run.
+    AutoPipeline's own schedule is built, because it decides which rank gets which stage, but never run.
 
     Args:
-        model: the model, on the meta device.
         mesh: a mesh with the axis `pp`.
-        device: this rank's device.
-        schedule: torch's name of the schedule.
-        modules_of_stages: names of the modules of every stage.
-        num_microbatches: any number of microbatches that the schedule can run.
+        num_microbatches: any number that the schedule can run.
     """
     with quiet_imports():
         from nemo_automodel.components.distributed.pipelining import AutoPipeline
@@ -92,7 +85,7 @@ def _never_called(*_: object) -> None:
 
 @contextlib.contextmanager
 def only_errors_logged() -> Iterator[None]:
-    """Silences warnings of libraries that are no problem here."""
+    """Silences libraries' warnings inside the block."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

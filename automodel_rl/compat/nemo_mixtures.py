@@ -1,8 +1,9 @@
-"""Mixtures of nemo_automodel, with signatures and names of transformers' modules, so that all else treats both alike.
+"""nemo_automodel's mixtures with the signatures and names of transformers' modules, so that the package treats both
+alike.
 
-Its own are the layers: projections, norms, rotary embeddings, routers and shared experts, on packed tokens without
-padding (THD). Experts are transformers' modules, which this package shards and runs (mixture/experts.py), and attention
-is one of this package's functions (model/attention.py).
+nemo_automodel provides the layers: projections, norms, rotary embeddings, routers and shared experts, on packed
+tokens without padding (THD). Experts are transformers' modules, which this package shards and runs
+(mixture/experts.py), and attention is one of this package's functions (model/attention.py).
 
 Shape letters: t tokens of this rank, H hidden size, D head dim. Checked with nemo_automodel 0.7.0.
 """
@@ -22,21 +23,20 @@ from automodel_rl.errors import InputError
 from automodel_rl.launch.quiet import quiet_imports
 
 SAME = 1e-6
-"""Largest relative difference of rotary frequencies that is rounding."""
+"""Largest relative difference of rotary frequencies that counts as rounding."""
 
 
 def nemo_mixture(class_path: tuple[str, str], config: PretrainedConfig, plain: Any, router: str, bias: str) -> Any:
-    """A mixture of nemo_automodel's own class. Its parameters have the names and shapes of transformers'.
+    """Builds a mixture of nemo_automodel's own class, with transformers' parameter names and shapes.
 
     Args:
         class_path: module and name of the class.
         config: the checkpoint's config; its dtype is set.
-        plain: transformers' model of the same config, without storage. Its experts and attention function are taken.
-        router: name of the router beside the experts.
-        bias: name of the bias with which a router chooses experts; empty if there is none.
+        plain: transformers' model of the same config, without storage; provides experts and attention function.
+        bias: name of the bias by which a router chooses experts; "" if there is none.
 
     Raises:
-        InputError: the class computes something else than transformers does with this config.
+        InputError: the class computes something different from transformers with this config.
     """
     with quiet_imports():
         from nemo_automodel.components.models.common import BackendConfig
@@ -46,14 +46,14 @@ def nemo_mixture(class_path: tuple[str, str], config: PretrainedConfig, plain: A
     module, name = class_path
     config.dtype = next(plain.parameters()).dtype
     has_sinks = any(path.endswith(".sinks") for path, _ in plain.named_parameters())
-    # gpt_oss has its sinks as parameters with flex attention only, which is never called.
+    # gpt_oss has sinks as parameters only with flex attention, which is never called.
     backend = BackendConfig(
         attn="flex" if has_sinks else "sdpa", linear="torch", rms_norm="torch", experts="torch", dispatcher="torch"
     )
     routers: dict[str, Any] = {"aux_loss_coeff": 0.0, "gate_bias_update_factor": 0.0}
-    if bias:  # with this function groups that are left out stay so, whatever the biases
+    if bias:  # with this function, biases cannot bring back excluded groups
         routers |= {"force_e_score_correction_bias": True, "score_func": "sigmoid_with_bias"}
-    current = mock.patch.object(torch.cuda, "current_device", return_value=0)  # asked for and not used
+    current = mock.patch.object(torch.cuda, "current_device", return_value=0)  # queried but not used
     with only_errors_logged(), current:
         model = getattr(importlib.import_module(module), name)(config, backend=backend, moe_overrides=routers)
     model.model.rotary_emb = _rotary_of(model.model, plain)
@@ -71,7 +71,7 @@ def nemo_mixture(class_path: tuple[str, str], config: PretrainedConfig, plain: A
 
 
 def _what_differs(config: PretrainedConfig) -> str | None:
-    """What the classes would compute otherwise than transformers' with this config; None if there is nothing."""
+    """Returns how nemo_automodel's classes differ from transformers' with this config; None if they do not."""
     values = config.to_dict()
     if values.get("tie_word_embeddings"):
         return "its mixtures do not tie the head to the embedding"
@@ -93,12 +93,8 @@ def _layer_forward(
 
 
 class _Attention:
-    """What a layer's attention calls with queries, keys and values [t, heads, D].
-
-    Args:
-        module: the attention module.
-        config: the config that names the registered function, as transformers' layers read it.
-    """
+    """The attention function of a layer, called with queries, keys and values [t, heads, D]. `config` names the
+    registered function, as in transformers' layers."""
 
     def __init__(self, module: Any, config: PretrainedConfig):
         self.module, self.config = module, config
@@ -108,7 +104,7 @@ class _Attention:
         self.cp_group: Any = None
 
     def enter(self, microbatch: Any, cp_group: Any) -> None:
-        """Notes what the layer computes now."""
+        """Sets the microbatch that the layer computes."""
         self.microbatch, self.cp_group = microbatch, cp_group
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
@@ -132,12 +128,12 @@ def _adapt_attention(attention: Any, own: Any, config: PretrainedConfig) -> None
     if abs(attention.softmax_scale / own.scaling - 1) > SAME:
         raise _different(f"scores times {attention.softmax_scale:.6g}, where transformers has {own.scaling:.6g}")
     attention.attn_module, attention.attn_func = None, _Attention(attention, config)
-    # With this name its forward hands on queries, keys and values as they are.
+    # With this name its forward passes queries, keys and values on unchanged.
     attention.backend = dataclasses.replace(attention.backend, attn="te")
 
 
 def _adapt_mixture(block: Any, own: Any, router: str) -> None:
-    """Puts transformers' experts into a layer, and names the router as transformers does."""
+    """Puts transformers' experts into a layer, and gives the router transformers' name."""
     experts = dict(own.named_children()).get("experts")
     if experts is None:  # a dense layer
         return
@@ -148,20 +144,19 @@ def _adapt_mixture(block: Any, own: Any, router: str) -> None:
     if router != "gate":
         del block.gate
         block.add_module(router, gate)
-        object.__setattr__(block, "gate", gate)  # its forward calls it so; not a second module of the same parameters
+        object.__setattr__(block, "gate", gate)  # for its forward; not registered a second time
 
 
 def _experts_forward(experts: Any, hidden: Tensor, _: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """The forward of transformers' experts in the signature that nemo_automodel's mixtures call."""
+    """The forward of transformers' experts in nemo_automodel's signature."""
     return type(experts).forward(experts, hidden, chosen, weights)
 
 
 class _Rotary(nn.Module):
-    """Rotary embeddings of positions, as the class's own model makes them.
+    """Rotary embeddings of positions, as the class's own model computes them.
 
     Attributes:
         inv_freq: the frequencies, fp32 [D / 2]. A buffer, so that it moves with the model.
-        concentration: factor of sines and cosines.
     """
 
     inv_freq: Tensor
@@ -175,7 +170,7 @@ class _Rotary(nn.Module):
         return self.concentration, self.inv_freq
 
     def forward(self, _: Tensor, positions: Tensor) -> Tensor:
-        """Positions [1, t] to cosines and sines [t, D]."""
+        """Maps positions [1, t] to cosines and sines [t, D]."""
         from nemo_automodel.components.models.gpt_oss.rope_utils import position_ids_to_freqs_cis
 
         rotary: Any = self
@@ -183,18 +178,18 @@ class _Rotary(nn.Module):
 
 
 class _ComplexRotary(_Rotary):
-    """The same for models that turn pairs as complex numbers."""
+    """Rotary embeddings for models that rotate pairs as complex numbers."""
 
     def forward(self, _: Tensor, positions: Tensor) -> Tensor:
-        """Positions [1, t] to complex numbers [t, D / 2]."""
+        """Maps positions [1, t] to complex numbers [t, D / 2]."""
         from nemo_automodel.components.models.deepseek_v3.rope_utils import freqs_cis_from_position_ids
 
         return freqs_cis_from_position_ids(positions, self.inv_freq, qkv_format="thd", for_fused_rope=False)
 
 
 def _rotary_of(body: Any, plain: Any) -> _Rotary:
-    """The module of rotary embeddings, after a comparison with transformers': the class reads other kinds of scaling
-    otherwise, or not at all."""
+    """Returns the rotary embeddings after comparing them with transformers': the class treats some kinds of scaling
+    differently, or ignores them."""
     table = dict(body.named_buffers(recurse=False)).get("freqs_cis")
     if table is not None:
         rotary: _Rotary = _ComplexRotary(table, 1.0)

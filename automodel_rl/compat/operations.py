@@ -1,4 +1,4 @@
-"""Every operation on tensors, seen as it is computed."""
+"""Observation of every tensor operation as it is computed."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,15 +14,14 @@ CAST = torch.ops.aten._to_copy
 
 
 class OperationWatch(TorchDispatchMode):
-    """A context in which `see` is called after every operation, views and casts included."""
+    """A context in which `see` is called after every operation, including views and casts."""
 
     @abstractmethod
     def see(self, operation: Any, arguments: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
-        """Notes an operation.
+        """Handles an operation.
 
         Args:
             operation: such as `torch.ops.aten.mm`, without its overload.
-            arguments: its positional arguments.
             given: the tensors among all arguments.
             made: the tensors of its result.
         """
@@ -35,7 +34,7 @@ class OperationWatch(TorchDispatchMode):
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors of nested lists, tuples and dicts."""
+    """Returns the tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

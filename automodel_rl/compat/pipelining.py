@@ -1,9 +1,9 @@
-"""Torch's own pipeline schedules over microbatches with different numbers of tokens, and their receive buffers.
+"""torch's pipeline schedules over microbatches with different numbers of tokens, and their receive buffers.
 
-torch's stages infer one activation shape from the first microbatch. Here every rank already knows how many tokens each
-microbatch has. So each microbatch gets receive buffers of its own, and shapes are never inferred: there is no padding,
-no extra forward, and no state left over between training and forward-only steps. A buffer exists from the moment when
-its message is asked for until it has been used, so memory depends on the microbatches in flight, not on all of a step.
+torch's stages infer one activation shape from the first microbatch. Here every rank already knows each microbatch's
+number of tokens, so each gets its own receive buffers and shapes are never inferred: no padding, no extra forward,
+and no state left over between training and forward-only steps. A buffer exists from the request of its message until
+it has been used, so memory depends only on the microbatches in flight.
 
 Checked with torch 2.11, 2.13 and 2.15.
 """
@@ -34,20 +34,18 @@ Boundaries = tuple[Shape, Shape]
 """Shapes of a microbatch's activations before and after a stage, e.g. (1, T_i, H). A stage at an end ignores one."""
 
 HAS_TENSOR_META = TORCH >= (2, 12)
-"""Whether receive buffers have a second description of their tensor and stages a `_stage_meta`, as since torch 2.12."""
+"""Whether receive buffers describe their tensor a second time and stages have a `_stage_meta`, as since torch 2.12."""
 
 ALLOCATES = TORCH >= (2, 15)
-"""Whether torch itself allocates a receive buffer when its message is asked for and lets go of what has been sent, as
+"""Whether torch itself allocates a receive buffer when its message is requested and frees what has been sent, as
 since torch 2.15."""
 
 
 @dataclass(frozen=True)
 class StageGroups:
-    """The device of this rank's stages, and the process groups that their messages use.
+    """The device and process groups of this rank's stages.
 
     Attributes:
-        device: this rank's device.
-        pipeline: the group of the pipeline's ranks.
         messages: groups by kind of message ("activation" or "gradient") and parity of the sender's rank; empty if
             `pipeline` carries all messages.
     """
@@ -58,11 +56,7 @@ class StageGroups:
 
 
 class _Buffers(dict[int, Any]):
-    """Receive buffers by microbatch, each made when it is first asked for.
-
-    Args:
-        make: makes the buffers of a microbatch.
-    """
+    """Receive buffers by microbatch, created on first access."""
 
     def __init__(self, make: Callable[[int], Any]):
         super().__init__()
@@ -74,8 +68,8 @@ class _Buffers(dict[int, Any]):
 
 
 class _Plain(nn.Module):
-    """A part that torch's stages do not take for an FSDP module: they would gather all of its layers at once, and
-    reduce gradients at the end of a step only."""
+    """Hides a part's FSDP module from torch's stages, which would gather all of its layers at once and reduce
+    gradients only at the end of a step."""
 
     def __init__(self, part: nn.Module):
         super().__init__()
@@ -86,14 +80,11 @@ class _Plain(nn.Module):
 
 
 class PackedStage(PipelineStage):
-    """A stage with receive buffers for each microbatch in flight, as large as the microbatch has tokens.
+    """A stage with receive buffers for each microbatch in flight, sized by its number of tokens.
 
     Args:
-        part: the stage's layers.
-        index, num_stages: number of the stage, from 0, and number of all stages.
-        groups: device and process groups of the pipeline.
-        begin_backward: called before each backward, with whether it is the step's last, if the part gathers weights and
-            reduces gradients by itself; None if torch's schedule tells it when.
+        begin_backward: called before each backward, with whether it is the step's last, if the part gathers weights
+            and reduces gradients by itself; None if torch's schedule controls that.
     """
 
     def __init__(
@@ -109,13 +100,7 @@ class PackedStage(PipelineStage):
         self.message_groups, self.begin_backward = groups.messages, begin_backward
 
     def bind(self, shapes: Sequence[Boundaries], dtype: torch.dtype, train: bool) -> None:
-        """Prepares one step.
-
-        Args:
-            shapes: shapes of every microbatch's activations before and after the stage.
-            dtype: dtype of these activations.
-            train: False for a forward-only step.
-        """
+        """Prepares one step."""
         self.has_backward = train
         self.clear_runtime_states()
         self.bwd_cache.clear()
@@ -154,7 +139,7 @@ class PackedStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         for op in ops:
-            op.tensor = op.tensor.detach()  # torch 2.11 keeps sends to the end of the step, and graphs hold inputs
+            op.tensor = op.tensor.detach()  # torch 2.11 keeps sends during the step, and their graphs hold inputs
         return self._regroup(ops, "activation", self.stage_index)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -164,7 +149,7 @@ class PackedStage(PipelineStage):
         return self._regroup(super().get_bwd_send_ops(bwd_chunk_id), "gradient", self.stage_index)
 
     def _regroup(self, ops: list[dist.P2POp], message: str, sender: int) -> list[dist.P2POp]:
-        """Moves messages to the group for their kind and the sender's rank, if there are such groups."""
+        """Moves messages to the group of their kind and sender, if there are such groups."""
         if self.message_groups:
             for op in ops:
                 op.group = self.message_groups[message, self.stage_index_to_group_rank[sender] % 2]
@@ -174,11 +159,11 @@ class PackedStage(PipelineStage):
         with in_microbatch("forward", self.stage_index, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not ALLOCATES:
-            # torch 2.11 expects only tensors here when it splits a backward, but keyword arguments are no tensors.
+            # torch 2.11 expects only tensors here when it splits a backward, but keyword arguments are not tensors.
             outputs, inputs = self.fwd_cache[fwd_chunk_id]
             self.fwd_cache[fwd_chunk_id] = (outputs, [value for value in inputs if isinstance(value, Tensor)])
         self.args_recv_info.pop(fwd_chunk_id, None)  # the cache holds what the backward needs
-        self.output_chunks.clear()  # they are not asked for, and their graphs would hold the inputs
+        self.output_chunks.clear()  # not needed, and their graphs would hold the inputs
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **keywords: Any) -> Any:
@@ -197,7 +182,7 @@ class PackedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # torch's forward-only step would reduce and rescale gradients of the step before.
+        # torch's forward-only step would reduce and rescale the previous step's gradients.
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
@@ -215,15 +200,14 @@ def run_schedule(
     keywords: Sequence[dict[str, Any]],
     targets: list[Callable[[Any], Tensor]] | None,
 ) -> None:
-    """Runs one step over microbatches: forward and backward with `targets`, forward only without them.
+    """Runs one step over microbatches: forward and backward with `targets`, forward only without.
 
     Args:
         schedule: a schedule whose loss function calls its target with the last stage's output.
         shapes: for each of this rank's stages, the shapes of every microbatch's activations before and after it.
-        dtype: dtype of these activations.
         inputs: the first stage's input for every microbatch; other stages ignore it.
         keywords: keyword arguments of each stage's forward, for every microbatch.
-        targets: for every microbatch, a function from the last stage's output to the loss; None for forward only.
+        targets: for every microbatch, a function from the last stage's output to the loss.
     """
     train = targets is not None
     stages = stages_of(schedule)
@@ -257,8 +241,8 @@ def stages_of(schedule: Schedule) -> list[Any]:
 
 
 def _forward_actions(schedule: _PipelineScheduleRuntime) -> dict[int, list[Any]]:
-    """The forwards of a schedule's plan. A stage's weights are gathered before its first forward, and sharded after its
-    last one.
+    """Returns the forwards of a schedule's plan. A stage's weights are gathered before its first forward and sharded
+    after its last.
 
     torch's forward-only step cannot run plans with V placement, and gathers weights where a backward would need them.
     """
@@ -293,22 +277,15 @@ def _tensor_meta(shape: Shape, dtype: torch.dtype, requires_grad: bool) -> Any:
 def planned_actions(
     name: str, pp: int, stages_of_rank: tuple[tuple[int, ...], ...], num_microbatches: int
 ) -> list[list[tuple[int, str, int]]]:
-    """Actions of each rank in one step of one of torch's schedules. It needs no process groups: it is for planning.
-
-    torch takes a second for many stages, and a plan asks for the same order again and again.
-
-    Args:
-        name: torch's name of the schedule.
-        pp: number of pipeline ranks.
-        stages_of_rank: the stages of every rank.
-        num_microbatches: number of microbatches of the step.
+    """Returns each rank's actions in one step of a torch schedule, without process groups, for planning. Cached:
+    torch takes a second for many stages.
 
     Returns:
-        The actions of every rank in order, as (stage, kind, microbatch). Kinds are F (forward), B (whole backward),
-        I (backward for the inputs) and W (backward for the weights).
+        For every rank in order, (stage, kind, microbatch). Kinds are F (forward), B (whole backward), I (backward for
+        the inputs) and W (backward for the weights).
     """
     schedule_class: Any = get_schedule_class(name)
-    if issubclass(schedule_class, PipelineScheduleSingle):  # these have no plan that can be read
+    if issubclass(schedule_class, PipelineScheduleSingle):  # these expose no plan
         ahead = [num_microbatches if name == "GPipe" else pp - rank for rank in range(pp)]
         return [forward_ahead(rank, min(ahead[rank], num_microbatches), num_microbatches) for rank in range(pp)]
     stages = [_StageStandIn(index, sum(map(len, stages_of_rank)), pp) for index in stages_of_rank[0]]
@@ -327,7 +304,8 @@ def planned_actions(
 
 
 def forward_ahead(stage: int, ahead: int, num_microbatches: int) -> list[tuple[int, str, int]]:
-    """Actions of a stage: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
+    """Returns the actions of a stage: `ahead` forwards, then backward and forward in turn, then the remaining
+    backwards."""
     actions = [(stage, "F", index) for index in range(ahead)]
     for index in range(num_microbatches):
         actions.append((stage, "B", index))
@@ -337,7 +315,7 @@ def forward_ahead(stage: int, ahead: int, num_microbatches: int) -> list[tuple[i
 
 
 class _StageStandIn:
-    """A stand-in for a stage of rank 0, with the attributes that schedules read when they make their plan."""
+    """A stage of rank 0 with only the attributes that schedules read to make their plan."""
 
     def __init__(self, index: int, num_stages: int, pp: int):
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, num_stages, pp, 0

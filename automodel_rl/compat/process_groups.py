@@ -1,4 +1,4 @@
-"""Timeouts of process groups, what keeps them alive, and process groups across several jobs.
+"""Process groups: timeouts, release, and groups across several jobs.
 
 Checked with torch 2.11, 2.13 and 2.15.
 """
@@ -19,7 +19,7 @@ from automodel_rl.compat.versions import TORCH
 
 
 def limit_waits(groups: Iterable[dist.ProcessGroup], longest: datetime.timedelta) -> None:
-    """Sets the timeout of groups, which otherwise is their backend's default."""
+    """Sets the groups' timeout in place of their backend's default."""
     for group in groups:
         if TORCH < (2, 15):
             dist.distributed_c10d._set_pg_timeout(longest, group)
@@ -28,8 +28,8 @@ def limit_waits(groups: Iterable[dist.ProcessGroup], longest: datetime.timedelta
 
 
 def forget_meshes() -> None:
-    """Empties torch's caches of how to shard: their keys keep meshes alive, and with them groups that were destroyed,
-    with their threads and connections."""
+    """Clears torch's sharding caches: their keys keep meshes alive, and with them the threads and connections of
+    destroyed groups."""
     debug._clear_sharding_prop_cache()
     for method in (*vars(ShardingPropagator).values(), *vars(_redistribute).values()):
         if isinstance(method, functools._lru_cache_wrapper):
@@ -37,17 +37,15 @@ def forget_meshes() -> None:
 
 
 def group_outside_of_jobs(store: dist.Store, rank: int, size: int, device: torch.device, seconds: float) -> Any:
-    """A process group of processes that belong to different jobs: gloo on the CPU, NCCL on CUDA.
+    """Returns a process group of processes in different jobs: gloo on the CPU, NCCL on CUDA.
 
-    In torch.distributed a process belongs to one world, and `new_group` can only make groups within it. So the backend
-    is constructed directly, on a store of its own.
+    In torch.distributed a process belongs to one world, and `new_group` can only make groups within it. So the
+    backend is constructed directly, on a store of its own.
 
     Args:
-        store: a store that all members share.
-        rank: rank of this process in the group.
-        size: number of members.
+        store: a store shared by all members.
         device: device of the tensors; on CUDA it must be this thread's current device.
-        seconds: longest wait for a peer that the caller allows. NCCL's own timeout is set longer, because it ends the
+        seconds: longest wait for a peer that the caller allows. NCCL's own timeout is longer, because it ends the
             whole process.
     """
     if device.type != "cuda":
@@ -60,10 +58,8 @@ def group_outside_of_jobs(store: dist.Store, rank: int, size: int, device: torch
 
 @contextlib.contextmanager
 def _watchdog_that_only_watches() -> Iterator[None]:
-    """Groups that are made in this block have a watchdog that does not end the process when a peer is gone.
-
-    A job must not end because one of its generators has.
-    """
+    """Groups made in this block have a watchdog that does not end the process when a peer is lost: a job must survive
+    its generators."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"

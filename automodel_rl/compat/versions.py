@@ -1,4 +1,4 @@
-"""Installed versions of libraries, and the versions with which the private names in this room were checked."""
+"""Installed library versions, and the versions with which this room's private names were checked."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -11,14 +11,14 @@ CHECKED = {
 test`, and add the version."""
 
 TORCH = tuple(map(int, version("torch").split(".")[:2]))
-"""Installed torch as (major, minor), for the few places where torch 2.11 to 2.15 differ."""
+"""Installed torch as (major, minor), for differences between torch 2.11 and 2.15."""
 
 TRANSFORMERS = tuple(map(int, version("transformers").split(".")[:2]))
-"""Installed transformers as (major, minor), for the few places where 5.18 to 5.24 differ."""
+"""Installed transformers as (major, minor), for differences between 5.18 and 5.24."""
 
 
 def own_version() -> str:
-    """The version of this package; `uninstalled` where it is only a folder that Python finds."""
+    """Returns this package's version; `uninstalled` if it is only a folder on Python's path."""
     try:
         return version("automodel-rl")
     except PackageNotFoundError:

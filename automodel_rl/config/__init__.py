@@ -1,4 +1,4 @@
-"""Checked configs. This room imports nothing that loads slowly, so that help and config errors appear at once."""
+"""Checked config sections. Imports nothing slow, so that help and config errors appear at once."""
 
 from automodel_rl.config.base import Section
 from automodel_rl.config.components import ComponentsConfig, EncoderComponent, LanguageComponent

@@ -1,4 +1,4 @@
-"""The base of every config section. Unknown keys are errors. Values are checked once, and never change afterwards."""
+"""Base class and field types of config sections. Sections reject unknown keys and are immutable."""
 
 import os
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -19,7 +19,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections(cls, values: Any) -> Any:
-        """A section's name with nothing below it, or with comments alone, has the defaults of all its keys."""
+        """Gives a section with nothing but comments below its name the defaults of all its keys."""
         if not isinstance(values, dict):
             return values
         kinds = {info.alias or name: info.annotation for name, info in cls.model_fields.items()}
@@ -29,7 +29,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _lists_of_one(cls, values: Any) -> Any:
-        """One value where a list of any length is meant makes a list of one."""
+        """Wraps a single value in a list where a list of any length is expected."""
         if not isinstance(values, dict):
             return values
         lists = {name for name, info in cls.model_fields.items() if _is_list(info.annotation)}
@@ -40,7 +40,7 @@ class Section(BaseModel):
 
 
 def _is_list(annotation: Any) -> bool:
-    """Whether a field holds a list of any length of texts or sections."""
+    """Whether a field is a variable-length list of strings or sections."""
     if get_origin(annotation) is not tuple or get_args(annotation)[-1] is not Ellipsis:
         return False
     item = get_args(annotation)[0]
@@ -49,7 +49,7 @@ def _is_list(annotation: Any) -> bool:
 
 Positive = Annotated[int, Field(gt=0)]
 BatchSize = Annotated[int, Field(gt=0, le=1_000_000)]
-"""Number of examples of one step. A larger one is taken for a typing error."""
+"""Number of examples per step. Values above 1,000,000 are rejected as typos."""
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -68,8 +68,8 @@ def _names(text: str) -> list[bytes]:
 
 
 LONGEST_PATH, LONGEST_NAME = 4000, 250
-"""Bytes of the longest path, and of the longest name in it. File systems allow a little more, for names that are
-added."""
+"""Maximum bytes of a path and of a name in it: a little below the limits of file systems, to leave room for
+suffixes."""
 
 PathText = Annotated[str, AfterValidator(_checked_path)]
-"""A path, in which ~ is the home folder, or the id of a model or dataset on the hub."""
+"""A path, in which ~ is the home folder, or the hub id of a model or dataset."""

@@ -1,4 +1,4 @@
-"""Meshes of a multimodal model: its components, encoders and language model, each on ranks of its own."""
+"""Meshes of a multimodal model: separate ranks and layouts for its encoders and its language model."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from automodel_rl.config.parallel import ParallelConfig
 
 
 def _ranks(value: Any) -> Any:
-    """Turns a text such as `0-3` into [0, 1, 2, 3], and a single number into a list. Other values stay as they are."""
+    """Expands `0-3` to [0, 1, 2, 3] and wraps a single number in a list. Returns other values unchanged."""
     if isinstance(value, int):
         return [value]
     if not isinstance(value, str):
@@ -25,7 +25,7 @@ Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_rank
 
 
 class EncoderComponent(Section):
-    """An encoder of images or audio, and the projector that turns its output into embeddings of the language model.
+    """An image or audio encoder with the projector that maps its output to embeddings of the language model.
 
     Example:
         >>> EncoderComponent(ranks="0-3", dp_shard=4).ranks
@@ -33,20 +33,20 @@ class EncoderComponent(Section):
     """
 
     ranks: Ranks
-    """Ranks of the job that hold this component, e.g. 0-3 or [0, 1, 2, 3]."""
+    """Ranks of this component, e.g. 0-3 or [0, 1, 2, 3]."""
 
     dp_shard: Positive = 1
-    """Number of ranks that divide the images or clips among themselves, with sharded weights (FSDP2)."""
+    """Data parallel: number of ranks that split the images or clips and shard the weights (FSDP2)."""
 
     dp_replicate: Positive = 1
-    """Number of copies of these ranks, which divide them further."""
+    """Data parallel: number of copies of the sharded group, which split the images or clips further (HSDP)."""
 
     tp: Positive = 1
-    """Number of ranks that every layer is split over (tensor parallel)."""
+    """Tensor parallel: number of ranks that split every layer."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Its layout, without the ranks."""
+        """The layout without the ranks."""
         return ParallelConfig(dp_shard=self.dp_shard, dp_replicate=self.dp_replicate, tp=self.tp)
 
     @model_validator(mode="before")
@@ -58,7 +58,7 @@ class EncoderComponent(Section):
 
 
 class LanguageComponent(ParallelConfig):
-    """The language model. It has the keys of `parallel`, and the ranks.
+    """The language model's ranks and layout: the keys of `parallel`, and `ranks`.
 
     Example:
         >>> LanguageComponent(ranks="4-7", pp=2, dp_shard=2).world_size
@@ -66,17 +66,17 @@ class LanguageComponent(ParallelConfig):
     """
 
     ranks: Ranks
-    """Ranks of the job that hold this component, e.g. 0-3 or [0, 1, 2, 3]."""
+    """Ranks of this component, e.g. 0-3 or [0, 1, 2, 3]."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Its layout, without the ranks."""
+        """The layout without the ranks."""
         return ParallelConfig(**self.model_dump(exclude={"ranks"}))
 
 
 class ComponentsConfig(Section):
-    """A mesh for each component of a model. An encoder is on the ranks of the language model, or on ranks that no other
-    component has. Together components hold all ranks of the job.
+    """One mesh per component. An encoder runs either on exactly the ranks of the language model or on ranks of its own.
+    The components together cover all ranks of the job.
 
     Example:
         >>> components = ComponentsConfig(vision={"ranks": 0}, language={"ranks": "1-2", "pp": 2})
@@ -85,10 +85,10 @@ class ComponentsConfig(Section):
     """
 
     vision: EncoderComponent | None = None
-    """The encoder of images, for a model that has one."""
+    """Mesh of the image encoder, for models that have one."""
 
     audio: EncoderComponent | None = None
-    """The encoder of audio, for a model that has one."""
+    """Mesh of the audio encoder, for models that have one."""
 
     language: LanguageComponent
 
@@ -103,11 +103,11 @@ class ComponentsConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return len(self._all_ranks)
 
     def is_colocated(self, encoder: str) -> bool:
-        """Whether an encoder is on the ranks of the language model."""
+        """Whether `encoder` runs on the ranks of the language model."""
         return self.encoders[encoder].ranks == self.language.ranks
 
     @property
@@ -162,19 +162,15 @@ def _check_ranks(name: str, ranks: tuple[int, ...], size: int) -> None:
 
 
 def _span(ranks: tuple[int, ...]) -> str:
-    """Ranks as text: `0-3` if they are consecutive, otherwise a list of them."""
+    """Formats ranks as `0-3` if they are consecutive, otherwise as a comma-separated list."""
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
 
 
 def one_layout(parallel: ParallelConfig, encoders: Iterable[str]) -> ComponentsConfig:
-    """All components on all ranks of a layout. Each encoder shards its weights over all of them.
-
-    Args:
-        parallel: the language model's layout.
-        encoders: the names of the encoders.
-    """
+    """Places all components on all ranks of the language model's layout. Each encoder shards its weights over all of
+    them."""
     ranks = tuple(range(parallel.world_size))
     language = LanguageComponent(ranks=ranks, **parallel.model_dump(exclude={"ranks"}))
     encoder = EncoderComponent(ranks=ranks, dp_shard=len(ranks))

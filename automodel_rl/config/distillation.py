@@ -1,4 +1,4 @@
-"""Distillation: what a student learns of its teachers' distributions."""
+"""Distillation: how a student learns from its teachers' distributions."""
 
 from typing import Annotated, Literal
 
@@ -10,8 +10,8 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "mixed"]
 
 
 class DistillLossConfig(Section):
-    """The loss of distillation: the divergence of each token between the student's distribution p and the teacher's q
-    (Hinton et al., arXiv:1503.02531), over the teacher's likeliest tokens.
+    """The distillation loss: the divergence between the student's distribution p and the teacher's q for each token
+    (Hinton et al., arXiv:1503.02531), over the `top_k` most likely tokens.
 
     Example:
         >>> DistillLossConfig(divergence="reverse_kl").outside
@@ -19,32 +19,31 @@ class DistillLossConfig(Section):
     """
 
     divergence: Divergence = "forward_kl"
-    """forward_kl: KL(q || p), which covers all that the teacher says. reverse_kl: KL(p || q), which settles on a part
-    of it (MiniLLM, arXiv:2306.08543). jsd: beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p
-    (GKD, arXiv:2306.13649, eq. 1). mixed: beta KL(q || p) + (1 - beta) KL(p || q)."""
+    """forward_kl: KL(q || p), which covers all of the teacher's modes. reverse_kl: KL(p || q), which concentrates on
+    some of them (MiniLLM, arXiv:2306.08543). jsd: beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta)
+    p (GKD, arXiv:2306.13649, eq. 1). mixed: beta KL(q || p) + (1 - beta) KL(p || q)."""
 
     beta: Fraction = 0.5
-    """The weight in jsd and mixed."""
+    """Interpolation weight of jsd and mixed."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """The logits of both are divided by it. The loss is not multiplied by its square."""
+    """Divides the logits of both models. The loss is not multiplied by its square."""
 
     top_k: Positive = 64
-    """Number of tokens at each place that the divergence compares one by one. With as many as the vocabulary has, the
-    divergence is exact."""
+    """Number of tokens per position that the divergence compares individually. Exact if it is the vocabulary size."""
 
     tokens_of: Literal["teacher", "student", "both"] = "teacher"
-    """Whose likeliest tokens these are; both: the tokens that are among either's."""
+    """Model whose most likely tokens are compared; both: the union."""
 
     outside: Literal["tail", "renormalise", "drop"] = "tail"
-    """What becomes of all other tokens. tail: together they count as one more token, so that the student cannot hide
-    probability there. renormalise: p and q are those among the chosen tokens; nothing holds what lies outside. drop:
-    they count nowhere, so that the sum is no divergence and may be negative; with reverse_kl the student then learns to
-    move probability outside."""
+    """Treatment of all other tokens. tail: they count as one additional token, so that the student cannot hide
+    probability there. renormalise: p and q are normalised over the chosen tokens, and probability outside is
+    unconstrained. drop: they are ignored, so the sum is not a divergence and may be negative; forward_kl only, because
+    the other divergences would reward moving probability outside."""
 
     scaled_likelihood: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the negative log-likelihood of the data's tokens, which is added. It is computed from the student's
-    logits divided by `temperature`, so it is the loss of sft only if that is 1."""
+    """Weight of an additional loss: the negative log-likelihood of the data's tokens, computed from the student's
+    logits divided by `temperature`, so it equals the loss of sft only at temperature 1."""
 
     @model_validator(mode="after")
     def _holds_together(self) -> "DistillLossConfig":
@@ -59,9 +58,9 @@ class DistillLossConfig(Section):
 
 
 class OnPolicyDistillationConfig(Section):
-    """What teachers add to advantages or to the loss. To advantages: for each token that the policy has written, the
-    logarithm of how much likelier it is under the teacher. Its mean is the negative reverse divergence from the teacher
-    (Lu et al., "On-policy distillation", thinkingmachines.ai/blog/on-policy-distillation).
+    """The teachers' contribution to advantages or to the loss. In advantages: log q - log p of each generated token,
+    whose mean is the negative reverse KL divergence from the teacher (Lu et al., "On-policy distillation",
+    thinkingmachines.ai/blog/on-policy-distillation).
 
     Example:
         >>> OnPolicyDistillationConfig(coefficient=0.5).discount
@@ -69,16 +68,16 @@ class OnPolicyDistillationConfig(Section):
     """
 
     coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """The factor of the logarithm, or of the divergence. It is added to what rewards give, if there are any."""
+    """Factor of the teachers' contribution, which is added to that of the rewards, if there are any."""
 
     discount: Fraction = 0.0
-    """A token also gets what later tokens of its row get, each with this factor for every token in between. 0: only its
-    own."""
+    """Discount factor per token with which the terms of later tokens of the row are added to a token's advantage. 0:
+    each token gets only its own."""
 
     loss: DistillLossConfig | None = None
-    """Compares distributions in place of written tokens: the divergence from the teacher at each place of a completion,
-    as a part of the loss (GKD, arXiv:2306.13649). It has much less variance than the logarithm of one token. Its
-    temperature is that of rollouts, and need not be given. null: the logarithm, in advantages."""
+    """Compare whole distributions rather than the generated tokens: the divergence from the teacher at each position of
+    a completion becomes part of the loss (GKD, arXiv:2306.13649), with much less variance. Its temperature defaults to
+    that of rollouts. null: log-ratios of generated tokens, in advantages."""
 
     @model_validator(mode="after")
     def _discounts_advantages(self) -> "OnPolicyDistillationConfig":

@@ -1,6 +1,7 @@
-"""Keys of other trainers, with those here that mean the same: for suggestions, and for the tables of configs/README.md.
+"""Configuration keys of other trainers and their equivalents here: for suggestions in error messages, and for the
+tables of configs/README.md.
 
-They are in elsewhere.yaml, which is read when a key is not known.
+The table is elsewhere.yaml, which is read only when an unknown key is found.
 """
 
 from collections.abc import Iterator
@@ -14,12 +15,12 @@ from automodel_rl.config.keys import describe_keys
 from automodel_rl.config.strict_yaml import parse_yaml
 
 MOST_SHOWN = 12
-"""Most keys of a config that are answered. A whole config of another trainer has hundreds."""
+"""Maximum number of keys answered in one message. A complete config of another trainer has hundreds."""
 
 TABLE = "configs/README.md"
 
 SHORTEST = 3
-"""Letters of the shortest name that is known inside a section: there `rl` is a slip, and not axolotl's `rl`."""
+"""Minimum length of a suffix of a dotted name to be looked up: inside a section `rl` is a typo, not axolotl's `rl`."""
 
 TRAINERS = ("trl", "nemo_rl", "verl", "others")
 
@@ -28,12 +29,13 @@ class Elsewhere(NamedTuple):
     """Settings of other trainers with the same meaning.
 
     Attributes:
-        here: the dotted keys here, the nearest first; of each algorithm those that it has. None where nothing is set.
-        note: how values differ, or why there is nothing to set.
-        trl: names of TRL, transformers and PEFT.
-        nemo_rl: dotted names of NeMo RL.
-        verl: dotted names of verl.
-        others: names of axolotl, LLaMA-Factory and Unsloth.
+        here: equivalent dotted keys, the closest first, for every algorithm that has one; empty if there is no
+            equivalent.
+        note: how values differ, or why there is no equivalent.
+        trl: names in TRL, transformers and PEFT.
+        nemo_rl: dotted names in NeMo RL.
+        verl: dotted names in verl.
+        others: names in axolotl, LLaMA-Factory and Unsloth.
     """
 
     here: tuple[str, ...]
@@ -45,16 +47,15 @@ class Elsewhere(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all trainers."""
         return (*self.trl, *self.nemo_rl, *self.verl, *self.others)
 
 
 def answer(path: str, kind: type[BaseModel]) -> str | None:
-    """What to write here for a key of another trainer; None if no trainer has it.
+    """Returns the equivalent of another trainer's key as a hint for an error message; None if no trainer has the key.
 
     Args:
-        path: its dotted name, as it was given. What stands before it in another config may be left out, or differ.
-        kind: the config that it was given in.
+        path: the dotted name as given. Leading sections may be missing or differ from those of the other trainer.
+        kind: the config class that the key was found in.
     """
     parts = path.split(".")
     ends = [path, *(end for start in range(1, len(parts)) if len(end := ".".join(parts[start:])) >= SHORTEST)]
@@ -73,14 +74,15 @@ def answer(path: str, kind: type[BaseModel]) -> str | None:
 
 
 def answers(path: str, value: Any, kind: type[BaseModel]) -> list[str]:
-    """The answers to a section of another trainer: one for each key in it that has one, as `key: answer`."""
+    """Returns `key: hint` for every key of a foreign section that has an equivalent, at most MOST_SHOWN."""
     found = [f"{leaf}: unknown key; {text}" for leaf in _leaves(path, value) if (text := answer(leaf, kind))]
     more = [f"and {len(found) - MOST_SHOWN} keys more, which {TABLE} has"] if len(found) > MOST_SHOWN else []
     return found[:MOST_SHOWN] + more
 
 
 def _leaves(path: str, value: Any) -> Iterator[str]:
-    """Dotted names of the keys in a section. A section that the tables have as a whole is not looked into."""
+    """Yields the dotted names of the keys in a section. Does not descend into sections that the table lists as a
+    whole."""
     names = _by_name()
     if isinstance(value, dict) and (path not in names or any(f"{path}.{key}" in names for key in value)):
         for key, inner in value.items():
@@ -91,7 +93,7 @@ def _leaves(path: str, value: Any) -> Iterator[str]:
 
 @cache
 def rows() -> tuple[Elsewhere, ...]:
-    """All rows of the tables."""
+    """Returns all rows of the table."""
     text = (files("automodel_rl.config") / "elsewhere.yaml").read_text()
     return tuple(
         Elsewhere(tuple(row["here"]), row.get("note", ""), *(tuple(row.get(trainer, ())) for trainer in TRAINERS))
@@ -101,7 +103,7 @@ def rows() -> tuple[Elsewhere, ...]:
 
 @cache
 def _by_name() -> dict[str, Elsewhere]:
-    """The row of every name, and of every end of a dotted name that means one thing."""
+    """Maps each foreign name, and each unambiguous suffix of a dotted name, to its row."""
     whole = {name: row for row in rows() for name in row.names}
     ends: dict[str, set[Elsewhere]] = {}
     for name, row in whole.items():
@@ -116,11 +118,11 @@ TOO_SHORT = {
     *("alpha", "dim", "strategy", "contents", "device", "cluster", "ref", "resources", "dtype", "optimizer"),
     *("dropout", "peft", "algorithm"),
 }
-"""Ends of names that may mean anything."""
+"""Suffixes that are too general to be looked up."""
 
 
 def tables() -> str:
-    """The tables of the page on configs."""
+    """Returns the table of configs/README.md in Markdown."""
     titles = ("TRL, transformers, PEFT", "NeMo RL", "verl", "axolotl, LLaMA-Factory, Unsloth", "here")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows():

@@ -1,4 +1,4 @@
-"""Conversations of several turns: what answers the model, and when a conversation ends at the latest."""
+"""Conversations of several turns: tools, environments and agents, and their limits."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,30 +18,30 @@ ONLY_WITH_TURNS = (
     "agent_failed",
     "agent_host",
 )
-"""Keys that mean nothing for completions of one turn."""
+"""Keys without effect for single-turn completions."""
 
 NOT_WITH_AGENT = ("max_tool_tokens", "tool_seconds", "on_bad_call", "sandbox")
-"""Keys of what an agent does itself."""
+"""Keys for what an agent does itself."""
 
 AGENT_SECONDS = 600.0
-"""Seconds after which an agent is ended, if the config does not say."""
+"""Default time limit of an agent in seconds."""
 
 
 class VerifiersConfig(Section):
-    """Tasks of the package verifiers, whose agents are trained."""
+    """Agents and tasks of the package verifiers."""
 
     taskset: str
-    """Name of the taskset: an installed package, or a module in the folder where the run starts."""
+    """Name of the taskset: an installed package, or a module in the working directory."""
 
     args: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the taskset."""
+    """Arguments of the taskset."""
 
     harness: str | None = "null"
-    """Name of the harness: the program that plays. null (the text): a chat with the tools of the task. None: the
-    taskset's own."""
+    """Name of the harness, the program that runs the agent. "null" (the string) is a chat with the task's tools. null:
+    the taskset's own harness."""
 
     python: str
-    """Interpreter of an environment with verifiers 0.4 or later."""
+    """Python interpreter of an environment with verifiers 0.4 or later."""
 
 
 class EpisodeConfig(Section):
@@ -49,60 +49,60 @@ class EpisodeConfig(Section):
 
     tools: tuple[str, ...] = ()
     """Functions that the model may call, as import paths `package.module:function`. Their schemas come from type hints
-    and docstrings. What a call returns, or why it fails, is answered, and the model goes on. `python` is built in: it
-    runs code in a sandbox."""
+    and docstrings. The result of a call, or its error, is returned to the model. The built-in `python` runs code in a
+    sandbox."""
 
     environment: str | None = None
-    """Import path `package.module:factory` of an environment that answers the model's turns, called as factory(example:
-    dict, seed: int). Every conversation has one of its own, in a process of its own."""
+    """Import path `package.module:factory` of an environment that responds to the model's turns, called as
+    factory(example: dict, seed: int). Every conversation has its own environment in a separate process."""
 
     agent: str | None = None
-    """Import path `package.module:function` of an agent: any program that calls the model by an endpoint beside the
-    run, with OpenAI's or Anthropic's API. Called as function(endpoint, example: dict), plain or async, in a process of
-    its own; it returns the episode's reward, or a dict with `reward` and other numbers."""
+    """Import path `package.module:function` of an agent: any program that calls the model through a local endpoint with
+    OpenAI's or Anthropic's API. Called as function(endpoint, example: dict), plain or async, in a separate process;
+    returns the episode's reward, or a dict with `reward` and further metrics."""
 
     verifiers: VerifiersConfig | None = None
-    """Agents of the package verifiers, in place of `agent`. Prompts have the number of their task as `task`;
-    `automodel-rl tasks` writes them."""
+    """Agents of the package verifiers, in place of `agent`. Each prompt holds its task number as `task`; `automodel-rl
+    tasks` writes such prompts."""
 
     agent_failed: Literal["leave_out"] | Annotated[float, Field(allow_inf_nan=False)] = "leave_out"
-    """Reward of an episode whose agent raises, or is ended after `episode_seconds`; its turns are trained. leave_out:
-    it leaves its group, and the others are compared without it."""
+    """Reward of an episode whose agent raises or exceeds `episode_seconds`; its turns are trained. leave_out: the
+    episode is removed from its group."""
 
     agent_host: str = "127.0.0.1"
-    """Address where the endpoint of agents listens. Another one than this machine's own lets programs in containers or
-    on other machines call it, with the key of an episode."""
+    """Address on which the agents' endpoint listens. Set a non-loopback address for agents in containers or on other
+    machines, which authenticate with their episode's key."""
 
     max_turns: Positive = 8
-    """Most turns of the model in a conversation, each of at most max_new_tokens. For an agent: most calls."""
+    """Maximum turns of the model in a conversation, each of at most max_new_tokens. With an agent: maximum calls."""
 
     max_tokens: Positive | None = None
-    """Most tokens of a conversation after its prompt, answers included. null: max_turns times max_new_tokens. For an
-    agent: of each row, where its history forks."""
+    """Maximum tokens of a conversation after its prompt, tool and environment messages included. null: max_turns times
+    max_new_tokens. With an agent: the limit of each row, since its history may branch."""
 
     max_tool_tokens: Positive = 1024
-    """Most tokens of an answer. A longer one is cut in the middle."""
+    """Maximum tokens of a tool or environment message. Longer ones are cut in the middle."""
 
     tool_seconds: Annotated[float, Field(gt=0)] = 30.0
-    """Most seconds of a call. A tool that takes longer is answered as failed. An environment that takes longer is
-    ended, and its conversation leaves its group."""
+    """Time limit of a call in seconds. A tool that exceeds it is reported to the model as failed. An environment that
+    exceeds it is terminated, and its conversation is removed from its group."""
 
     episode_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Seconds after which no further turn of a conversation begins; null for no limit. An agent is ended after them,
-    with all that it has started; null: after 600."""
+    """Time limit of a conversation in seconds, after which no new turn begins; null: no limit. An agent is terminated
+    at the limit together with its child processes; null: after 600 seconds."""
 
     max_episodes: Positive = 256
-    """Most conversations for each rank that are under way at once, and so most processes of environments or agents.
-    They run on the machine of the first rank."""
+    """Maximum concurrent conversations per rank, and hence processes of environments or agents. All run on the machine
+    of the first rank."""
 
     on_bad_call: Literal["answer", "end"] = "answer"
-    """What happens if a turn has a call that cannot be read. answer: the model is told, and goes on. end: the
+    """Handling of a turn with a tool call that cannot be parsed. answer: the error is returned to the model. end: the
     conversation ends."""
 
     sandbox: Literal["strict", "auto", "none"] = "auto"
-    """Protection for the tool `python`. auto: namespaces of its own with read-only files and without a network, and
-    limits on memory, time, processes and files. The run does not start where the system refuses namespaces; what else
-    it refuses is said at the start. strict: the run does not start where anything is refused. none: only limits on
+    """Isolation of the tool `python`. auto: separate namespaces with a read-only file system and no network, and limits
+    on memory, time, processes and files; the run fails to start if the system does not support namespaces, and reports
+    any other missing protection. strict: the run fails to start if any protection is missing. none: only limits on
     memory, time and files."""
 
     @property
@@ -112,12 +112,12 @@ class EpisodeConfig(Section):
 
     @property
     def has_agent(self) -> bool:
-        """Whether agents lead conversations."""
+        """Whether agents run the conversations."""
         return self.agent is not None or self.verifiers is not None
 
     @property
     def agent_seconds(self) -> float:
-        """Seconds after which an agent is ended."""
+        """Time limit of an agent in seconds."""
         return AGENT_SECONDS if self.episode_seconds is None else self.episode_seconds
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Models beside the trained one, on the same ranks and layout: teachers, critics."""
+"""Additional models on the ranks and layout of the trained one: teachers and critics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ Between = Literal["device", "host"]
 
 @dataclass(frozen=True)
 class FurtherModel:
-    """A model beside the trained one, as a run asks for it.
+    """An additional model as requested by the config.
 
     Attributes:
-        model: its checkpoint and precision.
-        key: the section of the config that asks for it, for error messages.
-        is_trained: whether the run trains it, too.
-        between: where its weights are while it does not compute.
+        model: checkpoint and precision.
+        key: config section that requests it, for error messages.
+        is_trained: whether the run trains it.
+        between: where its weights are kept while it is idle.
 
     Example:
         >>> FurtherModel(ModelConfig(path="Qwen/Qwen3-8B"), "teachers.large").is_trained
@@ -35,7 +35,7 @@ class FurtherModel:
 
 
 class FrozenModelConfig(Section):
-    """A model beside the trained one, which is not trained: of any architecture that is supported.
+    """An additional model that is not trained, of any supported architecture.
 
     Example:
         >>> FrozenModelConfig(path="Qwen/Qwen3-8B", between="host").dtype is None
@@ -43,24 +43,23 @@ class FrozenModelConfig(Section):
     """
 
     path: PathText
-    """Folder of its checkpoint, or its hub id."""
+    """Folder or hub id of its checkpoint."""
 
     dtype: Dtype | None = None
-    """Precision in which it computes; null takes model.dtype."""
+    """Compute precision; null: model.dtype."""
 
     attention: Attention = "auto"
-    """Its attention kernel, as model.attention."""
+    """Attention kernel, with the values of model.attention."""
 
     between: Between = "device"
-    """Place of its weights while it does not compute. host: in host memory; they are copied to the device whenever it
-    computes."""
+    """Location of its weights while it is idle. host: in host memory, copied to the device for every pass."""
 
     def further_model(self, key: str, trained: ModelConfig) -> FurtherModel:
-        """What a run asks for.
+        """Returns the request for this model.
 
         Args:
-            key: the section of the config that this one is.
-            trained: the section of the trained model.
+            key: config section of this model, for error messages.
+            trained: the section of the trained model, which provides defaults.
         """
         model = ModelConfig(
             path=self.path,
@@ -72,7 +71,7 @@ class FrozenModelConfig(Section):
 
 
 class TeacherConfig(FrozenModelConfig):
-    """A model that a student learns from. It has the student's tokenizer.
+    """A model that a student learns from. It must have the student's tokenizer.
 
     Example:
         >>> TeacherConfig(path="Qwen/Qwen3-8B", sources=("data/math.jsonl",)).between
@@ -80,28 +79,28 @@ class TeacherConfig(FrozenModelConfig):
     """
 
     sources: tuple[PathText, ...] = ()
-    """The data that it teaches, by the `path` of sources in data.train and data.validation. Empty: all data that no
-    other teacher names."""
+    """Data sources for which it is the teacher, by their `path` in data.train and data.validation. Empty: all sources
+    that no other teacher lists."""
 
     url: Annotated[str, Field(pattern="^https?://")] | None = None
-    """Address of a server that has the teacher, which then needs no memory here; `path` has its tokenizer and config.
-    null: its weights are loaded on the run's ranks."""
+    """URL of a server that runs the teacher, which then takes no memory here; `path` still provides its tokenizer and
+    config. null: its weights are loaded on the run's ranks."""
 
     api: Literal["vllm", "tinker"] = "vllm"
-    """What the server speaks. vllm: `vllm serve`, with `--max-logprobs` of at least loss.top_k; it knows its own
-    likeliest tokens alone. tinker: Tinker's API, as `automodel-rl serve` does, with the key in TINKER_API_KEY."""
+    """API of the server. vllm: `vllm serve`, with `--max-logprobs` of at least loss.top_k; it returns only its own most
+    likely tokens. tinker: Tinker's API, as served by `automodel-rl serve`, with the key in TINKER_API_KEY."""
 
     name: str | None = None
-    """Name of the model at the server, or the tinker:// path of its weights; null: `path`."""
+    """Name of the model on the server, or the tinker:// path of its weights; null: `path`."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is behind a server."""
+        """Whether it runs on a server."""
         return self.url is not None
 
     @model_validator(mode="after")
     def _is_here_or_there(self) -> "TeacherConfig":
-        # A run's config.yaml has all keys, those with their defaults too.
+        # model_fields_set would not do: a saved config.yaml sets every key.
         changed = [key for key, info in type(self).model_fields.items() if getattr(self, key) != info.default]
         own = [key for key in ("dtype", "attention", "between") if key in changed]
         there = [key for key in ("api", "name") if key in changed]
@@ -113,12 +112,8 @@ class TeacherConfig(FrozenModelConfig):
 
 
 def local(teachers: Mapping[str, TeacherConfig], student: ModelConfig) -> dict[str, FurtherModel]:
-    """Those teachers that are on the run's ranks, as it asks for them.
-
-    Args:
-        teachers: all teachers by name.
-        student: the section of the trained model.
-    """
+    """Returns the requests for all teachers that run on the job's ranks, by name. `student` is the section of the
+    trained model."""
     here = {name: one for name, one in teachers.items() if not one.is_remote}
     return {name: one.further_model(f"teachers.{name}", student) for name, one in here.items()}
 
@@ -126,12 +121,12 @@ def local(teachers: Mapping[str, TeacherConfig], student: ModelConfig) -> dict[s
 def check_can_compare(
     teachers: Mapping[str, TeacherConfig], loss: DistillLossConfig | None, temperature: float
 ) -> None:
-    """Raises ValueError if a teacher behind a server cannot say what is asked.
+    """Raises ValueError if a remote teacher cannot provide the required log-probabilities.
 
     Args:
-        teachers: the teachers by name.
-        loss: the divergence from them; None if they judge written tokens alone.
-        temperature: the temperature at which they are asked.
+        teachers: by name.
+        loss: the divergence from the teachers; None if only generated tokens are scored.
+        temperature: sampling temperature of those log-probabilities.
     """
     for name, one in teachers.items():
         if one.is_remote and temperature != 1.0:

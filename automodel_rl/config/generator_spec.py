@@ -1,4 +1,4 @@
-"""What a generator is made of, whoever asks for it: a run or a service."""
+"""What a run or a service requires of its generators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,21 +16,21 @@ from automodel_rl.config.rollout import WeightSyncConfig
 
 @dataclass(frozen=True)
 class GeneratorSpec:
-    """A generator that is to be made.
+    """A generator to create.
 
     Attributes:
-        choice: its kind, its place and the options of this kind.
-        longest_sequence: most tokens of a prompt with its completion.
-        weight_sync: how it gets weights.
-        sleep_level: level at which it sleeps between rollouts; 0 if it stays awake.
-        shares_memory: whether it and the trainer have the device's memory in turns.
-        stop_token_ids: tokens that end a completion, besides the model's own.
-        has_stop_texts: whether requests may name texts that end a completion.
-        reports_routes: whether it reports the experts that tokens went to.
-        pixels: fewest and most pixels of an image, where they are limited.
+        choice: its kind, placement and options.
+        longest_sequence: maximum tokens of a prompt with its completion.
+        weight_sync: how it receives weights.
+        sleep_level: vLLM sleep level between rollouts; 0: it stays awake.
+        shares_memory: whether it and the trainer use the GPU's memory in turns.
+        stop_token_ids: additional end tokens.
+        has_stop_texts: whether requests may have stop strings.
+        reports_routes: whether it returns the experts chosen for each token.
+        pixels: minimum and maximum pixels of an image; None: no limit.
         template_variables: variables of the chat template, on which the model's end tokens may depend.
-        num_adapters: adapters that it has at once, if they come alone: new ones, and those that completions are still
-            written with.
+        num_adapters: adapters it holds at once if adapters are synced without the base model: the newest, and those
+            that running completions still use.
     """
 
     choice: TransformersSamplerConfig | VllmSamplerConfig | VllmServersConfig | JoinedGeneratorConfig
@@ -47,5 +47,5 @@ class GeneratorSpec:
 
     @property
     def tensor_parallel(self) -> int:
-        """Number of GPUs over which it is split."""
+        """Number of GPUs it is split over."""
         return self.choice.tensor_parallel if isinstance(self.choice, VllmGeneratorConfig) else 1

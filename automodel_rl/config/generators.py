@@ -1,5 +1,5 @@
-"""What writes completions: transformers, vLLM, or servers of vLLM that run already. Each kind has the keys that it
-needs."""
+"""Generators of completions: transformers, vLLM, running vLLM servers, or generators that join the run. Each kind has
+its own keys."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from automodel_rl.config.base import Fraction, PathText, Positive, Section
 
 Transport = Literal["local", "ipc", "collective"]
-"""How weights reach transformers generators. local: within a process. ipc: to a process on the same device, which
-reads the trainer's buffers in place. collective: one rank of each stage broadcasts to all generators."""
+"""How weights reach transformers generators. local: within a process. ipc: to a process on the same device, which reads
+the trainer's buffers in place. collective: one rank of each stage broadcasts to all generators."""
 
 Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
-"""Devices by number, among those that ranks see."""
+"""Device indices among those visible to the ranks."""
 
 
 def _refuse_twice(devices: tuple[int, ...]) -> None:
@@ -22,52 +22,51 @@ def _refuse_twice(devices: tuple[int, ...]) -> None:
 
 
 class _StartedByRanks(Section):
-    """What kinds have in common that ranks start."""
+    """Common base of kinds whose generators the ranks start."""
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Devices of its own; none if it shares its rank's."""
+        """Devices of its own; empty if it shares its rank's device."""
         return ()
 
     @property
     def is_apart(self) -> bool:
-        """Whether it has memory of its own, which the trainer cannot use."""
+        """Whether its memory is separate from the trainer's."""
         return bool(self.devices)
 
 
 class TransformersSamplerConfig(_StartedByRanks):
-    """transformers: a whole copy of the model in every rank's process."""
+    """transformers: a full copy of the model in every rank's process."""
 
     kind: Literal["transformers"] = "transformers"
 
     batch_size: Positive = 64
-    """Most completions that are written at once on each rank."""
+    """Maximum concurrent completions per rank."""
 
     @property
     def transport(self) -> Transport:
-        """How it gets weights."""
+        """How it receives weights."""
         return "local"
 
 
 class TransformersGeneratorConfig(TransformersSamplerConfig):
-    """transformers: a whole copy of the model for every rank."""
+    """transformers: a full copy of the model for every rank."""
 
     place: Literal["in_process", "shared"] | Devices = "in_process"
-    """The place where it runs. in_process: its rank's process. shared: a process of its own on its rank's device. A
-    list: processes of their own on these devices, one for each rank of a machine, by number among those that ranks
-    see."""
+    """Processes and devices. in_process: its rank's process. shared: a separate process on its rank's device. A list of
+    device indices, e.g. [2, 3]: separate processes on these devices, one per rank of a machine."""
 
     batch_size: Positive = 256
-    """Most completions that are written at once on each rank."""
+    """Maximum concurrent completions per rank."""
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Devices of its own; none if it shares its rank's."""
+        """Devices of its own; empty if it shares its rank's device."""
         return () if isinstance(self.place, str) else self.place
 
     @property
     def has_process(self) -> bool:
-        """Whether it runs beside its rank's process."""
+        """Whether it runs in a process of its own."""
         return self.place != "in_process"
 
     @property
@@ -76,7 +75,7 @@ class TransformersGeneratorConfig(TransformersSamplerConfig):
 
     @property
     def transport(self) -> Transport:
-        """How it gets weights."""
+        """How it receives weights."""
         return "local" if not self.has_process else "collective" if self.devices else "ipc"
 
     @model_validator(mode="after")
@@ -86,52 +85,51 @@ class TransformersGeneratorConfig(TransformersSamplerConfig):
 
 
 class VllmSamplerConfig(_StartedByRanks):
-    """vLLM in a process of its own beside every rank, on its device."""
+    """vLLM in a separate process next to every rank, on its device."""
 
     kind: Literal["vllm"] = "vllm"
 
     python: PathText | None = None
-    """Python interpreter of an environment with vLLM, whose pinned dependencies conflict with this package's; null
-    takes the interpreter of this process."""
+    """Python interpreter of an environment with vLLM, whose pinned dependencies conflict with this package's; null: the
+    interpreter of this process."""
 
     memory_fraction: Fraction = 0.4
-    """Share of the device's memory for vLLM's weights and cache."""
+    """Fraction of the device's memory for vLLM's weights and cache."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of vllm.LLM, e.g. max_num_seqs."""
 
 
 class VllmGeneratorConfig(VllmSamplerConfig):
-    """vLLM in processes of its own."""
+    """vLLM in separate processes."""
 
     place: Literal["shared"] | Devices = "shared"
-    """The place where it runs. shared: beside every rank, on its device. A list: these devices, by number among those
-    that ranks see. There may be fewer vLLMs than ranks: the first ranks of a machine lead one each."""
+    """Devices. shared: those of the ranks, next to every rank. A list of device indices, e.g. [2, 3]: these devices of
+    each machine. There may be fewer instances than ranks: the first ranks of a machine lead one each."""
 
     tensor_parallel: Positive = 1
-    """Number of GPUs over which each vLLM is split. So many consecutive ranks of a machine share one, and the first of
-    them leads it; it must divide the number of ranks on a machine. With devices in `place`, each vLLM has so many of
-    those."""
+    """Number of GPUs per vLLM instance. On shared devices, this many consecutive ranks of a machine share an instance,
+    which the first of them leads; must divide the number of ranks per machine. With devices in `place`, each instance
+    takes this many of them."""
 
     replicas: Positive = 1
-    """Number of vLLM on each rank's device, which share `memory_fraction`; each has a copy of the weights. vLLM works
-    through its sequences in one Python thread, and a small model's GPU waits for that: 2 then write in two thirds of
-    the time of one."""
+    """Number of vLLM instances on each rank's device. They share `memory_fraction`, and each holds a copy of the
+    weights. vLLM schedules in a single Python thread, which leaves the GPU idle with small models: 2 instances then
+    take two thirds of the time of one."""
 
     sleep: Literal["none", 1, 2, "auto"] = "none"
-    """Whether vLLM on a rank's device gives its memory back between rollouts. none: it keeps it. 1: its weights wait on
-    the host. 2: its weights are dropped, and each rollout begins with a whole weight sync. auto: 2, or 1 with
-    weight_sync.adapters=alone. With memory.offload each side has the device to itself."""
+    """Whether vLLM on a rank's device releases its memory between rollouts. none: it does not. 1: its weights are moved
+    to host memory. 2: its weights are discarded, and each rollout begins with a full weight sync. auto: 2, or 1 with
+    weight_sync.adapters=alone. Combine with memory.offload to give trainer and vLLM the whole device in turns."""
 
     drafts: Annotated[int, Field(ge=0)] = 0
-    """Number of tokens that the checkpoint's own layer for multi-token prediction drafts at a time, which the model
-    then takes or not (speculative decoding). Weight syncs leave this layer as it is in the checkpoint, and completions
-    are sampled at rollout.temperature=1; log-probabilities are those of this temperature for any request. With sleep, 1
-    is needed, since 2 drops the layer. 0: no drafts."""
+    """Speculative decoding: draft tokens per step, from the checkpoint's MTP layer; 0 is off. Weight syncs do not
+    change this layer. Requires rollout.temperature=1, at which log-probabilities are returned for any request. With
+    sleep, use 1, since 2 discards the layer."""
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Devices of its own; none if it shares its rank's."""
+        """Devices of its own; empty if it shares its rank's device."""
         return () if isinstance(self.place, str) else self.place
 
     @property
@@ -173,7 +171,7 @@ class VllmGeneratorConfig(VllmSamplerConfig):
 
 
 class _StartedElsewhere(Section):
-    """What kinds have in common that no rank starts."""
+    """Common base of kinds whose generators are not started by ranks."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -189,16 +187,16 @@ class _StartedElsewhere(Section):
 
 
 class VllmServersConfig(_StartedElsewhere):
-    """Servers of vLLM that run already, on devices of their own."""
+    """Running vLLM servers on devices of their own."""
 
     kind: Literal["servers"] = "servers"
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """URLs of the servers, e.g. http://localhost:8000, or of files with one such URL a line, e.g. file:servers.txt,
-    which are read again before every weight sync, so that servers come and go while a run goes on. Start servers with
-    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs
-    --weight-transfer-config '{"backend": "nccl"}'. Those on other machines need a token: give it to them as --api-key,
-    and to the run in VLLM_API_KEY."""
+    """Server URLs, e.g. http://localhost:8000, or files with one such URL per line, e.g. file:servers.txt, which are
+    read again before every weight sync, so that servers may be added and removed during a run. Start each server with
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs --weight-transfer-config
+    '{"backend": "nccl"}'. Servers on other machines need a token: pass it to them as --api-key, and to the run in
+    VLLM_API_KEY."""
 
     @property
     def runs_vllm(self) -> bool:
@@ -206,39 +204,40 @@ class VllmServersConfig(_StartedElsewhere):
 
 
 class JoinedGeneratorConfig(_StartedElsewhere):
-    """Generators on any machines, which join the run and leave it while it goes on: `automodel-rl generate --join
-    FOLDER`, where FOLDER is weight_sync.publish, or `--join HOST:PORT`. They read the weights there, and write what
-    ranks' generators would. What one writes that leaves or is killed, others write, with the same seeds."""
+    """Generators on any machine that join and leave the run at any time: `automodel-rl generate --join FOLDER`, where
+    FOLDER is weight_sync.publish, or `--join HOST:PORT`. They read published weights. Unfinished completions of a lost
+    generator are generated by others, with the same seeds."""
 
     kind: Literal["joined"] = "joined"
 
     at_least: Positive = 1
-    """Number of generators that the run waits for before it begins."""
+    """Number of generators that must have joined before the run begins."""
 
     evaluators: Annotated[int, Field(ge=0)] = 0
-    """Number of generators beside those that the run waits for and that only evaluate: `automodel-rl generate --join
-    FOLDER --evaluate`. With some, held-out prompts are completed while training goes on, with the weights of the step
-    that validates. Its metrics come in a later step's record, with that step as val/step. 0: validation as usual."""
+    """Number of additional generators that only evaluate: `automodel-rl generate --join FOLDER --evaluate`. Held-out
+    prompts are then completed during training, with the weights of the validated step, and the metrics appear in a
+    later step's record with that step as val/step. 0: training waits for validation."""
 
     wait_minutes: Annotated[float, Field(gt=0)] = 30.0
-    """Longest wait without any generator. After it the run saves a checkpoint and ends."""
+    """Maximum time in minutes without any generator. Then the run saves a checkpoint and ends."""
 
     host: str = "localhost"
-    """Name of the first rank's machine for generators on other machines. localhost lets only this machine's join."""
+    """Host name or address under which generators reach the first rank's machine. localhost: only generators on the
+    same machine can join."""
 
     port: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """Port on which the first rank's machine waits for them; 0 for any."""
+    """Port on which the first rank's machine accepts generators; 0: any free port."""
 
     key: Path | None = None
-    """File of the key that both sides must have, made at the first start: whoever has it can run code on both. null: a
-    key for each start, in the folder's join.json."""
+    """File with the secret key shared by run and generators, created at the first start. Anyone who has it can run code
+    on both sides. null: a new key for each start, in join.json of the folder."""
 
     weights_port: Annotated[int, Field(ge=0, lt=2**16)] | None = None
-    """Port on which the first rank's machine gives published weights over HTTP to generators that do not share the
-    folder, and join with --join HOST:PORT --key FILE; 0 for any. null: to none."""
+    """Port on which the first rank's machine serves published weights over HTTP to generators without access to the
+    folder, which join with --join HOST:PORT --key FILE; 0: any free port; null: weights are not served."""
 
     batch_size: Positive = 256
-    """Most completions that a transformers generator writes at once."""
+    """Maximum concurrent completions of a transformers generator."""
 
     @property
     def runs_vllm(self) -> bool:
@@ -246,7 +245,7 @@ class JoinedGeneratorConfig(_StartedElsewhere):
 
 
 def _of_kind(value: Any) -> Any:
-    """A kind alone, or nothing, is the section of this kind, or of the first, with its defaults."""
+    """Expands a bare kind, or nothing (the first kind), to a section of this kind with its defaults."""
     if value is None or (isinstance(value, str) and value):
         return {"kind": value or "transformers"}
     if isinstance(value, dict | Section):

@@ -1,4 +1,4 @@
-"""The keys of configs, for help: their names, defaults, allowed values and meanings."""
+"""Descriptions of all config keys for `--help`: names, defaults, allowed values and meanings."""
 
 import types
 import typing
@@ -9,14 +9,14 @@ from pydantic import BaseModel
 
 
 class Key(NamedTuple):
-    """A key of a config.
+    """A config key.
 
     Attributes:
-        name: its dotted name.
-        default: its default as in a file, or "required".
-        meaning: its text.
-        values: what may be given, in short.
-        choices: the values, if only some texts may be given.
+        name: dotted name.
+        default: default in YAML syntax, or "required".
+        meaning: the field's docstring.
+        values: short form of the allowed values.
+        choices: the allowed values if they form a fixed set; otherwise empty.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[Key]:
-    """Every key of a config section, and of the sections in it."""
+    """Returns all keys of a config section and its subsections."""
     rows: list[Key] = []
     for field, info in kind.model_fields.items():
         name = f"{prefix}{info.alias or field}"
@@ -49,14 +49,15 @@ def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[Key]:
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The sections of which a field takes one, by the value of their key `kind`; none if it does not choose so."""
+    """Maps each value of the key `kind` to its section class if a field is a union of such sections; otherwise returns
+    {}."""
     members = typing.get_args(annotation) if typing.get_origin(annotation) in (typing.Union, types.UnionType) else ()
     sections = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
     return {one.model_fields["kind"].default: one for one in sections if "kind" in one.model_fields}
 
 
 def _keys_of_kinds(kinds: dict[str, type[BaseModel]], prefix: str) -> Iterator[Key]:
-    """The keys of all kinds but `kind` itself, each once, with the kinds that have it."""
+    """Yields each key that any of the kinds has, except `kind`, labelled with the kinds that have it."""
     found: dict[str, list[Key]] = {}
     for kind, section in kinds.items():
         for key in describe_keys(section, prefix):
@@ -73,7 +74,7 @@ def _keys_of_kinds(kinds: dict[str, type[BaseModel]], prefix: str) -> Iterator[K
 
 
 def inner_section(annotation: Any) -> type[BaseModel] | None:
-    """The section that an annotation is, or that it holds."""
+    """Returns the section class that an annotation is or contains; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if isinstance(annotation, types.GenericAlias | types.UnionType) or typing.get_origin(annotation) is not None:
@@ -82,7 +83,7 @@ def inner_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def as_yaml(value: Any) -> str:
-    """A plain value as in a config file, on one line."""
+    """Formats a plain value as one line of YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple | dict) and not value:
@@ -93,11 +94,11 @@ def as_yaml(value: Any) -> str:
 
 
 NAMES = {int: "N", float: "X", str: "TEXT", bool: "true|false", type(None): "null", dict: "{...}"}
-"""What stands for the values of a type in help."""
+"""Placeholders for values of a type in help."""
 
 
 def _values(annotation: Any) -> list[str]:
-    """What may be given for an annotation, each a short text."""
+    """Returns short texts for the values that an annotation allows."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return [as_yaml(value) for value in arguments]
@@ -114,6 +115,6 @@ def _values(annotation: Any) -> list[str]:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """The values of an annotation if it allows only some."""
+    """Returns the allowed values of an annotation if they form a fixed set."""
     values = [text for value in _values(annotation) for text in value.split("|")]
     return tuple(values) if all(value.islower() or value.isdecimal() for value in values) else ()

@@ -1,4 +1,4 @@
-"""What starts the ranks of a run."""
+"""How the ranks of a run are started."""
 
 from typing import Annotated
 
@@ -8,31 +8,31 @@ from automodel_rl.config.base import PathText, Positive, Section
 
 
 class RayConfig(Section):
-    """A Ray cluster that places the ranks on its nodes."""
+    """A Ray cluster that runs the ranks on its nodes."""
 
     address: str = "auto"
-    """The cluster: auto for that of this machine, HOST:PORT of its head, or local to start one on this machine for the
-    run alone."""
+    """The cluster: auto for the one of this machine, HOST:PORT of its head node, or local to start one on this machine
+    for this run only."""
 
     ranks_per_node: Positive | None = None
-    """Number of ranks on each node. null takes the largest that enough nodes have GPUs for, or processors if the
-    cluster has no GPUs."""
+    """Number of ranks on each node. null: the largest for which enough nodes have GPUs, or processors in a cluster
+    without GPUs."""
 
     restarts: Annotated[int, Field(ge=0)] = 3
-    """How often in a row a job that fails is started again from its newest checkpoint. A new checkpoint sets the count
-    back to 0, as a job of a service does, which goes on from saved weights. verify is not started again."""
+    """Maximum number of consecutive restarts of a failed job from its newest checkpoint. A new checkpoint resets the
+    count, as does a completed job of a service, which resumes from saved weights. verify is never restarted."""
 
     wait_minutes: Annotated[float, Field(ge=0)] = 30.0
-    """Longest wait for free nodes, at the start and before a restart."""
+    """Maximum wait for free nodes in minutes, at the start and before each restart."""
 
     generators: Annotated[int, Field(ge=0)] = 0
-    """Number of generators that the cluster starts to join a run with rollout.generator.kind=joined, on nodes that have
-    room besides the ranks: each has a GPU, or a processor if the cluster has no GPUs. One whose node is gone is started
-    again elsewhere."""
+    """Number of generators that the cluster starts for rollout.generator.kind=joined, on nodes with room besides the
+    ranks. Each takes a GPU, or a processor in a cluster without GPUs. Generators of lost nodes are restarted
+    elsewhere."""
 
     generator_python: PathText | None = None
-    """Python interpreter of an environment with vLLM on their nodes, with which they write; null writes with
-    transformers."""
+    """Python interpreter on these generators' nodes of an environment with vLLM, with which they then generate; null:
+    they generate with transformers."""
 
     @field_validator("address")
     @classmethod
@@ -47,5 +47,5 @@ class RayConfig(Section):
 
 class LaunchConfig(Section):
     ray: RayConfig | None = None
-    """A Ray cluster on which runs and services start their ranks, and verify with --launcher ray. null: ranks are
-    processes of this machine. Processes that are ranks already, such as torchrun's, take no notice of it."""
+    """Ray cluster for the ranks of runs and services, and of verify with --launcher ray. null: the ranks are processes
+    on this machine. Ignored by processes that are already ranks, such as those of torchrun."""

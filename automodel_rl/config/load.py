@@ -1,4 +1,4 @@
-"""Checked configs from YAML files and dotted command-line overrides. Every error names its key."""
+"""Loads and checks configs from YAML files and dotted command-line overrides. Every error names its key."""
 
 import re
 import typing
@@ -39,7 +39,7 @@ ALGORITHMS: dict[str, type[RunConfig]] = {
 }
 
 TELLING = {"ppo": {"critic", "gae"}, "grpo": {"rollout", "rewards", "weight_sync"}, "distill": {"teachers"}}
-"""Sections by which a config without the key `algorithm` is known."""
+"""Sections that identify the algorithm of a config without the key `algorithm`."""
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorithm: str | None = None) -> Any:
@@ -47,13 +47,13 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
 
     Args:
         path: the YAML file.
-        overrides: `--dotted.key value` or `--dotted.key=value`, as on the command line; values are YAML. An item of a
-            list is named by its place, as in `--data.train.0.path`.
-        algorithm: the algorithm that the config must be for, one of `ALGORITHMS`; by default the value of the config's
-            own key `algorithm`, else "sft".
+        overrides: `--dotted.key value` or `--dotted.key=value`, as on the command line; values are YAML. List items are
+            addressed by index, as in `--data.train.0.path`.
+        algorithm: the algorithm that the config must be for, one of `ALGORITHMS`. Defaults to the config's key
+            `algorithm`, else to the one its sections identify, else "sft".
 
     Returns:
-        The config of the algorithm: an `SFTConfig`, say.
+        The config of the algorithm, e.g. an `SFTConfig`.
 
     Raises:
         InputError: the file is missing or malformed, or a key or value is wrong.
@@ -66,7 +66,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
     values = _read(path, overrides, lambda values: ALGORITHMS.get(_likely(values, algorithm), SFTConfig))
     likely = _likely(values, algorithm)
     given = values.get("algorithm", likely)
-    if isinstance(given, dict):  # a section of that name, of another trainer
+    if isinstance(given, dict):  # a section of another trainer that has this name
         raise InputError(
             "; ".join(answers("algorithm", given, ALGORITHMS.get(likely, SFTConfig))) or f"{path}: algorithm: is a text"
         )
@@ -78,12 +78,12 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
 
 
 def load_serve_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> ServeConfig:
-    """The config of a service, read and checked as by `load_config`."""
+    """Reads and checks the config of a service, like `load_config`."""
     return check_config(ServeConfig, _read(path, overrides, lambda _: ServeConfig))
 
 
 def _likely(values: dict[str, Any], algorithm: str | None) -> str:
-    """The algorithm that a config is for, as far as its values tell."""
+    """Returns the algorithm that a config most likely belongs to."""
     given = values.get("algorithm")
     if isinstance(given, str) and given in ALGORITHMS:
         return given
@@ -93,13 +93,7 @@ def _likely(values: dict[str, Any], algorithm: str | None) -> str:
 def _read(
     path: str | Path, overrides: typing.Sequence[str], kind_of: Callable[[dict[str, Any]], type[BaseModel]]
 ) -> dict[str, Any]:
-    """The values of a YAML file, with overrides.
-
-    Args:
-        path: the file.
-        overrides: as of `load_config`.
-        kind_of: the kind of config that the file's values are for.
-    """
+    """Reads a YAML file and applies overrides. `kind_of` returns the config class for the file's values."""
     values = read_yaml(Path(path))
     kind = kind_of(values)
     for key, text in parse_overrides(overrides, kind):
@@ -108,7 +102,7 @@ def _read(
 
 
 def config_of_model(folder: str, overrides: typing.Sequence[str]) -> RunConfig:
-    """A config for `sft` of a model that has no config of its own, with overrides; there are no data behind it."""
+    """Returns an `sft` config for a model folder, with overrides and placeholder data."""
     values: dict[str, Any] = {
         "model": {"path": folder},
         "data": {"train": [{"path": "none"}]},
@@ -122,7 +116,7 @@ def config_of_model(folder: str, overrides: typing.Sequence[str]) -> RunConfig:
 
 
 def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
-    """A checked config, made from plain values.
+    """Validates plain values.
 
     Raises:
         InputError: a key or value is wrong.
@@ -134,7 +128,7 @@ def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
 
 
 def dump_config(config: Section) -> str:
-    """The resolved config as YAML, defaults included; `load_config` reads it back."""
+    """Formats the resolved config, defaults included, as YAML that `load_config` can read."""
     values = config.model_dump(mode="json")
     if values.get("components") is not None:
         del values["parallel"]  # the same as the language component's layout
@@ -142,11 +136,8 @@ def dump_config(config: Section) -> str:
 
 
 def parse_overrides(arguments: typing.Sequence[str], kind: type[BaseModel] = SFTConfig) -> list[tuple[str, str]]:
-    """Pairs of key and value: `["--a.b", "1", "--c=2"]` becomes `[("a.b", "1"), ("c", "2")]`.
-
-    Args:
-        arguments: of the command line.
-        kind: the config that they belong to, for messages.
+    """Splits overrides into key and value: `["--a.b", "1", "--c=2"]` becomes `[("a.b", "1"), ("c", "2")]`. `kind` is
+    the config class, for error messages.
 
     Raises:
         InputError: a key has no value.
@@ -167,15 +158,8 @@ def parse_overrides(arguments: typing.Sequence[str], kind: type[BaseModel] = SFT
 
 
 def completed(values: Any, config: RunConfig) -> Any:
-    """Values of a dumped config with the defaults of keys that it does not have.
-
-    Args:
-        values: the values, as they were read.
-        config: a config of the kind that they are to be compared with.
-
-    Returns:
-        The values as they are if they are no config of this kind.
-    """
+    """Fills a dumped config with the defaults of missing keys. Returns it unchanged if it does not fit the class of
+    `config`."""
     try:
         return parse_yaml(dump_config(type(config).model_validate(values)))
     except ValidationError:
@@ -183,7 +167,7 @@ def completed(values: Any, config: RunConfig) -> Any:
 
 
 def differing_keys(one: Any, other: Any, prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ between two dumped configs."""
+    """Returns the dotted keys whose values differ between two dumped configs."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = [*one, *(key for key in other if key not in one)]
         return [d for key in keys for d in differing_keys(one.get(key), other.get(key), f"{prefix}{key}.")]
@@ -219,14 +203,14 @@ def _assign(values: Any, key: str, value: Any, kind: type[BaseModel] = SFTConfig
 
 
 def _names_the_kind_of(value: Any, section: Any, kinds: Iterable[str]) -> bool:
-    """Whether a value is the name of the kind that a section has, or that it does not say."""
+    """Whether a value is just the name of the kind of an existing section, which keeps its other keys."""
     return (
         isinstance(value, str) and isinstance(section, dict) and value in kinds and section.get("kind", value) == value
     )
 
 
 def _kinds_at(kind: type[BaseModel], path: Sequence[str]) -> Iterable[str]:
-    """The kinds of which a key takes one, where their names alone may stand."""
+    """Returns the kinds that a key accepts as a bare name."""
     *before, last = path
     section = _section_at(kind, tuple(before))
     return _inside(section, last)[1].keys()
@@ -256,23 +240,23 @@ KINDS = {
     "too_short": "must have at least {min_length} of them",
     "too_long": "must have at most {max_length} of them",
 }
-"""The rule that a value breaks, by the beginning of pydantic's name of the error."""
+"""Error messages by pydantic's error type or its first part."""
 
 BRANCH = re.compile(r"(literal|tuple|list|dict|function-\w+)\[.*|constrained-\w+|int|float|str|bool|\[key\]")
-"""Pattern of the parts of a location that name no key, but one of several types that a value may have."""
+"""Matches parts of pydantic's error locations that denote a member of a union rather than a key."""
 
 Detail = Any
-"""One error as pydantic describes it."""
+"""An error in pydantic's format."""
 
 
 def _explain_all(details: Sequence[Detail], kind: type[BaseModel]) -> str:
-    """The message for all errors of a config: required keys that are missing first, all at once."""
+    """Formats all errors of a config in one message: missing required keys first, in one sentence."""
     missing = [_place(detail, kind) for detail in details if detail["type"] == "missing"]
     found: dict[str, list[Detail]] = {}
     for detail in details:
         if detail["type"] != "missing":
             found.setdefault(_place(detail, kind), []).append(detail)
-    # A list with a wrong item is also called too short.
+    # pydantic also reports a list with an invalid item as too short.
     inner = [place for place in found if not any(other.startswith(f"{place}.") for other in found)]
     texts = [_explain(found[place], place, kind) for place in inner]
     if missing:
@@ -282,20 +266,20 @@ def _explain_all(details: Sequence[Detail], kind: type[BaseModel]) -> str:
 
 
 def _with_keys(place: str, kind: type[BaseModel]) -> str:
-    """A missing key, with the keys of its section if the key holds a section."""
+    """Formats a missing key, followed by the keys of its section if it is one."""
     section = _section_at(kind, tuple(place.split(".")))
     required = [] if section is None else [name for name, info in section.model_fields.items() if info.is_required()]
     return f"{place} (with {', '.join(required or section.model_fields)})" if section is not None else place
 
 
 def _place(detail: Detail, kind: type[BaseModel]) -> str:
-    """The dotted key of an error."""
+    """Returns the dotted key of an error."""
     return ".".join(_walk(kind, detail["loc"])[0])
 
 
 def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> str:
-    """The message for the errors of one key: `key: the rule, not the given value`. A value that may have several types
-    breaks a rule of each."""
+    """Formats the errors of one key: `key: the rule, not the given value`. A value of a union type has one error per
+    member."""
     detail = details[0]
     if detail["type"].startswith("union_tag_"):
         return f"{where}: {_kind_rule(detail, kind)}"
@@ -311,7 +295,7 @@ def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> st
 
 
 def _kind_rule(detail: Detail, kind: type[BaseModel]) -> str:
-    """The message for a section that says no kind, or one that there is not."""
+    """Formats the error of a section whose kind is missing or unknown."""
     *before, last = detail["loc"]
     kinds, given = _inside(_section_at(kind, tuple(before)), last)[1], detail["input"]
     known = ", ".join(kinds)
@@ -328,13 +312,14 @@ def _kind_rule(detail: Detail, kind: type[BaseModel]) -> str:
 
 
 def _rule(detail: Detail) -> str:
-    """The rule that a value breaks."""
+    """Returns the message for the rule that a value violates."""
     name = next((name for name in (detail["type"], detail["type"].split("_")[0]) if name in KINDS), None)
     return str(detail["msg"]) if name is None else KINDS[name].format_map(detail.get("ctx", {}))
 
 
 def _unknown(where: str, detail: Detail, kind: type[BaseModel]) -> str:
-    """The message for an unknown key: the key of another trainer, or a slip."""
+    """Formats the error of an unknown key: suggests the equivalent of another trainer's key, or the closest known
+    key."""
     section = _section_at(kind, detail["loc"][:-1])
     if section is None:
         return f"{where}: unknown key"
@@ -347,14 +332,14 @@ def _unknown(where: str, detail: Detail, kind: type[BaseModel]) -> str:
     foreign = answers(where, detail["input"], kind)
     if foreign:
         return "; ".join(foreign)
-    if not close and issubclass(section, RunConfig):  # perhaps the name of a key inside a section
+    if not close and issubclass(section, RunConfig):  # it may be the name of a key inside a section
         names = [found.name for found in describe_keys(section)]
         close = next((name for name in names if name.split(".")[-1] == where), None)
     return f"{where}: unknown key; " + (f"did you mean {close}?" if close else f"known keys are {', '.join(known)}")
 
 
 def _kinds_with(location: tuple[int | str, ...], kind: type[BaseModel]) -> list[str]:
-    """The kinds that have a key, where the section at a location is of another kind, which has not."""
+    """Returns the other kinds that have an unknown key's name."""
     if len(location) < 3:
         return []
     *before, holder, own, key = location
@@ -363,13 +348,13 @@ def _kinds_with(location: tuple[int | str, ...], kind: type[BaseModel]) -> list[
 
 
 def _section_at(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """The section class at a location such as ("data", "train", 0)."""
+    """Returns the section class at a location such as ("data", "train", 0)."""
     return _walk(kind, location)[1]
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys of a location, without the kinds that sections chose and the types that values may have; and the section
-    at its end."""
+    """Returns the keys of a location, without the parts for kinds and union members, and the section class at its
+    end."""
     keys: list[str] = []
     section: type[BaseModel] | None = kind
     kinds: dict[str, type[BaseModel]] = {}
@@ -385,7 +370,7 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
 def _inside(
     section: type[BaseModel] | None, part: int | str
 ) -> tuple[type[BaseModel] | None, dict[str, type[BaseModel]]]:
-    """The section below a key of another section or in a list, and the sections among which the key chooses."""
+    """Returns the section class below a key or list index, and the kinds by name if the key chooses among several."""
     if section is None or isinstance(part, int):
         return section, {}
     fields = {info.alias or name: info.annotation for name, info in section.model_fields.items()}

@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule, and its safeguards."""
+"""The optimizer, its learning-rate schedule, and safeguards."""
 
 import fnmatch
 from typing import Annotated, Literal
@@ -12,7 +12,7 @@ LearningRate = Annotated[float, Field(gt=0)]
 
 
 class MuonConfig(Section):
-    """Settings of Muon, which trains the matrices of hidden layers. The names are those of torch.optim.Muon.
+    """Settings of Muon, which trains the matrices of hidden layers. Names follow torch.optim.Muon.
 
     Example:
         >>> MuonConfig(momentum=0.9).adjust_lr_fn
@@ -20,26 +20,26 @@ class MuonConfig(Section):
     """
 
     lr: LearningRate | None = None
-    """Peak learning rate of the matrices that Muon trains; null takes optimizer.lr. The schedule is the same."""
+    """Peak learning rate of the matrices that Muon trains; null: optimizer.lr. Same schedule."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Decay of the moving average of the gradient."""
 
     nesterov: bool = True
-    """Orthogonalise the moving average with the gradient added once more (Nesterov). false: the moving average
-    alone."""
+    """Nesterov momentum: orthogonalise the moving average with the current gradient added once more. false: the moving
+    average alone."""
 
     ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
-    """Number of Newton-Schulz iterations that orthogonalise a matrix."""
+    """Number of Newton-Schulz iterations for orthogonalising a matrix."""
 
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """Factor of the learning rate of a matrix with m rows and n columns. match_rms_adamw: 0.2 sqrt(max(m, n)), which
-    makes steps as large as AdamW's, so AdamW's learning rate and weight decay fit (arXiv:2502.16982). original:
+    """Learning-rate factor of a matrix with m rows and n columns. match_rms_adamw: 0.2 sqrt(max(m, n)), which matches
+    the step size of AdamW, so that its learning rate and weight decay can be used (arXiv:2502.16982). original:
     sqrt(max(1, m / n)), which needs a larger learning rate."""
 
 
 class ParameterGroupConfig(Section):
-    """Settings of some parameters, which override the settings of the optimizer.
+    """Optimizer settings for selected parameters.
 
     Example:
         >>> ParameterGroupConfig(names=("embed_tokens", "lm_head"), lr=1e-6).covers("model.embed_tokens.weight")
@@ -48,16 +48,16 @@ class ParameterGroupConfig(Section):
 
     names: Annotated[tuple[str, ...], Field(min_length=1)]
     """Names of modules or parameters, such as embed_tokens, norm or layers.0.mlp, anywhere in a parameter's full name.
-    * stands for anything: layers.[0-3], *norm*."""
+    Shell-style wildcards are allowed: layers.[0-3], *norm*."""
 
     lr: LearningRate | None = None
-    """Peak learning rate; null takes that of the optimizer. The schedule is the same."""
+    """Peak learning rate; null: the optimizer's. Same schedule."""
 
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay; null takes that of the optimizer. Biases and norm weights never decay."""
+    """Weight decay; null: the optimizer's. Biases and norm weights never decay."""
 
     def covers(self, parameter: str) -> bool:
-        """Whether a parameter belongs to the group, by its full name."""
+        """Whether the group contains `parameter`, given by its full name."""
         return any(fnmatch.fnmatchcase(f".{parameter}.", f"*.{name}.*") for name in self.names)
 
 
@@ -73,57 +73,51 @@ class OptimizerConfig(Section):
     """
 
     name: OptimizerName = "adamw"
-    """adamw: AdamW trains all weights. adamw_8bit: likewise, with the two moments of all but norm weights and biases in
-    8 bits, in blocks of 128 values of a row: 2 bytes a weight in place of 8 (arXiv:2110.02861). muon: Muon trains the
-    matrices of linear layers and of experts, with the keys of `muon`; AdamW trains embeddings, the head, routers, norms
-    and biases."""
+    """adamw: AdamW for all weights. adamw_8bit: AdamW with 8-bit moments in blocks of 128 values of a row, except for
+    norm weights and biases: 2 bytes per weight rather than 8 (arXiv:2110.02861). muon: Muon, with the keys of `muon`,
+    for the matrices of linear layers and experts; AdamW for embeddings, head, routers, norms and biases."""
 
     lr: LearningRate = 1e-5
     """Peak learning rate."""
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay of AdamW's moving averages of the gradient and of the squared gradient."""
+    """Decay of AdamW's moving averages of the gradient and of its square."""
 
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Number that AdamW adds to the root of the second moving average."""
+    """Constant that AdamW adds to the square root of the second moment, for numerical stability."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of matrices and embeddings. Biases and norm weights never decay."""
 
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global norm of the gradient. A larger gradient is scaled down to it; null scales none."""
+    """Gradient clipping: maximum global norm; null: no clipping."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of optimizer steps in which the learning rate rises linearly from 0 to its peak."""
+    """Number of optimizer steps over which the learning rate rises linearly from 0 to its peak."""
 
     warmup_ratio: Fraction | None = None
-    """The warm-up as a share of all optimizer steps, in place of `warmup_steps`."""
+    """Length of the warm-up as a fraction of all optimizer steps, in place of `warmup_steps`."""
 
     decay: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning rate after the warm-up. It falls so that it would reach `min_lr_ratio` one step after the
-    last."""
+    """Shape of the decay after the warm-up. The learning rate would reach `min_lr_ratio` one step after the last."""
 
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end, as a fraction of the peak."""
+    """Final learning rate as a fraction of the peak."""
 
     max_skipped_steps: Positive = 10
-    """Number of skipped optimizer steps in a row after which the run stops. A step is skipped if its loss or gradient
-    is not finite."""
+    """Number of consecutive skipped optimizer steps after which the run stops. A step is skipped if its loss or
+    gradient is not finite."""
 
     muon: MuonConfig = MuonConfig()
-    """Settings of Muon, only for `name: muon`."""
+    """Settings of Muon; requires `name: muon`."""
 
     groups: tuple[ParameterGroupConfig, ...] = ()
-    """Parameters with a learning rate or weight decay of their own, e.g. {names: [embed_tokens, lm_head], lr: 1e-6}. A
-    parameter belongs to the first group that names it."""
+    """Parameters with their own learning rate or weight decay, e.g. {names: [embed_tokens, lm_head], lr: 1e-6}. A
+    parameter belongs to the first group that matches it."""
 
     def of_parameter(self, name: str, peak: float) -> tuple[float, float]:
-        """The factor of the schedule's learning rate, and the weight decay, of a parameter.
-
-        Args:
-            name: its full name.
-            peak: the peak learning rate of parameters that no group names.
-        """
+        """Returns the factor on the schedule's learning rate, and the weight decay, of the parameter with the full name
+        `name`. `peak` is the peak learning rate of parameters outside all groups."""
         group = next((group for group in self.groups if group.covers(name)), None)
         lr = peak if group is None or group.lr is None else group.lr
         decay = self.weight_decay if group is None or group.weight_decay is None else group.weight_decay

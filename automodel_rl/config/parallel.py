@@ -1,4 +1,4 @@
-"""The layout: how the model is distributed over ranks."""
+"""The parallel layout of a model over ranks."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ Schedule = Literal[
 
 
 class ParallelConfig(Section):
-    """Sizes of the axes of the mesh. The world size is pp x dp_shard x dp_replicate x tp x cp.
+    """Sizes of the mesh dimensions. The world size is pp x dp_shard x dp_replicate x tp x cp.
 
     Example:
         >>> parallel = ParallelConfig(pp=2, tp=2, dp_shard=4)
@@ -21,55 +21,53 @@ class ParallelConfig(Section):
     """
 
     pp: Positive = 1
-    """Pipeline parallel: number of ranks that the layers are split over."""
+    """Pipeline parallel: number of ranks that split the layers."""
 
     schedule: Schedule = "1F1B"
     """Pipeline schedule, by torch's name."""
 
     virtual_stages: Positive = 1
-    """Number of stages on each rank. The schedules Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble and
-    DualPipeV need more than one."""
+    """Number of stages per rank. Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble and DualPipeV need
+    more than one."""
 
     layers_per_stage: tuple[Positive, ...] | None = None
-    """Number of layers of each stage, first stage first. By default they are as even as possible. If they cannot be
-    equal, the last stages have one layer less, because the last one also has the head."""
+    """Number of layers of each stage, first stage first. By default as even as possible; if not equal, the last stages
+    have one layer less, because the last one also holds the head."""
 
     dp_shard: Positive = 1
-    """Data parallel: number of data ranks that share weights, gradients and optimizer state (FSDP2)."""
+    """Data parallel: number of data ranks that shard weights, gradients and optimizer state (FSDP2)."""
 
     fsdp: Literal["auto"] | Fsdp = "auto"
-    """Weights and gradients within a step. keep: weights are gathered once a step, and gradients summed whole until its
-    end, which is fastest. reduce: weights are gathered once a step, and gradients reduced over ranks after each
-    microbatch and summed in shards. reshard: gradients likewise, and each layer is gathered when it computes and let go
-    of after it, which takes the least memory. Encoders always keep theirs. auto: the fastest with which a step fits
-    into the device's memory by the plan; a `ModelHandle` without a trainer keeps."""
+    """Treatment of weights and gradients within a step. keep: gather weights once per step and reduce gradients at its
+    end, which is fastest. reduce: gather weights once per step, and reduce gradients to shards after each microbatch.
+    reshard: like reduce, but gather each layer for its computation and release it afterwards, which takes the least
+    memory. Encoders always use keep. auto: the fastest that fits into device memory according to `plan`; keep for a
+    `ModelHandle` without a trainer."""
 
     dp_replicate: Positive = 1
     """Data parallel: number of copies of the sharded group (HSDP)."""
 
     tp: Positive = 1
-    """Tensor parallel: number of ranks that attention heads, MLP columns and the vocabulary are split over."""
+    """Tensor parallel: number of ranks that split attention heads, MLP columns and the vocabulary."""
 
     sequence_parallel: bool = False
-    """Keep only a share of the tokens on each of the tp ranks between the split blocks. This saves activation
-    memory."""
+    """Split the tokens over the tp ranks between the tensor-parallel blocks, which saves activation memory."""
 
     cp: Positive = 1
-    """Context parallel: number of ranks that every sequence of a microbatch is split over. They also shard the
-    weights."""
+    """Context parallel: number of ranks that split every sequence of a microbatch. They also shard the weights."""
 
     cp_exchange: Literal["all_gather", "all_to_all"] = "all_gather"
     """What context-parallel ranks exchange for attention. all_gather: keys and values of all tokens, for any number of
-    heads. all_to_all (Ulysses; Jacobs et al., arXiv:2309.14509): a rank gets all tokens of its share of the heads. That
-    takes less memory, the more so the larger cp is, and cp x tp divides heads and KV heads."""
+    heads. all_to_all (Ulysses; Jacobs et al., arXiv:2309.14509): each rank gets all tokens of its share of the heads,
+    which saves memory, the more the larger cp is; cp x tp must divide heads and KV heads."""
 
     ep: Positive = 1
-    """Expert parallel: number of ranks that the experts of a mixture are split over. They are among the dp_shard x cp
-    x tp ranks, so ep adds none."""
+    """Expert parallel: number of ranks that split the experts of a mixture. They are among the dp_shard x cp x tp
+    ranks, so ep adds none."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axes and counts that are above 1, for messages."""
+        """Mesh dimensions larger than 1, for messages."""
         return {name: size for name, size in self.model_dump().items() if isinstance(size, int) and size > 1}
 
     def __str__(self) -> str:
@@ -77,7 +75,7 @@ class ParallelConfig(Section):
 
     @property
     def gathers_keys(self) -> bool:
-        """Whether context-parallel ranks gather keys and values, and have fewer queries than keys."""
+        """Whether context-parallel ranks gather keys and values, so that a rank has more keys than queries."""
         return self.cp > 1 and self.cp_exchange == "all_gather"
 
     @property
@@ -87,12 +85,12 @@ class ParallelConfig(Section):
 
     @property
     def reduces_each(self) -> bool:
-        """Whether gradients are reduced over ranks after each microbatch, and summed in shards."""
+        """Whether gradients are reduced to shards after each microbatch."""
         return self.fsdp in ("reduce", "reshard")
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of data ranks, which have data of their own."""
+        """Number of data-parallel ranks, each with different data."""
         return self.dp_shard * self.dp_replicate
 
     @property
@@ -102,12 +100,12 @@ class ParallelConfig(Section):
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks that share one copy of a stage's experts."""
+        """Number of ranks that hold one copy of a stage's experts."""
         return self.fsdp_size * self.tp
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages, over all ranks."""
+        """Number of pipeline stages over all ranks."""
         return self.pp * self.virtual_stages
 
     @property

@@ -1,4 +1,4 @@
-"""How completions are generated and rewarded, and how weights reach the generators."""
+"""How completions are generated and rewarded, and how weights are synced to the generators."""
 
 import math
 from pathlib import Path
@@ -16,68 +16,68 @@ ReplayStage = Literal["old_logprobs", "ref_logprobs", "train"]
 
 class RolloutConfig(EpisodeConfig):
     prompts: BatchSize
-    """Number of prompts of one step."""
+    """Number of prompts per step."""
 
     group_size: BatchSize = 8
-    """Number of completions of each prompt: its group."""
+    """Number of completions per prompt, which form a group."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature that divides the logits, both in sampling and in training. Tokens are sampled from the whole
-    vocabulary: with top-p or top-k, the ratio to the trained policy would be undefined for the tokens left out."""
+    """Temperature that divides the logits, in sampling and in training. Training samples are drawn without top-p or
+    top-k, since the ratio to the trained policy would be undefined for excluded tokens."""
 
     validation_temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Temperature of completions for held-out prompts; 0 always takes the likeliest token."""
+    """Sampling temperature for held-out prompts; 0 is greedy."""
 
     validation_top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of probability from which completions for held-out prompts are sampled, the likeliest tokens first (nucleus
-    sampling; Holtzman et al., arXiv:1904.09751). Completions that are trained on are sampled from all tokens."""
+    """top-p for held-out prompts (nucleus sampling; Holtzman et al., arXiv:1904.09751); 1 is off. Training samples use
+    the whole vocabulary."""
 
     validation_top_k: Annotated[int, Field(ge=0)] = 0
-    """Number of likeliest tokens from which completions for held-out prompts are sampled; 0 for all."""
+    """top-k for held-out prompts; 0 is off."""
 
     validation_samples: Annotated[int, Field(gt=0, le=1024)] = 1
-    """Number of completions of each held-out prompt. With k above 1, metrics are val/mean@k, the share of completions
-    that pass; val/pass@k, the share of prompts of which one passes; and val/maj@k, the share of prompts whose most
-    frequent answer passes. Built-in rewards tell answers; your own tells one as the text `answer` among its metrics."""
+    """Number of completions per held-out prompt. Above 1, metrics are val/mean@k, the fraction of completions that
+    pass; val/pass@k, the fraction of prompts with at least one that passes; and val/maj@k, the fraction of prompts
+    whose most frequent answer passes. Built-in rewards report the answer; a custom reward returns it as the text
+    `answer` among its metrics."""
 
     max_prompt_tokens: Positive = 1024
-    """Most tokens of a prompt. Longer prompts are left out; the metrics count them."""
+    """Maximum tokens of a prompt. Longer prompts are skipped and counted in the metrics."""
 
     max_new_tokens: Positive = 1024
-    """Most tokens of a completion, or of each turn of a conversation."""
+    """Maximum tokens of a completion, or of each turn of a conversation."""
 
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the model's own end tokens. The completion includes the text that ended
-    it."""
+    """Stop strings, in addition to the model's end tokens. The completion includes the stop string."""
 
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Tokens that end a completion, besides those of config.json, generation_config.json, the tokenizer and the chat
-    template. The completion includes the token that ended it."""
+    """Stop tokens, in addition to those of config.json, generation_config.json, the tokenizer and the chat template.
+    The completion includes the stop token."""
 
     generator: GeneratorConfig = TransformersGeneratorConfig()
-    """What writes completions: transformers (a whole copy of the model for every rank), vllm, or servers of vLLM that
-    run already. Its name alone, or a section with its name as `kind` and the keys of this kind."""
+    """The generator: transformers (a full copy of the model for every rank), vllm, servers (running vLLM servers) or
+    joined (generators that join the run). Either its name, or a section with its name as `kind` and the keys of this
+    kind."""
 
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Largest age of a completion when it is trained on, in policy versions. Above 0, generators write the completions
-    of later steps while earlier steps are trained on, and get new weights while they write."""
+    """Maximum age of a completion in policy versions when it is trained on. Above 0, generators produce completions for
+    later steps during training, and receive new weights in the middle of completions."""
 
     retries: Annotated[int, Field(ge=0)] = 2
-    """How often within a step a failed generator is started again, or its servers are connected to again. After that,
-    the run saves a checkpoint and ends."""
+    """Maximum restarts of a failed generator, or reconnections to its servers, per step. Then the run saves a
+    checkpoint and ends."""
 
     warn_logprob_error: Annotated[float, Field(gt=1)] = 1.05
-    """Value of train/logprob_error above which a step prints a warning: the generator and the trained model
-    disagree."""
+    """Value of train/logprob_error above which a step warns that generator and trained model disagree."""
 
     @property
     def sampling(self) -> Sampling:
-        """How completions that are trained on are sampled."""
+        """Sampling parameters of training completions."""
         return Sampling(self.max_new_tokens, self.temperature, stop=self.stop)
 
     @property
     def validation_sampling(self) -> Sampling:
-        """How completions for held-out prompts are sampled."""
+        """Sampling parameters of validation completions."""
         return Sampling(
             self.max_new_tokens,
             self.validation_temperature,
@@ -88,14 +88,14 @@ class RolloutConfig(EpisodeConfig):
 
     @property
     def completion_tokens(self) -> int:
-        """Most tokens after a prompt."""
+        """Maximum tokens after a prompt."""
         if not self.has_turns:
             return self.max_new_tokens
         return self.max_tokens or self.max_turns * self.max_new_tokens
 
     @property
     def sampled_tokens(self) -> int:
-        """Most tokens after a prompt that the model itself writes."""
+        """Maximum tokens after a prompt that the model itself generates."""
         most = self.max_turns * self.max_new_tokens if self.has_turns else self.max_new_tokens
         return min(most, self.completion_tokens)
 
@@ -134,54 +134,54 @@ NEED_ANSWER = ("exact_match", "last_number", "math")
 """Built-in rewards that compare a completion with the record's answer."""
 
 ENVIRONMENT = "environment"
-"""The built-in reward that an environment or an agent gives."""
+"""Name of the built-in reward that an environment or agent returns."""
 
 SCORES = {**dict.fromkeys((*NEED_ANSWER, "format"), (0.0, 1.0)), "length": (-math.inf, 0.0)}
 """Lowest and highest score of built-in rewards."""
 
 
 MODEL_SECONDS = 600.0
-"""Most seconds that a reward model may take for all completions of a step, unless a config says otherwise."""
+"""Default time limit of a reward model for all completions of a step, in seconds."""
 
 
 class RewardConfig(Section):
     function: str
-    """A built-in reward: exact_match, last_number, math, format, length; reward_model, a trained one in a process of
-    its own (options path, device and dtype), for which {model: PATH} is short; served_reward_model, one behind vLLM
-    (options url, name and path); or environment, which is the sum of an environment's rewards, or the reward that an
-    agent returns. In conversations of several turns the others get the last turn, and the whole conversation as
-    example["messages"]. Or the import path `package.module:function` of your own, called as function(completion: str,
-    example: dict) -> float. An async function has many calls at once. A function whose first parameter is called
-    completions gets lists, and returns a list. In place of a number it may return a number and a dict of metrics."""
+    """A built-in reward or the import path `package.module:function` of a custom one. Built-in: exact_match,
+    last_number, math, format, length; reward_model, a trained model in a separate process (options path, device and
+    dtype; short form {model: PATH}); served_reward_model, one served by vLLM (options url, name and path); environment,
+    the sum of an environment's rewards, or the reward that an agent returns. In multi-turn conversations all others get
+    the last turn, and the whole conversation as example["messages"]. A custom function is called as
+    function(completion: str, example: dict) -> float, and may also return a number and a dict of metrics. Calls of an
+    async function run concurrently. A function whose first parameter is named completions gets lists and returns a
+    list."""
 
     weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     """Weight of this reward. A completion's reward is the weighted sum of all."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further keyword arguments of the function, e.g. pattern for format."""
+    """Additional keyword arguments of the function, e.g. pattern for format."""
 
     workers: Annotated[int, Field(gt=0, le=1024)] = 1
-    """Number of processes for each rank that call the function at the same time. They run on the machine of the first
-    rank, and are no more than it has processors, unless this number alone is."""
+    """Number of processes per rank that call the function in parallel. They run on the machine of the first rank; their
+    total is capped at its number of processors, but never below this number."""
 
     concurrency: Annotated[int, Field(gt=0, le=100_000)] = 64
-    """Most calls of an async function at once in each process."""
+    """Maximum concurrent calls of an async function in each process."""
 
     time_limit: Annotated[float, Field(gt=0)] = 10.0
-    """Most seconds that one call may take."""
+    """Time limit of a call in seconds."""
 
     on_error: Literal["auto", "leave_out"] | Annotated[float, Field(allow_inf_nan=False)] = "auto"
-    """Score if the call raises, takes too long or returns no finite number. The metrics count such calls. leave_out: no
-    score; the completion leaves its group, is not trained, and the others are compared without it. auto: leave_out if
-    the error tells nothing of the completion: the call took too long, its process ended, a file, a connection or a
-    judge failed, which is every error of an async function and all but these of others: ArithmeticError,
-    AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError. These, and a result that is no
-    finite number, come from what the completion is, and score 0."""
+    """Score if the call raises, times out or returns a non-finite number. The metrics count such calls. leave_out: no
+    score; the completion is not trained, and its group is compared without it. auto: 0 if the completion caused the
+    error: a non-finite result, or ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError,
+    TypeError or ValueError in a function that is not async; leave_out for all other errors, such as timeouts, lost
+    processes, and failures of files, connections or judges."""
 
     passes_at: float | None = None
-    """Lowest score with which a completion passes, for the metric val/pass@1. At most one reward has it. If none has, a
-    completion passes with the full score, 1, of the first built-in reward that compares with the answer. If there is no
-    such reward either, there is no val/pass@1."""
+    """Minimum score of a completion that passes, for the metric val/pass@1. At most one reward may set it. By default,
+    a completion passes with the full score, 1, of the first built-in reward that compares with the answer; without such
+    a reward, there is no val/pass@1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -206,32 +206,33 @@ class RewardConfig(Section):
 
 
 class FilterConfig(Section):
-    """Selection of the completions to learn from, and changes to their rewards."""
+    """Selection of completions to train on, and adjustments of their rewards."""
 
     dynamic: bool = False
-    """Leave out groups whose rewards are all equal, and generate completions for further prompts in their place (DAPO,
-    arXiv:2503.14476). The penalty of overlong_buffer makes no difference."""
+    """Drop groups whose rewards are all equal, and generate completions for more prompts in their place (DAPO,
+    arXiv:2503.14476). The penalty of overlong_buffer is ignored in this comparison."""
 
     max_refills: Annotated[int, Field(ge=0)] = 3
-    """How often a step may generate further completions with `dynamic`. After that it trains on the groups it has."""
+    """Maximum rounds of additional completions per step with `dynamic`. Then the step trains on the groups it has."""
 
     mask_overlong: bool = False
-    """Leave completions that were cut off at rollout.max_new_tokens out of the loss and of what divides it, and compare
-    the others of their group without them. A group with fewer than two others teaches nothing."""
+    """Exclude completions that were cut off at rollout.max_new_tokens from the loss, its normalisation, and the
+    comparison within their group. A group with fewer than two others is not trained."""
 
     masked_count: bool = False
-    """Count completions that mask_overlong masks in their group's mean and deviation, in whether its rewards differ,
-    and in the number of completions that loss.normalise=sequence and constant divide by."""
+    """Include completions masked by mask_overlong in the mean and deviation of their group, in the test of whether its
+    rewards differ, and in the number of completions that loss.normalise=sequence and constant divide by."""
 
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
-    """Number of tokens before rollout.max_new_tokens, and at most as many, over which a penalty rises from 0 to
-    `overlong_penalty` (DAPO's soft punishment)."""
+    """Number of tokens before rollout.max_new_tokens over which a penalty rises from 0 to `overlong_penalty` (DAPO's
+    soft punishment); 0 is off."""
 
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
-    """Penalty of a completion of rollout.max_new_tokens, subtracted from its reward. It needs an `overlong_buffer`."""
+    """Penalty of a completion of rollout.max_new_tokens tokens, subtracted from its reward. Requires an
+    `overlong_buffer`."""
 
     reward_scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Factor of all rewards, applied before anything else."""
+    """Factor on all rewards, applied before anything else."""
 
     @model_validator(mode="after")
     def _masks_something(self) -> "FilterConfig":
@@ -241,47 +242,45 @@ class FilterConfig(Section):
 
 
 LARGEST_BUFFER = 2**28
-"""Largest size in bytes of a buffer for weight syncs that `auto` chooses."""
+"""Maximum size in bytes that `auto` chooses for a weight-sync buffer."""
 
 
 class WeightSyncConfig(Section):
     buffer_mib: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
-    """Size of a buffer in MiB. Buffers stay allocated between weight syncs. A larger tensor is sent in several buffers;
-    for vllm, the buffers are made as large as the largest tensor. auto: 256, or less where a GPU has so little memory
-    left at the start that all buffers would take more than a twentieth of it."""
+    """Size of a buffer in MiB. Buffers stay allocated between weight syncs. A tensor larger than a buffer is sent in
+    parts, except to vllm, where buffers are enlarged to the largest tensor. auto: 256, or less if all buffers would
+    take more than a twentieth of the GPU memory that is free at the start."""
 
     num_buffers: Positive = 4
-    """Number of buffers, which are used in turn, each on a stream of its own: one is filled while another is being
-    sent."""
+    """Number of buffers, each with its own stream: one is filled while another is sent."""
 
     dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
-    """Precision in which weights are sent and the generator computes; null takes model.dtype. Shards are cast before
-    they are gathered."""
+    """Precision of synced weights and of the generator; null: model.dtype. Shards are cast before they are gathered."""
 
     adapters: Literal["merged", "alone"] = "merged"
-    """What is sent with model.lora. merged: whole weights, to which the adapters are added in float32. alone: only the
-    adapters, which the generator applies as the trainer does."""
+    """What is sent with model.lora. merged: full weights, with the adapters added in float32. alone: only the adapters,
+    which the generator applies like the trainer."""
 
     publish: Path | None = None
-    """Folder that each version of the weights is written to, too, as what has changed since the version before; null
-    writes none. Whoever shares the folder reads any version from it, bit for bit (weight_sync/README.md). All ranks
-    share it. The first rank of a stage keeps the stage's last version in host memory."""
+    """Folder shared by all ranks to which each version of the weights is also written, as the difference from the
+    previous version; null: none. Any version can be read from it bit for bit (weight_sync/README.md). The first rank of
+    a stage keeps a copy of the stage's latest version in host memory."""
 
     signing_key: Path | None = None
-    """File of an Ed25519 private key in PEM, with which the first rank signs what is published; null signs nothing.
-    `openssl genpkey -algorithm ed25519` makes one."""
+    """File of an Ed25519 private key in PEM with which the first rank signs published weights; null: unsigned. `openssl
+    genpkey -algorithm ed25519` creates one."""
 
     checksum: bool = False
     """Compare every tensor of the generator with what the trainer sent, after every weight sync."""
 
     check_every: Annotated[int, Field(ge=0)] = 50
-    """Let every generator write a fixed text at the start of a run, with changed weights, and in every so many steps;
-    the run stops if log-probabilities of its tokens are not what the model computes, by more than rounding explains.
-    Of a deep model in bf16, rounding may explain as much as other weights make; the run says so then. 0 never does."""
+    """Interval in steps of a check that generators hold the trained weights: each continues fixed texts, and the run
+    stops if its log-probabilities differ from the model's by more than rounding explains. Also runs at the start, with
+    perturbed weights. In a deep bf16 model, rounding may hide wrong weights; the run then reports so. 0 is off."""
 
     timeout: Annotated[float, Field(gt=0)] = 300.0
-    """Most seconds that the trainer or a generator waits for the other at any point of a weight sync. After that the
-    generator is started again; servers are only connected to again."""
+    """Maximum seconds that trainer and generator wait for each other at any point of a weight sync. Then the generator
+    is restarted; servers are only reconnected to."""
 
     @model_validator(mode="after")
     def _publishes_whole_weights(self) -> "WeightSyncConfig":
@@ -299,7 +298,7 @@ class RouterReplayConfig(Section):
     """Router replay (R3, arXiv:2510.11370)."""
 
     enabled: bool = False
-    """Send tokens to the experts that the generator chose for them. The weights of these experts still come from the
+    """Route tokens to the experts that the generator chose for them. The weights of these experts still come from the
     trained router."""
 
     stages: tuple[ReplayStage, ...] = ("old_logprobs", "train")
@@ -307,12 +306,12 @@ class RouterReplayConfig(Section):
     reference's log-probabilities. train: forward and backward of the optimizer steps."""
 
     on_missing: Literal["live", "error"] = "error"
-    """What happens if the generator does not report a token's experts. live: the router chooses. error: the completion
-    counts as failed, and leaves its group."""
+    """Handling of tokens whose experts the generator did not report. live: the router chooses. error: the completion
+    counts as failed and is removed from its group."""
 
     compare: bool = False
-    """Diagnosis: run one more pass without replay in each step, for the metric train/logprob_error_live, to compare
-    with train/logprob_error."""
+    """Diagnostic: run an additional pass without replay in each step, which gives the metric train/logprob_error_live,
+    to compare with train/logprob_error."""
 
     @model_validator(mode="after")
     def _train(self) -> "RouterReplayConfig":

@@ -1,4 +1,4 @@
-"""Config sections that every run has: length, checkpoints, metrics and failures, and the base of all run configs."""
+"""Config sections that every run has (length, checkpoints, metrics, failures), and the base classes of run configs."""
 
 import abc
 from typing import Annotated, Any, Literal, TypeVar
@@ -24,7 +24,7 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class LengthConfig(Section):
-    """The length of a run: give `steps` or `epochs`, not both."""
+    """Length of a run: exactly one of `steps` and `epochs`."""
 
     steps: Positive | None = None
     """Number of steps. A step trains on one global batch; with grpo, on one batch of rollouts."""
@@ -33,7 +33,7 @@ class LengthConfig(Section):
     """Number of passes over the training data. The last step may have fewer sequences."""
 
     validate_every: Positive | None = None
-    """Number of steps between validations. The last step always validates; null validates only there."""
+    """Number of steps between validations. The last step always validates; null: only the last step."""
 
     @model_validator(mode="after")
     def _one_limit(self) -> "LengthConfig":
@@ -44,33 +44,33 @@ class LengthConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Positive | None = 100
-    """Number of steps between checkpoints. The last step writes one, too, and with keep_best the best one. null: no
-    checkpoints by steps, also not at the end."""
+    """Number of steps between checkpoints. The last step also writes one, as does the best one with keep_best. null: no
+    checkpoints by steps, nor at the end."""
 
     every_minutes: Annotated[float, Field(gt=0)] | None = None
-    """Minutes between checkpoints, in addition to every_steps. null: minutes do not count."""
+    """Minutes between checkpoints, in addition to every_steps; null: off."""
 
     keep_last: Positive = 2
-    """Number of newest checkpoints to keep."""
+    """Number of latest checkpoints to keep."""
 
     keep_best: bool = True
-    """Also keep the best checkpoint by val/loss, for grpo by val/reward_mean. A step whose validation is the best so
-    far writes a checkpoint, also where none is due, unless every_steps and every_minutes are null."""
+    """Also keep the checkpoint with the best val/loss (grpo: val/reward_mean). Each step with a new best validation
+    writes a checkpoint, unless every_steps and every_minutes are null."""
 
     load_best: bool = False
-    """Write the best checkpoint to final/ at the end, in place of the last step."""
+    """Write the best checkpoint to final/ at the end, rather than the last step."""
 
     in_background: Annotated[bool, Field(alias="async")] = True
-    """Write checkpoints while training goes on, from a copy of all weights and moments in host memory. false: training
-    waits, and no copy is needed."""
+    """Write checkpoints while training continues, from a copy of all weights and moments in host memory. false:
+    training waits, and no copy is made."""
 
     format: Literal["sharded", "both"] = "sharded"
-    """sharded: the ranks' shards, to resume from on any layout. both: also a Hugging Face checkpoint in hf/, which
-    another process makes from the shards."""
+    """sharded: the ranks' shards, from which any layout can resume. both: also a Hugging Face checkpoint in hf/,
+    converted from the shards by a separate process."""
 
     accept_changed_inputs: bool = False
-    """Go on also where training data, tokenizer or chat template are no longer those of the checkpoint. The place in
-    the data is kept, and means other records if there are more or fewer of them."""
+    """Resume even if training data, tokenizer or chat template have changed since the checkpoint. The position in the
+    data is kept, and refers to different records if some were added or removed."""
 
     @model_validator(mode="after")
     def _keeps_the_best(self) -> "CheckpointConfig":
@@ -81,33 +81,33 @@ class CheckpointConfig(Section):
 
 class ObserveConfig(Section):
     samples: Annotated[int, Field(ge=0)] = 4
-    """Number of completions of the trained model to show in report.html. They are greedy, for prompts of the validation
-    data, or of the training data if there is none."""
+    """Number of greedy completions of the trained model to show in report.html, for validation prompts, or training
+    prompts if there are none."""
 
     sample_tokens: Positive = 64
-    """Most tokens of these completions."""
+    """Maximum tokens of these completions."""
 
     trackers: tuple[TrackerName, ...] = ()
-    """Trackers that get the metrics besides metrics.jsonl: TensorBoard (files in the run directory), Weights & Biases,
-    trackio."""
+    """Trackers that receive the metrics in addition to metrics.jsonl: TensorBoard (files in the run directory), Weights
+    & Biases, trackio."""
 
     project: str = "automodel_rl"
-    """Name of the run's project in these trackers."""
+    """Project name in these trackers."""
 
 
 class FailuresConfig(Section):
     hang_minutes: Annotated[float, Field(gt=0)] | None = 60.0
-    """Most minutes that a rank may spend on one thing, such as one microbatch or one batch of rollouts. After that it
-    counts as hanging, and the job ends. null: ranks wait for ever."""
+    """Maximum minutes that a rank may spend on one operation, such as a microbatch or a batch of rollouts. Then the
+    rank counts as hung, and the job ends. null: no limit."""
 
 
 def refuse_idle_data_ranks(what: str, count: int, parallel: ParallelConfig) -> None:
-    """Raises ValueError if a step has fewer examples than there are data ranks: some ranks would never see data.
+    """Raises ValueError if a step has fewer examples than there are data ranks, some of which would never get data.
 
     Args:
-        what: the key, or the formula of keys, that gives `count`; for the message.
-        count: number of examples of a step.
-        parallel: the layout, which gives the number of data ranks.
+        what: key or formula of keys that gives `count`, for the message.
+        count: number of examples per step.
+        parallel: layout of the run.
     """
     ranks = parallel.num_data_ranks
     if count < ranks:
@@ -118,8 +118,7 @@ def refuse_idle_data_ranks(what: str, count: int, parallel: ParallelConfig) -> N
 
 
 class RunConfig(Section, abc.ABC):
-    """The keys that every run has, and the questions that every run answers, so that no room below the trainers asks
-    which algorithm it is.
+    """The keys of every run, and properties by which lower layers query a run without knowing its algorithm.
 
     Example:
         >>> config = load_config("my_dpo.yaml")
@@ -128,10 +127,10 @@ class RunConfig(Section, abc.ABC):
     """
 
     output: PathText
-    """Run directory. It gets config.yaml, metrics.jsonl, report.html, checkpoints/ and final/."""
+    """Run directory. Receives config.yaml, metrics.jsonl, report.html, checkpoints/ and final/."""
 
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed for the order of the data, for sampling, and for torch."""
+    """Seed for data order, sampling and torch."""
 
     model: ModelConfig
     data: SourcesConfig
@@ -139,8 +138,8 @@ class RunConfig(Section, abc.ABC):
     length: LengthConfig
 
     loss_function: str | None = None
-    """Import path `package.module:function` of a loss that replaces the algorithm's own. It is called as
-    function(outputs, microbatch), with the same arguments."""
+    """Import path `package.module:function` of a custom loss, called as function(outputs, microbatch) in place of the
+    algorithm's own."""
 
     parallel: ParallelConfig = ParallelConfig()
 
@@ -158,37 +157,37 @@ class RunConfig(Section, abc.ABC):
     @property
     @abc.abstractmethod
     def reads(self) -> Records:
-        """What a record of the data holds."""
+        """Type of the data's records."""
 
     @property
     @abc.abstractmethod
     def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
+        """Token sequences per optimizer step, over all data ranks."""
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens that a microbatch must hold; 0 where examples are cut to what it holds."""
+        """Number of tokens that a microbatch must hold; 0 if longer examples are truncated or dropped."""
         return 0
 
     @property
     def trained_turns(self) -> Literal["all", "last"]:
-        """The assistant's turns of a chat that are trained."""
+        """Assistant turns of a chat that are trained."""
         return "all"
 
     @property
     def answer_reader(self) -> str | None:
-        """What compares with the `answer` of a record, which each record then needs; None if nothing does."""
+        """Name of the built-in reward that needs an `answer` in each record; None if there is none."""
         return None
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the weights that the run began with are needed to its end, as the reference policy."""
+        """Whether the initial weights are kept as the reference policy."""
         return False
 
     @property
     def compares_logprobs(self) -> bool:
-        """Whether log-probabilities of one sequence from several passes are compared, so that noise such as dropout
-        would change the loss."""
+        """Whether log-probabilities of the same sequence from several passes are compared, so that noise such as
+        dropout would change the loss."""
         return True
 
     @property
@@ -198,17 +197,17 @@ class RunConfig(Section, abc.ABC):
 
     @property
     def trains_linear_head(self) -> bool:
-        """Whether the model has a linear head in place of the vocabulary's."""
+        """Whether the model has a linear head rather than the vocabulary's."""
         return False
 
     @property
     def further_models(self) -> dict[str, FurtherModel]:
-        """The models beside the trained one, by the names that the program knows them by."""
+        """Additional models by name."""
         return {}
 
     @property
     def generation(self) -> "RolloutRunConfig | None":
-        """The run's config if it generates completions while it trains; None if it does not."""
+        """The config itself if the run generates completions during training; otherwise None."""
         return None
 
     @property
@@ -237,21 +236,21 @@ class RunConfig(Section, abc.ABC):
     @model_validator(mode="before")
     @classmethod
     def _language_layout(cls, values: Any) -> Any:
-        """Sets `parallel` to the language component's layout, so that code finds it in one place."""
+        """Copies the language component's layout to `parallel`, where other code reads it."""
         if not isinstance(values, dict) or values.get("components") is None:
             return values
         try:
             language = ComponentsConfig.model_validate(values["components"]).language.parallel
             given = ParallelConfig.model_validate(values.get("parallel") or language)
         except ValidationError:
-            return values  # the sections' own checks will say where it is wrong
+            return values  # the sections' own validators report the error
         if given != language:
             raise ValueError("parallel and components.language differ: give the layout in components.language alone")
         return {**values, "parallel": language.model_dump()}
 
 
 class RolloutRunConfig(RunConfig):
-    """A run that trains on completions of the model that it trains.
+    """A run that trains on completions generated by the trained model.
 
     Example:
         >>> config = load_config("my_grpo.yaml")
@@ -267,17 +266,17 @@ class RolloutRunConfig(RunConfig):
 
     @property
     def reads(self) -> Records:
-        """What a record of the data holds: a prompt."""
+        """Type of the data's records."""
         return "prompts"
 
     @property
     def generation(self) -> "RolloutRunConfig":
-        """The run's config, for the run generates."""
+        """The config itself, since the run generates completions."""
         return self
 
     @property
     def sleep_level(self) -> int:
-        """The level at which generators sleep between rollouts; 0 if they stay awake."""
+        """vLLM sleep level between rollouts; 0: generators stay awake."""
         generator = self.rollout.generator
         if not isinstance(generator, VllmGeneratorConfig) or generator.sleep == "none":
             return 0
@@ -285,13 +284,13 @@ class RolloutRunConfig(RunConfig):
 
     @property
     def has_stop_texts(self) -> bool:
-        """Whether completions may end with texts: those of the config, of agents or of evaluations."""
+        """Whether requests may have stop strings: from the config, agents or evaluations."""
         evaluates = self.validation.lm_eval is not None or self.validation.inspect is not None
         return bool(self.rollout.stop) or self.rollout.has_agent or evaluates
 
     @property
     def generator_spec(self) -> GeneratorSpec:
-        """The generator that each rank asks for."""
+        """The generator of each rank."""
         rollout, data = self.rollout, self.data
         return GeneratorSpec(
             rollout.generator,
@@ -308,7 +307,7 @@ class RolloutRunConfig(RunConfig):
         )
 
     def _check_joined(self, evaluators: int) -> None:
-        """Refuses what generators that join cannot do: they get published weights, and nothing else from ranks."""
+        """Rejects features that joined generators lack, since all they get from ranks are published weights."""
         if evaluators and not self.data.validation:
             raise ValueError(
                 f"rollout.generator.evaluators={evaluators} without data.validation: they complete held-out prompts: "
@@ -332,17 +331,17 @@ class RolloutRunConfig(RunConfig):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether generators and the trainer have device memory in turns."""
+        """Whether generators and trainer use device memory in turns."""
         return bool(self.sleep_level or self.memory.offload)
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt with its completion, or with its conversation."""
+        """Maximum tokens of a prompt with its completion or conversation."""
         return self.rollout.max_prompt_tokens + self.rollout.completion_tokens
 
     @property
     def longest_keys(self) -> str:
-        """The keys that add up to the longest sequence, for error messages."""
+        """Keys whose values add up to `longest_sequence`, for error messages."""
         rollout = self.rollout
         if not rollout.has_turns:
             return "rollout.max_prompt_tokens + rollout.max_new_tokens"

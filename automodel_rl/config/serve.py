@@ -16,39 +16,40 @@ from automodel_rl.origins import is_loopback
 
 
 class ServeLimitsConfig(Section):
-    """Limits of what clients may ask for. What is above is refused, with the limit."""
+    """Limits on client requests. Requests that exceed one are rejected with a message that states it."""
 
     body_mib: Annotated[float, Field(gt=0)] = 64.0
-    """Largest body of a request in MiB."""
+    """Maximum request body in MiB."""
 
     runs: Positive = 16
-    """Most training runs at once. Each has its state in host memory."""
+    """Maximum concurrent training runs. Each keeps its state in host memory."""
 
     samplers_of_run: Positive = 4
-    """Most weights without a name that are kept of a run to sample from. Older ones are let go."""
+    """Maximum number of unnamed weights kept per run for sampling. The oldest are evicted."""
 
     waiting: Positive = 20_000
-    """Most requests that wait or whose results are kept. A client has at most as many as are free."""
+    """Maximum requests that are queued or whose results are kept. A client may hold at most as many as are still
+    free."""
 
     waiting_gib: Annotated[float, Field(gt=0)] = 4.0
-    """Most memory in GiB of requests that wait and of results that are kept, with arrays as they are once they are
-    dense. A client has at most as much as is free."""
+    """Maximum memory in GiB of queued requests and kept results, with sparse arrays counted as dense. A client may hold
+    at most as much as is still free."""
 
     sequences: Positive = 4096
-    """Most sequences of a request: datums of a forward and backward, or samples of a prompt."""
+    """Maximum sequences per request: datums of a forward and backward, or samples of a prompt."""
 
     disk_gib: Annotated[float, Field(gt=0)] = 100.0
-    """Most disk space of saved weights in GiB."""
+    """Maximum disk space of saved weights in GiB."""
 
     session_minutes: Annotated[float, Field(gt=0)] = 30.0
-    """Minutes without a sign of its client after which a session ends, with its runs and their unnamed weights."""
+    """Minutes without contact from its client after which a session ends, with its runs and their unnamed weights."""
 
     result_minutes: Annotated[float, Field(gt=0)] = 30.0
-    """Minutes for which a result is kept for a client that asks again."""
+    """Minutes for which a result is kept for retries by the client."""
 
 
 class ServeConfig(Section):
-    """A model behind an HTTP server that speaks Tinker's API.
+    """A model behind an HTTP server with Tinker's API.
 
     Example:
         >>> lora = LoraConfig(rank=32)
@@ -59,40 +60,40 @@ class ServeConfig(Section):
     algorithm: Literal["serve"] = "serve"
 
     output: PathText
-    """Folder of the service: its key and the saved weights, with which a service goes on that is started again."""
+    """Folder of the service, with its key and the saved weights, from which a restarted service resumes."""
 
     model: ModelConfig
-    """The base model. `lora.rank` is the largest rank of a run, `lora.alpha` and `lora.targets` are those of all
-    runs. Without `lora` there is one run at a time, which trains all weights."""
+    """The base model. `lora.rank` is the maximum rank of a run; `lora.alpha` and `lora.targets` apply to all runs.
+    Without `lora` there is one run at a time, which trains all weights."""
 
     name: str | None = None
-    """Name of the base model for clients, which open the tokenizer of this name: a hub id, or a folder on their
+    """Name of the base model for clients, which load its tokenizer by this name: a hub id, or a folder on their
     machine. null: model.path."""
 
     teachers: dict[str, FrozenModelConfig] = Field(default_factory=dict)
-    """Further base models, by their names for clients, on the same ranks. They score prompts and are not trained, as
-    teachers are: log-probabilities of a prompt's tokens, of the likeliest ones, and of tokens that a client names. A
-    sample of theirs has one token, the likeliest."""
+    """Additional base models by their names for clients, on the same ranks, for scoring only: log-probabilities of a
+    prompt's tokens, of the most likely tokens, and of tokens that a client names. Samples from them have one token, the
+    most likely."""
 
     parallel: ParallelConfig = ParallelConfig()
     memory: MemoryConfig = MemoryConfig()
 
     microbatch_tokens: Positive = 8192
-    """Most tokens of a microbatch, and of a sequence with its last target."""
+    """Maximum tokens of a microbatch, and of a sequence including its last target."""
 
     generator: SamplerConfig = TransformersSamplerConfig()
-    """What samples, next to every rank: transformers (a whole copy of the model in the rank's process) or vllm (in a
-    process of its own on the rank's device). Its name alone, or a section with its name as `kind` and the keys of this
+    """The generator next to every rank: transformers (a full copy of the model in the rank's process) or vllm (in a
+    separate process on the rank's device). Either its name, or a section with its name as `kind` and the keys of this
     kind."""
 
     host: str = "127.0.0.1"
-    """Address on which the server listens. Others than loopback need a `key`."""
+    """Address on which the server listens. Non-loopback addresses require a `key`."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Port on which the server listens; 0 for a free one."""
+    """Port on which the server listens; 0: any free port."""
 
     key: Annotated[str, Field(min_length=12, pattern="^tml-")] | None = None
-    """Key that clients send, tml- and at least 8 more characters. null: a random one, which is in output/key."""
+    """Key that clients must send: tml- and at least 8 more characters. null: a random key, written to output/key."""
 
     limits: ServeLimitsConfig = ServeLimitsConfig()
 
@@ -100,29 +101,29 @@ class ServeConfig(Section):
 
     @property
     def address(self) -> str:
-        """Host and port."""
         return f"{self.host}:{self.port}"
 
     @property
     def most_bytes(self) -> int:
-        """Largest body of a request, and largest array in one."""
+        """Maximum bytes of a request body, and of an array in it."""
         return int(self.limits.body_mib * 2**20)
 
     @property
     def most_runs(self) -> int:
-        """Most training runs at once."""
+        """Maximum concurrent training runs."""
         return 1 if self.model.lora is None else self.limits.runs
 
     @property
     def pass_tokens(self) -> int:
-        """Most tokens of runs that meet in one pass: those that keep all ranks at work. 0 if runs only take turns, as
-        with adapters of experts, whose tokens change their places."""
+        """Maximum tokens of several runs combined in one pass: enough to occupy all ranks. 0 if runs only take turns,
+        as with adapters on experts, which reorder tokens."""
         lora = self.model.lora
         return 0 if lora is None or lora.has_experts else self.microbatch_tokens * self.parallel.world_size
 
     @property
     def generator_spec(self) -> GeneratorSpec:
-        """The generator that each rank samples with. Adapters come alone, so that it samples with those of any run."""
+        """The generator of each rank. Adapters are sent without the base model, so that it can sample with those of any
+        run."""
         sync = WeightSyncConfig(adapters="merged" if self.model.lora is None else "alone")
         return GeneratorSpec(self.generator, self.microbatch_tokens, sync, has_stop_texts=True)
 

@@ -1,4 +1,4 @@
-"""YAML as configs hold it: of limited size, every key once, and every plain value read as it is written."""
+"""A YAML loader for configs: limits the size, rejects duplicate keys, and avoids the implicit types of YAML 1.1."""
 
 import re
 from pathlib import Path
@@ -9,20 +9,20 @@ import yaml
 from automodel_rl.errors import InputError
 
 BYTES, VALUES, LEVELS = 1_000_000, 20_000, 50
-"""The most that a text may have: bytes; values and keys, those that aliases repeat included; levels of nesting."""
+"""Maximum bytes, maximum values and keys (with those that aliases repeat), and maximum nesting depth."""
 
 TEXT, *NUMBERS = (f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float"))
 NOT_READ = [f"tag:yaml.org,2002:{name}" for name in ("timestamp", "value")]
 SURPRISING = re.compile(r".*:.*|[-+]?0[0-7_]+")
-"""What YAML 1.1 reads as a number of base 60 or 8."""
+"""Matches plain scalars that YAML 1.1 reads as base 60 or base 8."""
 
 
 class StrictYAMLError(ValueError):
-    """A text that is not YAML, or not of a config.
+    """A text that is not valid YAML, or not allowed in a config.
 
     Attributes:
-        line: the line of the mistake, from 1; None if it is of the whole text.
-        problem: what is wrong.
+        line: line of the error, from 1; None if it concerns the whole text.
+        problem: the error message.
     """
 
     def __init__(self, mark: yaml.Mark | None, problem: str):
@@ -32,10 +32,10 @@ class StrictYAMLError(ValueError):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The keys and values of a config file.
+    """Reads the keys and values of a config file.
 
     Raises:
-        InputError: the file cannot be read, or holds no config.
+        InputError: the file cannot be read or is not a mapping.
     """
     try:
         with path.open("rb") as file:
@@ -56,10 +56,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a text holds.
+    """Parses a text.
 
     Raises:
-        StrictYAMLError: the text is not YAML, a key stands twice, a value holds itself, or there is too much.
+        StrictYAMLError: the text is not YAML, exceeds a limit, or has a duplicate key, a tag or a recursive alias.
     """
     try:
         return _Loader(text).get_single_data()
@@ -72,22 +72,22 @@ def parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values as YAML 1.2 does where YAML 1.1 surprises: 1:30 is a text, not 90, 010 is not 8, and there are
-    no dates. yes, no, on and off are booleans still, for they may be so in options that nothing checks."""
+    """Resolves plain scalars as in YAML 1.2 where YAML 1.1 surprises: 1:30 and 010 are strings, and there are no dates.
+    yes, no, on and off stay booleans, since unchecked options may use them."""
 
     def __init__(self, text: str):
         super().__init__(text)
         self._values, self._level, self._deepest = 0, 0, 0
         self._sizes: dict[str, tuple[int, int]] = {}
-        """Values and levels of every whole value with an anchor."""
+        """Values and nesting depth of each complete anchored value."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: tuple[bool, bool]) -> str:
-        """The tag of a node that names none."""
+        """Returns the implicit tag of a node."""
         tag = super().resolve(kind, value, implicit)
         return TEXT if tag in NOT_READ or (tag in NUMBERS and SURPRISING.fullmatch(value)) else tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """The next node, counted with all that its aliases stand for."""
+        """Composes the next node. Counts aliases with all that they expand to."""
         event = self.peek_event()
         is_alias = isinstance(event, yaml.AliasEvent)
         if is_alias and event.anchor in self.anchors and event.anchor not in self._sizes:
@@ -108,7 +108,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _check(self, node: yaml.Node) -> None:
-        """Refuses tags, and a key that stands twice in a mapping."""
+        """Rejects tags and duplicate keys."""
         if node.tag not in (TEXT, self.resolve(type(node), node.value, (True, False))):
             raise StrictYAMLError(node.start_mark, f"the tag {node.tag}: configs have no tags: leave it out")
         lines: dict[Any, int] = {}

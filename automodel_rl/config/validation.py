@@ -1,4 +1,4 @@
-"""Evaluations beside held-out data: harnesses that call the run's own generators."""
+"""Additional evaluations: harnesses that call the run's own generators."""
 
 from typing import Annotated
 
@@ -9,29 +9,29 @@ from automodel_rl.config.base import Positive, Section
 
 class HarnessConfig(Section):
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
-    """The tasks: names that the harness knows, or for inspect files with tasks."""
+    """Task names that the harness knows, or for inspect also files with tasks."""
 
     python: str
-    """Interpreter of an environment with the harness."""
+    """Python interpreter of an environment with the harness."""
 
     limit: Positive | None = None
-    """Most samples of each task; null for all."""
+    """Maximum samples per task; null: all."""
 
     quiet_minutes: Annotated[float, Field(gt=0)] = 30.0
-    """Most minutes without a request. After that the harness counts as hanging: it is ended, and the run goes on
-    without its metrics. Ranks wait meanwhile, so that this is less than `failures.hang_minutes`."""
+    """Maximum minutes without a request. Then the harness counts as hung and is terminated, and the run continues
+    without its metrics. Must be less than `failures.hang_minutes`, since ranks wait meanwhile."""
 
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Further options of its command line, e.g. num_fewshot of lm-eval."""
+    """Further command-line options, e.g. num_fewshot of lm-eval."""
 
 
 class LmEvalConfig(HarnessConfig):
     chat: bool = False
-    """Ask by chats, with the model's chat template, in place of completions. Tasks that compare log-probabilities need
-    completions."""
+    """Send chats, formatted with the model's chat template, rather than plain completions. Tasks that compare
+    log-probabilities need completions."""
 
     include: str | None = None
-    """Folder with tasks of your own."""
+    """Folder with custom tasks."""
 
 
 class InspectConfig(HarnessConfig):
@@ -39,11 +39,11 @@ class InspectConfig(HarnessConfig):
 
 
 class ValidationConfig(Section):
-    """Evaluations that are measured with the held-out data, every `length.validate_every` steps, before the first step
-    and at the end."""
+    """Evaluations that run with each validation on held-out data: every `length.validate_every` steps, before the first
+    step and at the end."""
 
     lm_eval: LmEvalConfig | None = None
-    """Tasks of lm-eval (lm-evaluation-harness). Their metrics are val/TASK/METRIC."""
+    """Tasks of lm-eval (lm-evaluation-harness). Metrics are named val/TASK/METRIC."""
 
     inspect: InspectConfig | None = None
-    """Tasks of inspect-ai. Their metrics are val/TASK/SCORE_METRIC."""
+    """Tasks of inspect-ai. Metrics are named val/TASK/SCORE_METRIC."""

@@ -1,4 +1,4 @@
-"""Characters of records that no tokenizer reads."""
+"""Rejection of characters that cannot be tokenised."""
 
 import re
 from typing import Any
@@ -6,17 +6,11 @@ from typing import Any
 from automodel_rl.errors import InputError
 
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a pair of UTF-16. JSON can write one alone, such as "caf\\\\udce9", and UTF-8 cannot."""
+"""A lone UTF-16 surrogate: valid in JSON, as in "caf\\\\udce9", but not in UTF-8."""
 
 
 def check_characters(value: Any, name: str, where: str) -> None:
-    """Raises InputError if a text in a value, at any depth, has a lone surrogate.
-
-    Args:
-        value: the value, as JSON holds it.
-        name: the column that it comes from.
-        where: the record's place in the data, for error messages.
-    """
+    """Raises InputError if a text in a JSON value, at any depth, has a lone surrogate. `name` is the column."""
     if isinstance(value, str):
         if not value.isascii() and (found := SURROGATE.search(value)):
             around = value[max(0, found.start() - 20) : found.end()]

@@ -1,4 +1,4 @@
-"""Token sequences from chats: the chat template's tokens, and a mask of those that the assistant wrote."""
+"""Tokenisation of chats, with a mask of the assistant's tokens."""
 
 import copy
 import functools
@@ -26,15 +26,7 @@ from automodel_rl.hf.opened_model import OpenedModel
 
 
 def open_chat_tokenizer(config: RunConfig, model: OpenedModel) -> "ChatTokenizer":
-    """The chat tokenizer of a run.
-
-    Args:
-        config: the run's config.
-        model: its checkpoint.
-
-    Raises:
-        InputError: the tokenizer cannot be opened, or has no chat template and the data hold chats.
-    """
+    """Opens the chat tokenizer of a run. Raises InputError if the data contain chats and there is no chat template."""
     folder, tokenizer = model.files.tokenizer_folder, model.tokenizer(config.data.chat_template)
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
@@ -46,7 +38,7 @@ def open_chat_tokenizer(config: RunConfig, model: OpenedModel) -> "ChatTokenizer
 
 
 def _breaks(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, folder: Path) -> tuple[int, int] | None:
-    """The ids of the tokens that end a row of an image, and an image, for a model whose images have rows."""
+    """Returns the ids of the tokens that end a row of an image, and an image, for models that mark rows."""
     breaks = next((encoder.breaks for encoder in encoder_families(model).values() if encoder.breaks), None)
     if breaks is None:
         return None
@@ -60,15 +52,11 @@ def _breaks(tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, folder:
 
 
 def check_chats(config: RunConfig, model: OpenedModel, chats: Iterable[tuple[Chat, str]]) -> list[str]:
-    """Raises InputError if the chat template cannot write one of the chats, or if the result cannot be trained on.
-
-    Args:
-        config: the run's config.
-        model: its checkpoint.
-        chats: chats of the run's data, each with its place in the data.
+    """Raises InputError if the chat template cannot render one of the chats, or the result cannot be trained on; with
+    `on_bad_record: drop`, only warns. `chats` have their locations.
 
     Returns:
-        Warnings: what can be trained, but is hardly meant.
+        Warnings about skipped records and turns without an end token.
     """
     with rendering_limits(f"model.path={config.model.path}"):
         tokenizer = open_chat_tokenizer(config, model)
@@ -93,11 +81,11 @@ def check_chats(config: RunConfig, model: OpenedModel, chats: Iterable[tuple[Cha
 
 
 def _written(tokenizer: "ChatTokenizer", chat: Chat, where: str, as_prompt: bool) -> TokenSequence:
-    """A chat's tokens, once it is known that the template writes it within limits."""
+    """Renders a chat within limits, then tokenises it."""
     with rendering_limits(where):
         text = tokenizer.template.text(chat)
         if text is None:
-            tokenizer.template.encode(chat, where)  # raises, and says why
+            tokenizer.template.encode(chat, where)  # raises with the reason
         check_length(text, where)
     return tokenizer.opening(chat, where) if as_prompt else tokenizer(chat, where)
 
@@ -105,18 +93,14 @@ def _written(tokenizer: "ChatTokenizer", chat: Chat, where: str, as_prompt: bool
 class ChatTokenizer:
     """Turns chats into a `TokenSequence` whose loss mask covers the assistant's tokens.
 
-    If the template marks what the assistant writes, the mask follows the marks. Most published templates have no marks.
-    Then turns are found by changing one after the other. It is an error if a turn cannot be found, or if the template
-    leaves out part of a chat.
+    The mask follows the template's generation marks if it has them. Most published templates have none; turns are then
+    located by changing one at a time. Turns that cannot be located, and content that the template drops, are errors.
 
     Args:
         tokenizer: a tokenizer with a chat template.
         train_on: "all" or "last": the mask covers all trained turns of a chat, or only its last turn.
-        media: reads the images, videos and audio of chats; None for a model that reads text only.
-        variables: further variables for the chat template.
-
-    Raises:
-        InputError: the template does not read a variable.
+        media: readers of images, videos and audio; None for text-only models.
+        variables: additional variables of the chat template.
     """
 
     def __init__(
@@ -134,12 +118,8 @@ class ChatTokenizer:
     def __call__(self, chat: Chat, where: str) -> TokenSequence:
         """Tokenises a chat.
 
-        Args:
-            chat: the chat.
-            where: its place in the data, for error messages.
-
         Raises:
-            InputError: the template refuses the chat or leaves out part of it, or the assistant's tokens are unclear.
+            InputError: the template refuses the chat or drops part of it, or the assistant's tokens cannot be located.
         """
         marked: list[Span] = []
         if has_marks := self.template.has_marks(chat):
@@ -159,8 +139,8 @@ class ChatTokenizer:
         return self._with_media(TokenSequence(torch.tensor(ids), mask), chat, where)
 
     def text_sequence(self, text: str) -> TokenSequence:
-        """A text with the end token, all of it trained, and with what the tokenizer itself puts around texts. What the
-        text already has of these, as texts that a template has written do, it gets no second time."""
+        """Tokenises a plain text, with all tokens trained. Adds the end token and the tokenizer's special tokens around
+        texts, unless the text already has them."""
         end = self.tokenizer.eos_token_id
         if end is not None and text.rstrip().endswith(str(self.tokenizer.eos_token)):
             text, end = text.rstrip(), None
@@ -175,13 +155,13 @@ class ChatTokenizer:
 
     @functools.cached_property
     def _around_texts(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before and after texts."""
+        """Special tokens that the tokenizer adds before and after texts."""
         plain, whole = (self.tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (False, True))
         place = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return whole[:place], whole[place + len(plain) :]
 
     def ends_turns(self, sequence: TokenSequence) -> bool:
-        """Whether a trained stretch of a sequence ends with a special token, white space aside."""
+        """Whether any trained span ends with a special token, ignoring trailing white space."""
         mask = [*sequence.loss_mask.tolist(), False]
         ids = sequence.input_ids.tolist()
         special = {*self.tokenizer.convert_tokens_to_ids([*self.template.special_tokens])}
@@ -193,15 +173,15 @@ class ChatTokenizer:
         return False
 
     def prompt_sequence(self, chat: Chat, where: str) -> TokenSequence:
-        """The tokens before the assistant's last turn, ready for its answer. There are none if the chat begins with
-        that turn."""
+        """Returns the tokens before the assistant's last turn, with its header; empty if the chat begins with that
+        turn."""
         before = chat.until(chat.turns[-1])
         if before.messages:
             return self.opening(before, where)
         return TokenSequence(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
 
     def opening(self, chat: Chat, where: str) -> TokenSequence:
-        """The tokens of a chat, ready for the assistant's next turn. None of them is trained."""
+        """Returns the tokens of a chat with the header of the assistant's next turn. None are trained."""
         ids = self.template.encode(chat, where, add_generation_prompt=True)["input_ids"]
         self.template.check(chat, where, add_generation_prompt=True)
         sequence = TokenSequence(torch.tensor(ids), torch.zeros(len(ids), dtype=torch.bool))
@@ -213,7 +193,7 @@ class ChatTokenizer:
         return self.media.expand(sequence, self.media.read(chat.messages, where), where)
 
     def _turns(self, chat: Chat, where: str) -> list[int]:
-        """Places of the turns that the mask covers."""
+        """Returns the message indices of the turns that the mask covers."""
         turns = [turn for turn in chat.trained if self.train_on == "all" or turn == chat.turns[-1]]
         for turn in turns:
             if says_nothing(chat.messages[turn]):
@@ -229,7 +209,7 @@ class ChatTokenizer:
         return turns
 
     def _marked(self, chat: Chat, turns: list[int], spans: list[Span], where: str) -> list[Span]:
-        """The spans that belong to some turns, of all spans that the template marks."""
+        """Selects the spans of the given turns from all spans that the template marks."""
         if not spans:
             raise InputError(f"{where}: the chat template marks no token as the assistant's: {MARKS_REMEDY}")
         if len(turns) == len(chat.turns) == len(spans):
@@ -237,7 +217,7 @@ class ChatTokenizer:
         found: list[Span] = []
         counted = 0
         for turn in turns:
-            # A turn may have no span or several. The template may write a turn differently once later turns follow it.
+            # A turn may have no span or several. The template may render a turn differently once later turns follow.
             begin, end = (self._num_spans(chat.until(place), where) for place in (turn, turn + 1))
             if not counted <= begin < end <= len(spans):
                 raise InputError(
@@ -253,9 +233,8 @@ class ChatTokenizer:
         return len(self._all_marked(chat, where)[1])
 
     def _all_marked(self, chat: Chat, where: str) -> tuple[list[int], list[Span]]:
-        """A chat's token ids, and the tokens of all stretches of characters that the template marks. transformers' own
-        mask runs to the end of the chat where a stretch ends with characters that are in no token, or with the first
-        token."""
+        """Returns a chat's token ids and the spans that the template marks as the assistant's. transformers' own mask
+        extends to the end of the chat if a span ends outside any token or with the first token."""
         text, marked = self.template.marked_text(chat, where)
         with self.template.refusals(where):
             places = TokenPlaces(self.tokenizer, text)
@@ -275,10 +254,10 @@ ONE_IMAGE = Chat([{"role": "user", "content": [{"type": "image"}, {"type": "text
 
 
 def _with_image_text(template: ChatTemplate, written: str, wanted: str) -> ChatTemplate:
-    """A template that writes another text for an image, as the model's processor does; the template itself if it writes
-    images otherwise, or none. Then images are refused.
+    """Returns a template with the text `written` for an image replaced by `wanted`, as in the model's processor, or the
+    template itself if its output does not change; images are then refused.
 
-    The text is in the template, and not put in afterwards, because marks of the assistant's texts count characters.
+    The template is changed rather than its output because the assistant's marks are character offsets.
     """
     tokenizer = copy.copy(template.tokenizer)
     named = named_templates(tokenizer)
@@ -288,6 +267,6 @@ def _with_image_text(template: ChatTemplate, written: str, wanted: str) -> ChatT
 
 
 def _spans(mask: list[int]) -> list[Span]:
-    """The stretches of a mask that are set."""
+    """Returns the spans where a mask is set."""
     edges = [i for i, (before, after) in enumerate(itertools.pairwise([0, *mask, 0])) if before != after]
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""Checks of a run's data before anything starts: every record is read."""
+"""Validation of all records before a run starts."""
 
 import contextlib
 import functools
@@ -18,24 +18,24 @@ from automodel_rl.media.images import check_picture
 from automodel_rl.media.videos import Frames
 
 OF_MESSAGES: tuple[Column, ...] = ("messages", "prompt", "completion", "chosen", "rejected")
-"""Columns that may hold messages."""
+"""Columns that may contain messages."""
 
 
 def check_data(config: RunConfig) -> list[tuple[Chat, str]]:
-    """Reads every record of a run, so that a wrong record is found before anything starts.
+    """Reads every record of a run.
 
     Returns:
-        The first chat of each kind, with its place in the data. The chat template must be able to write all of them.
+        The first chat of each kind (see `kind_of`) with its location. The chat template must render all of them.
 
     Raises:
-        InputError: a record is wrong (with `on_bad_record: drop`, all records of a source are), or no record has a
-            column or key that the config names.
+        InputError: a record is malformed (with `on_bad_record: drop`, all records of a source are), or a column or key
+            named in the config is in no record.
     """
     return check_records(config.data, reader_of(config))
 
 
 def reader_of(config: RunConfig) -> Reader:
-    """How a run's records are read. Where a reward compares with their answers, they must have one."""
+    """Returns the reader of a run's records. It requires an `answer` if a reward compares with it."""
     read = READERS[config.reads]
     if config.answer_reader is None:
         return read
@@ -43,7 +43,7 @@ def reader_of(config: RunConfig) -> Reader:
 
 
 def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
-    """Reads every record of all sources. It returns and raises the same as `check_data`."""
+    """Reads every record of all sources. Same result and errors as `check_data`."""
     first: dict[Any, tuple[Chat, str]] = {}
     for config in (*data.train, *data.validation):
         source = open_examples(config, data)
@@ -67,7 +67,7 @@ def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
             unseen = unseen - _names(record, config) if unseen else unseen
         if not num_good and refused is not None:
             raise refused
-        for column, name in sorted(missing):  # only optional columns: a required one has raised at the first record
+        for column, name in sorted(missing):  # optional columns only: a required one raised at the first record
             raise InputError(
                 f"{config.path}: no record has the column {name!r}, which columns name for the {column}: name another, "
                 "or leave it out"
@@ -81,7 +81,7 @@ def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
 
 
 def _check_pictures(held: Chat | Text | Pair | Judged, where: str) -> None:
-    """Raises InputError for a damaged picture of a record."""
+    """Raises InputError if an image or video frame of a record is damaged."""
     for chat, place in chats_of(held, where):
         for part in media_parts(chat.messages):
             source = part["path"]
@@ -91,7 +91,7 @@ def _check_pictures(held: Chat | Text | Pair | Judged, where: str) -> None:
 
 
 def holds_chats(config: RunConfig) -> bool:
-    """Whether a run has chats, by the first record of each source. The records of sft may be texts."""
+    """Whether a run's data contain chats, judged by the first record of each source: sft records may be plain texts."""
     if config.reads != "chats":
         return True
     sources = [(open_source(source), source) for source in (*config.data.train, *config.data.validation)]
@@ -99,9 +99,9 @@ def holds_chats(config: RunConfig) -> bool:
 
 
 def _begins_with_chat(source: RecordSource, config: SourceConfig) -> bool:
-    """Whether the first record that can be read is a chat."""
+    """Whether the first readable record is a chat."""
     for number, record in enumerate(source):
-        with contextlib.suppress(InputError):  # which `check_records` tells
+        with contextlib.suppress(InputError):  # reported by `check_records`
             return isinstance(read_chat(record, config, source.where(number)), Chat)
     return False
 
@@ -117,7 +117,7 @@ def _read_with_answer(read: Reader, reward: str, record: dict[str, Any], config:
 
 
 def _names(record: dict[str, Any], config: SourceConfig) -> set[str]:
-    """Names of a record's columns, and of the keys of its messages."""
+    """Returns the names of a record's columns and of the keys of its messages."""
     values = (look_up(record, name) for column in OF_MESSAGES for name in names_of(config, column))
     messages = itertools.chain.from_iterable(value for value in values if isinstance(value, list))
     return {*record, *itertools.chain.from_iterable(m for m in messages if isinstance(m, dict))}

@@ -1,4 +1,4 @@
-"""Columns of records: their names in the data, also inside of others, and several that make one."""
+"""Columns of records: renamed, nested, or joined from several."""
 
 from typing import Any
 
@@ -7,17 +7,18 @@ from automodel_rl.config.data import Column
 from automodel_rl.errors import InputError
 
 MISSING = object()
-"""Stands for the value of a column that a record does not have."""
+"""Sentinel for the value of a column that a record lacks."""
 
 
 def names_of(config: SourceConfig, column: Column) -> tuple[str, ...]:
-    """The names that a column has in a source's data; more than one if several columns make one text."""
+    """Returns the names of a column in a source's data; more than one if several columns are joined."""
     names = config.columns.get(column, column)
     return (names,) if isinstance(names, str) else names
 
 
 def look_up(record: dict[str, Any], name: str) -> Any:
-    """The value of a name such as `answer`, or `reward_model.ground_truth` inside of a column; else `MISSING`."""
+    """Returns the value of a name such as `answer`, or `reward_model.ground_truth` inside a column; otherwise
+    `MISSING`."""
     if name in record:
         return record[name]
     value: Any = record
@@ -29,12 +30,8 @@ def look_up(record: dict[str, Any], name: str) -> Any:
 
 
 def value_of(record: dict[str, Any], config: SourceConfig, column: Column, where: str) -> Any:
-    """The value of a column, or `MISSING`. Several columns make one text: their texts in order, a line for each,
-    without those that are empty.
-
-    Raises:
-        InputError: one of several columns holds something else than a text.
-    """
+    """Returns the value of a column, or `MISSING`. Several columns are joined in order, one line each, skipping empty
+    ones."""
     names = names_of(config, column)
     values = [look_up(record, name) for name in names]
     if len(names) == 1 or all(value is MISSING for value in values):
@@ -54,17 +51,13 @@ def is_ignored(config: SourceConfig, column: Column) -> bool:
 
 
 def optional(record: dict[str, Any], config: SourceConfig, column: Column, where: str = "") -> Any:
-    """The value of a column; None if it is missing or ignored."""
+    """Returns the value of a column; None if it is missing or ignored."""
     value = MISSING if is_ignored(config, column) else value_of(record, config, column, where)
     return None if value is MISSING else value
 
 
 def required(record: dict[str, Any], config: SourceConfig, column: Column, where: str) -> Any:
-    """The value of a column.
-
-    Raises:
-        InputError: it is missing or ignored.
-    """
+    """Returns the value of a column that must be present and not ignored."""
     names = names_of(config, column)
     if is_ignored(config, column):
         raise InputError(f"{where}: ignore names the column {names[0]!r}, which is needed: leave it out")

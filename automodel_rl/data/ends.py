@@ -1,7 +1,7 @@
-"""The tokens that end what a model writes: the one place that knows them, for generators and exports.
+"""End tokens of a model, for generators and exports.
 
-A checkpoint names them in up to four places that often differ: config.json, generation_config.json, the tokenizer, and
-the chat template, which ends the assistant's turns with a token of its own.
+A checkpoint has them in up to four places that often disagree: config.json, generation_config.json, the tokenizer, and
+the chat template.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ OPEN = (
     "warning: the chat template ends the assistant's turns with no token of the tokenizer, so what the model writes "
     "may not end: give data.chat_template another, or add the token to the tokenizer"
 )
-"""The line about a template without an end."""
+"""Warning for a template that ends turns with no token."""
 
 
 def completion_ends(
@@ -30,28 +30,18 @@ def completion_ends(
     tokenizer: PreTrainedTokenizerBase,
     variables: Mapping[str, Any] | None = None,
 ) -> set[int]:
-    """Ids of the tokens that end a completion.
-
-    Args:
-        source: the checkpoint's folder.
-        config: the config of the whole model.
-        tokenizer: the model's tokenizer.
-        variables: further variables for the chat template.
-
-    Raises:
-        InputError: generation_config.json is damaged.
-    """
+    """Returns the ids of all tokens that end a completion. `source` is the checkpoint's folder, `config` that of the
+    whole model, and `variables` are additional variables of the chat template."""
     return {*config_ends(config), *generation_ends(source, config), *_taught(tokenizer, variables)}
 
 
 @dataclass(frozen=True)
 class NewEnds:
-    """What training teaches about ends and the checkpoint's generation_config.json does not say.
+    """End tokens learned in training that the checkpoint's generation_config.json lacks.
 
     Attributes:
-        ids: tokens that end what the trained model writes, at which generation with the checkpoint's settings does not
-            stop.
-        note: a line about them for the user; empty if there is nothing to say.
+        ids: tokens at which generation with the checkpoint's settings would not stop.
+        note: a message about them for the user; empty if there is none.
     """
 
     ids: tuple[int, ...]
@@ -66,11 +56,8 @@ def new_ends(
     *,
     adapters: bool = False,
 ) -> NewEnds:
-    """The ends that an export has to add to generation_config.json, with the arguments of `completion_ends`.
-
-    Args:
-        adapters: whether only adapters are exported, which have no generation_config.json of their own.
-    """
+    """Returns the end tokens that an export must add to generation_config.json. `adapters`: only adapters are exported,
+    which have no such file. Other arguments as for `completion_ends`."""
     known = generation_ends(source, config)
     ids = tuple(end for end in _taught(tokenizer, variables) if end not in known)
     if not ids:
@@ -89,7 +76,7 @@ def new_ends(
 
 
 def _taught(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None) -> list[int]:
-    """The ends of what is trained: texts end with the tokenizer's end token, turns as the chat template ends them."""
+    """Returns the end tokens of training data: the tokenizer's for texts, the chat template's for turns."""
     of_texts = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template is None:
         return of_texts
@@ -97,19 +84,15 @@ def _taught(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | N
 
 
 def row_ends(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> set[int]:
-    """Ids of the tokens that end what is trained: texts and turns.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        variables: further variables for the chat template.
-    """
+    """Returns the ids of the tokens that end training data, texts and turns. `variables` are additional variables of
+    the chat template."""
     return {*_taught(tokenizer, variables)}
 
 
 def template_ends(template: ChatTemplate) -> list[int]:
-    """Ids of the tokens with which a chat template ends the assistant's turns; empty if it ends them with no token.
+    """Returns the ids of the tokens with which a chat template ends the assistant's turns; empty if there are none.
 
-    Some tokenizers do not call the token of a turn's end special. It counts if it is a token of its own.
+    Some tokenizers do not mark the end-of-turn token as special. It counts if it is an added token.
     """
     plain, calling = turn_ends(template, [PROBE_TOOL])
     ends = [plain or _end_among(template, template.tokenizer.get_added_vocab()), calling]
@@ -117,7 +100,8 @@ def template_ends(template: ChatTemplate) -> list[int]:
 
 
 def _end_among(template: ChatTemplate, tokens: Iterable[str]) -> str:
-    """The token that follows the text of a turn, white space aside; empty if none does."""
+    """Returns the longest of some tokens that directly follows the text of a turn, ignoring white space; empty if none
+    does."""
     text = template.text(Chat([QUESTION, probe_turn(())])) or ""
     tail = text.rpartition(PROBE)[2].lstrip()
     return max((token for token in tokens if tail.startswith(token)), key=len, default="")

@@ -1,4 +1,4 @@
-"""Examples: records as token sequences. A chat makes one sequence, a pair of completions two."""
+"""Tokenised examples: one sequence per chat, two per pair of completions."""
 
 import dataclasses
 import functools
@@ -32,10 +32,10 @@ from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
 
 MOST_KEPT_TOKENS = 2**22
-"""Most tokens of the examples that are kept for the next epoch, each with `EXAMPLE_TOKENS` more: about 50 MB."""
+"""Maximum tokens of examples cached for the next epoch, counting `EXAMPLE_TOKENS` more per example: about 50 MB."""
 
 EXAMPLE_TOKENS = 128
-"""Tokens that take as much memory as the objects of an example."""
+"""Memory of an example's Python objects, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Example:
     """A tokenised record.
 
     Attributes:
-        draw: the record's source and number.
-        sequences: its token sequences; empty if none of it can be trained on.
-        too_long: what was too long and what became of it; empty if all fits.
-        refused: why the record is refused and left out; empty if it is not.
+        draw: source index and record index.
+        sequences: token sequences; empty if the record was dropped.
+        too_long: message about its excess length and how it was handled; empty if it fits.
+        refused: reason for which the record was rejected and dropped; empty if it was not.
     """
 
     draw: Draw
@@ -60,32 +60,32 @@ class Example:
 
 
 def checked(example: Example | InputError) -> Example:
-    """The example that a worker process made. If the worker returned an error, it is raised here."""
+    """Returns an example, or raises the error that a worker process returned in its place."""
     if isinstance(example, InputError):
         raise example
     return example
 
 
 class ExampleDataset(Dataset):
-    """Records of several sources as examples. It can be pickled, so that worker processes can use it.
+    """Records of several sources as examples. Picklable.
 
     Args:
-        sources: configs of the sources of the records.
-        chat: makes token sequences of chats.
-        batch: the config section that says how many tokens a microbatch holds, which an example must fit into.
-        context: most tokens of a sequence, a limit of the model; None for no limit.
-        data: the config section with another limit, and with what happens to an example that is too long.
+        sources: configs of the sources.
+        chat: tokenises chats.
+        batch: section with the microbatch capacity, into which all sequences of an example must fit together.
+        context: the model's maximum tokens; None for no limit.
+        data: section with a further limit and the handling of long examples.
 
     Attributes:
-        longest: most tokens of a sequence.
-        limit: the name of what limits them.
+        longest: maximum tokens of a sequence.
+        limit: name of the setting that determines it.
     """
 
     together = 1
-    """Number of sequences of an example."""
+    """Number of sequences per example."""
 
     read: Reader
-    """The function that reads a record."""
+    """Reader of a record."""
 
     def __init__(
         self,
@@ -104,13 +104,14 @@ class ExampleDataset(Dataset):
         self._room = MOST_KEPT_TOKENS
 
     def _held(self, draw: Draw) -> tuple[Chat | Text | Pair | Judged, str]:
-        """What a record holds, and its place in the data."""
+        """Returns the content of a record and its location in the data."""
         record, config, where = self.sources.find(draw)
         return type(self).read(record, config, where), where
 
     def __getitem__(self, draw: Draw) -> Example | InputError:
-        """The example of a draw, from memory if it was made before. An InputError is returned, not raised: a worker
-        process would wrap it in its traceback. With `on_bad_record: drop` the example is empty and tells it."""
+        """Returns the example of a draw, cached if possible. Returns an InputError rather than raising it, since a
+        worker process would wrap it in a traceback; with `on_bad_record: drop`, returns an empty example that states
+        it."""
         if draw in self._kept:
             return self._kept[draw]
         try:
@@ -121,8 +122,8 @@ class ExampleDataset(Dataset):
         return example
 
     def _keep(self, draw: Draw, example: Example) -> None:
-        """Keeps an example for the next epoch, if there is room. A worker process keeps none: what it sends moves to
-        shared memory, with an open file for each tensor as long as that lives."""
+        """Caches an example for the next epoch if there is room. Worker processes do not cache: the tensors they send
+        move to shared memory, and each would keep a file open."""
         size = EXAMPLE_TOKENS + sum(map(len, example.sequences))
         has_media = any(sequence.media for sequence in example.sequences)
         if size <= self._room and not has_media and get_worker_info() is None:
@@ -130,18 +131,14 @@ class ExampleDataset(Dataset):
             self._room -= size
 
     def whole(self, draw: Draw) -> tuple[tuple[TokenSequence, ...], str]:
-        """A record's token sequences before any is cut, and its place in the data.
-
-        Raises:
-            InputError: the record is wrong, or the chat template refuses a chat.
-        """
+        """Returns a record's untruncated token sequences, and its location."""
         held, where = self._held(draw)
         if isinstance(held, Text):
             return (self.chat.text_sequence(held.text),), where
         return self.sequences(held, where), where
 
     def check_fit(self) -> None:
-        """Raises InputError if nothing of any record can be trained."""
+        """Raises InputError if no record yields a trained token."""
         sizes = enumerate(self.sources.sizes)
         draws = [(source, number) for source, size in sizes for number in range(size)]
         refused = ""
@@ -158,20 +155,12 @@ class ExampleDataset(Dataset):
         )
 
     def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
-        """The token sequences of what a record holds.
-
-        Args:
-            held: a chat, a pair, or a completion with its label.
-            where: the record's place in the data, for error messages.
-
-        Raises:
-            InputError: the chat template refuses a chat.
-        """
+        """Tokenises a chat, a pair, or a completion with its label."""
         return tuple(self.chat(chat, place) for chat, place in chats_of(held, where))
 
     def prompt(self, draw: Draw) -> tuple[TokenSequence, str] | None:
-        """The tokens before the assistant's last turn of a record's first chat, and the content of that turn in the
-        data; None for a text, which has no turns."""
+        """Returns the tokens before the assistant's last turn in a record's first chat, and that turn's content; None
+        for a plain text."""
         held, where = self._held(draw)
         if isinstance(held, Text):
             return None
@@ -179,12 +168,8 @@ class ExampleDataset(Dataset):
         return self.chat.prompt_sequence(chat, where), str(chat.messages[chat.turns[-1]].get("content"))
 
     def fit(self, draw: Draw, sequences: tuple[TokenSequence, ...], where: str) -> Example:
-        """Cuts the longest sequences until all fit into a microbatch together, or drops the example.
-
-        Args:
-            draw: the record's source and number.
-            sequences, where: what `whole` returned.
-        """
+        """Truncates the longest sequences until all fit into a microbatch together, or drops the example. `sequences`
+        and `where` are the results of `whole`."""
         lengths = [len(sequence) for sequence in sequences]
         if sum(lengths) <= self.batch.capacity and max(lengths) <= self.longest:
             return Example(draw, sequences)
@@ -200,25 +185,26 @@ class ExampleDataset(Dataset):
 
 
 class ChatDataset(ExampleDataset):
-    """Chats, each one sequence."""
+    """Chats, one sequence each."""
 
     read = staticmethod(read_chat)
 
 
 class PairDataset(ExampleDataset):
-    """Preference pairs, each two sequences: the prompt with the chosen completion, and with the rejected one."""
+    """Preference pairs, two sequences each: the prompt with the chosen and with the rejected completion."""
 
     together = 2
     read = staticmethod(read_pair)
 
 
 class RankedPairDataset(PairDataset):
-    """Preference pairs for a reward model: each row has its pair's margin as the value `margin` of every token."""
+    """Preference pairs for a reward model. Every token of both sequences has the pair's margin as the value
+    `margin`."""
 
     read = staticmethod(read_ranked_pair)
 
     def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
-        """The two token sequences of a pair, with its margin. The arguments are those of `ExampleDataset.sequences`."""
+        """Tokenises a pair and attaches its margin."""
         assert isinstance(held, Pair)
         return tuple(
             dataclasses.replace(sequence, values={"margin": torch.full((len(sequence),), held.margin)})
@@ -227,12 +213,12 @@ class RankedPairDataset(PairDataset):
 
 
 class JudgedDataset(ExampleDataset):
-    """Completions that are called good or bad: each row has 1 or 0 as the value `label` of every token."""
+    """Completions labelled good or bad. Every token has the label, 1 or 0, as the value `label`."""
 
     read = staticmethod(read_judged)
 
     def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
-        """The token sequence of a completion, with its label. The arguments are those of `ExampleDataset.sequences`."""
+        """Tokenises a completion and attaches its label."""
         assert isinstance(held, Judged)
         return tuple(
             dataclasses.replace(sequence, values={"label": torch.full((len(sequence),), float(held.is_good))})
@@ -246,12 +232,11 @@ DATASETS: dict[Records, type[ExampleDataset]] = {
     "ranked pairs": RankedPairDataset,
     "judged": JudgedDataset,
 }
-"""How records that hold their completions become examples, by what they hold."""
+"""Dataset class for each type of records that contain completions."""
 
 
 def _common_limit(lengths: list[int], capacity: int) -> int:
-    """The largest limit for all sequences such that, when longer ones are cut to it, all fit into `capacity`
-    together."""
+    """Returns the largest length to which sequences can be truncated so that together they fit into `capacity`."""
     left = capacity
     for done, length in enumerate(sorted(lengths)):
         limit = left // (len(lengths) - done)

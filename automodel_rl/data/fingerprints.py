@@ -1,7 +1,7 @@
-"""Fingerprints of what a run reads besides its weights: data, tokenizer, chat template, and code that its config names.
+"""Fingerprints of a run's inputs besides weights: data, tokenizer, chat template, and code that the config names.
 
-They are stored with checkpoints, so that a run that goes on notices what has changed. Files of more than `WHOLE` bytes
-are read in parts. Media that records name are not read.
+They are stored with checkpoints, so that a resumed run detects changes. Files above `WHOLE` bytes are sampled. Media
+files that records refer to are not read.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ from automodel_rl.config import RunConfig, SourceConfig
 from automodel_rl.data.sources import RecordSource, open_source
 
 WHOLE = 2**30
-"""Bytes of the largest file that is read whole."""
+"""Maximum bytes of a file that is hashed completely."""
 
 NUM_PARTS, PART_BYTES = 1024, 2**18
-"""Number and size of the parts that are read of a larger file, the first and the last bytes among them."""
+"""Number and bytes of the evenly spaced chunks hashed of a larger file, including its first and last bytes."""
 
 NUM_RECORDS = 100
-"""Number of records that are read of a dataset without files of its own, such as one of the hub."""
+"""Approximate number of records hashed of a dataset without local files, such as one from the hub."""
 
 TOKENIZER_FILES = re.compile(
     r"tokenizer.*\.(json|model)|.*\.tiktoken|vocab.*|merges\.txt|added_tokens\.json|special_tokens_map\.json|spiece\.model"
 )
-"""Pattern of the names of a tokenizer's files."""
+"""Pattern of tokenizer file names."""
 
 TEMPLATE_FILES = re.compile(r"chat_template\.(jinja|json)")
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -40,12 +40,12 @@ IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Input:
-    """Something that a run reads.
+    """An input of a run.
 
     Attributes:
-        what: what it is, for messages.
-        hash: differs if it has changed.
-        follows: what follows for a run that goes on if it has changed; empty if the run may go on with another.
+        what: description for messages.
+        hash: content hash.
+        follows: consequence of a change for a resumed run; empty if a change is allowed.
     """
 
     what: str
@@ -54,16 +54,15 @@ class Input:
 
 
 Inputs = Mapping[str, Input]
-"""What a run reads, by the config keys that name it."""
+"""Inputs of a run, by their config keys."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """An input that has changed.
+    """A changed input.
 
     Attributes:
-        key: the config key that names it.
-        before, after: what it was and what it is.
+        key: its config key.
     """
 
     key: str
@@ -76,15 +75,7 @@ class Change:
 
 
 def inputs_of(config: RunConfig, tokenizer_folder: Path) -> dict[str, Input]:
-    """What a run reads.
-
-    Args:
-        config: the run's config.
-        tokenizer_folder: the folder with the model's tokenizer.
-
-    Raises:
-        InputError: a source cannot be opened.
-    """
+    """Returns the inputs of a run. `tokenizer_folder` is the folder with the model's tokenizer."""
     found = {}
     follows_of = {"train": "its place in the data would mean other records", "validation": ""}
     for split, sources in (("train", config.data.train), ("validation", config.data.validation)):
@@ -107,17 +98,12 @@ def inputs_of(config: RunConfig, tokenizer_folder: Path) -> dict[str, Input]:
 
 
 def as_json(inputs: Inputs) -> str:
-    """The inputs as a text for a file."""
+    """Serialises inputs for a file."""
     return json.dumps({key: dataclasses.asdict(one) for key, one in inputs.items()}, indent=1)
 
 
 def changes(before: Mapping[str, Any], inputs: Inputs) -> list[Change]:
-    """What has changed of the inputs that both have.
-
-    Args:
-        before: the values of `as_json` of an earlier run.
-        inputs: the inputs now.
-    """
+    """Returns the changes from earlier inputs, as parsed from `as_json`, among keys that both have."""
     pairs = [(key, Input(**before[key]), one) for key, one in inputs.items() if key in before]
     return [Change(key, then, now) for key, then, now in pairs if then.hash != now.hash]
 
@@ -132,7 +118,7 @@ def _hash_of_source(config: SourceConfig, source: RecordSource) -> str:
 
 
 def _files_of(path: str) -> Iterator[Path]:
-    """The files of a source; none for a dataset of the hub."""
+    """Yields the files of a source; none for a hub dataset."""
     if glob.has_magic(path) and not os.path.exists(path):
         yield from sorted(Path(name) for name in glob.glob(path, recursive=True) if os.path.isfile(name))
     elif os.path.isfile(path):
@@ -140,7 +126,7 @@ def _files_of(path: str) -> Iterator[Path]:
     else:
         for folder, folders, names in os.walk(path):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
-            # `datasets` writes files of its own beside those of a dataset.
+            # `datasets` writes cache files next to those of a dataset.
             yield from (Path(folder, name) for name in sorted(names) if not name.startswith((".", "cache-", "tmp")))
 
 
@@ -167,7 +153,7 @@ def _template_of(folder: Path) -> str:
 
 
 def _import_paths(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The import paths among a config's values, with their dotted keys."""
+    """Yields all import paths in a config with their dotted keys."""
     if isinstance(values, str) and IMPORT_PATH.fullmatch(values):
         yield key, values
     pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
@@ -176,7 +162,7 @@ def _import_paths(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _file_of(module: str) -> Path | None:
-    """The file of a module; None if there is none."""
+    """Returns the file of a module; None if there is none."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
@@ -185,7 +171,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _content(file: Path) -> Iterator[str | bytes]:
-    """A file's size, and its bytes or parts of them."""
+    """Yields a file's size, and its bytes or samples of them."""
     size = file.stat().st_size
     yield str(size)
     is_whole = size <= WHOLE

@@ -1,4 +1,4 @@
-"""JSON files as sources of records: JSON lines, and JSON arrays. Records stay as they were written."""
+"""JSON lines and JSON arrays as record sources. Records are not converted."""
 
 import hashlib
 import json
@@ -19,18 +19,14 @@ from automodel_rl.errors import InputError
 BOM = b"\xef\xbb\xbf"
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
-"""Endings of compressed files."""
+"""Suffixes of compressed files."""
 
 WHOLE = 2**20
-"""Number of bytes in which the first character of a file that is not blank must be."""
+"""Number of leading bytes within which a file must have a non-blank character."""
 
 
 def open_json(path: Path) -> "JsonLines | JsonArray":
-    """Opens a file that holds an array or lines, whatever its name says.
-
-    Raises:
-        InputError: the file cannot be read, or is empty or no JSON.
-    """
+    """Opens a file of JSON lines or of a JSON array, distinguished by content rather than by name."""
     try:
         file = _plain(path)
         with file.open("rb") as opened:
@@ -42,7 +38,7 @@ def open_json(path: Path) -> "JsonLines | JsonArray":
 
 
 def _plain(path: Path) -> Path:
-    """The file, or its content without compression, which is kept in the user's cache for other ranks and runs."""
+    """Returns the file itself, or a decompressed copy in the user's cache, shared with other ranks and runs."""
     if path.suffix.lower() not in COMPRESSED:
         return path
     about = path.stat()
@@ -62,12 +58,8 @@ def _plain(path: Path) -> Path:
 
 
 class JsonLines:
-    """A JSON-lines file. Only the places of its lines are kept in memory. A record is read when it is needed.
-
-    Args:
-        path: the file that the user has named.
-        plain: the file to read, without compression.
-    """
+    """A JSON-lines file. Only line offsets are kept in memory; records are parsed on access. `plain` is `path` without
+    compression."""
 
     def __init__(self, path: Path, plain: Path):
         self.path, self.plain = path, plain
@@ -101,12 +93,7 @@ class JsonLines:
 
 
 class JsonArray:
-    """A file with one JSON array of records. All of them are kept in memory.
-
-    Args:
-        path: the file that the user has named.
-        plain: the file to read, without compression.
-    """
+    """A file with one JSON array of records, all kept in memory. `plain` is `path` without compression."""
 
     def __init__(self, path: Path, plain: Path):
         self.path = path

@@ -1,5 +1,5 @@
-"""Kinds of chats, told by their roles, keys and tools: what a chat template may treat differently. Texts and lengths
-make no difference."""
+"""Classification of chats by features that a chat template may treat differently: roles, keys and tools, but not texts
+or lengths."""
 
 import itertools
 import json
@@ -10,37 +10,34 @@ from typing import Any, NamedTuple
 from automodel_rl.data.messages import Chat, Message, function_of
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold the assistant's thoughts."""
+"""Message keys for the assistant's thoughts."""
 
 BEGIN_THOUGHT, END_THOUGHT = "<think>", "</think>"
-"""Marks around thoughts that are part of the content."""
+"""Tags around thoughts inside the content."""
 
 THOUGHT_MARKS = re.compile(r"(<think>|\[THINK\]|<\|channel>)|(</think>|\[/THINK\]|<channel\|>)")
-"""Pattern of the marks at which templates split contents: those that begin thoughts, and those that end them."""
+"""Tags at which templates split contents: group 1 opens thoughts, group 2 closes them."""
 
 ARGUMENTS = "arguments"
-"""Key of the arguments in a call of a tool; the value is JSON or an object."""
+"""Key of a tool call's arguments, which are JSON or an object."""
 
 
 def kind_of(chat: Chat) -> frozenset[Any]:
-    """The kind of a chat: the facts about the messages of each role, which roles follow each other, and the form of the
+    """Returns the kind of a chat: facts about the messages of each role, the order of roles, and the format of the
     tools."""
     facts = {(m["role"], fact) for turn, m in enumerate(chat.messages) for fact in facts_of(chat, turn)}
-    # Templates refuse some orders. They look at what precedes a message, and some at the number of messages before it.
+    # Templates refuse some orders: they look at what precedes a message, and some at the number of messages before it.
     roles = [(m["role"], bool(m.get("tool_calls"))) for m in chat.messages]
     order = {*itertools.pairwise([None, *roles, None])}
     return frozenset([*facts, *order, *("function" in tool for tool in chat.tools)])
 
 
 def facts_of(chat: Chat, turn: int) -> frozenset[Any]:
-    """Facts about one message that a template may depend on: its keys, and the form of each value.
+    """Returns facts about the message at index `turn` that a template may depend on: its keys, and the form of each
+    value.
 
-    Templates may leave out thoughts of earlier turns. So a message with thoughts has one more fact: whether it is
-    before the user's last message, whether it is trained, and whether it has a text or a call besides the thoughts.
-
-    Args:
-        chat: the chat.
-        turn: the message's place in the chat.
+    Templates may drop thoughts of earlier turns. A message with thoughts therefore has one more fact: whether it
+    precedes the user's last message, whether it is trained, and whether it has a text or a call besides the thoughts.
     """
     message = chat.messages[turn]
     facts: set[Any] = {(key, *form) for key, value in message.items() for form in _forms(key, value)}
@@ -57,19 +54,20 @@ def says_more(message: Message) -> bool:
 
 
 def says_nothing(message: Message) -> bool:
-    """Whether a message is empty: it has no text, no call, no thoughts and no media."""
+    """Whether a message has no text, call, thoughts or media."""
     content = message.get("content")
     has_media = isinstance(content, list) and any(part["type"] != "text" for part in content)
     return not (any(_texts(message)) or message.get("tool_calls") or _thinks(message) or has_media)
 
 
 class TextPiece(NamedTuple):
-    """A text between two marks of thoughts.
+    """A stretch of text that precedes a thought tag.
 
     Attributes:
-        start, end: its first character, and the place after the last.
-        mark: the mark after it.
-        is_thought: whether the mark after it ends thoughts, and none but one that begins them is before it.
+        start, end: character range, end exclusive.
+        mark: the tag after it.
+        is_thought: whether it is the inside of a thought: the tag after it closes thoughts, and the tag before it, if
+            any, opens them.
     """
 
     start: int
@@ -79,7 +77,7 @@ class TextPiece(NamedTuple):
 
 
 def pieces_of(text: str) -> list[TextPiece]:
-    """The pieces of a text before each mark of thoughts in it, without those that are blank."""
+    """Returns the non-blank pieces of a text before each of its thought tags."""
     found, start, after_begin = [], 0, True
     for mark in THOUGHT_MARKS.finditer(text):
         if text[start : mark.start()].strip():
@@ -89,13 +87,13 @@ def pieces_of(text: str) -> list[TextPiece]:
 
 
 def thought_in(text: str) -> str:
-    """The thoughts in a text, up to `</think>`; empty if the text has none."""
+    """Returns the thoughts in a text, up to `</think>`; empty if there are none."""
     thought, end, _ = text.partition(END_THOUGHT)
     return thought.rpartition(BEGIN_THOUGHT)[2].strip() if end else ""
 
 
 def _marks(text: str) -> Iterator[Any]:
-    """The marks of thoughts in a text in order, each with whether a text is before it."""
+    """Yields the thought tags in a text, each with whether text precedes it."""
     start = 0
     for mark in THOUGHT_MARKS.finditer(text):
         yield mark[0], bool(text[start : mark.start()].strip())
@@ -118,7 +116,7 @@ def _thinks(message: Message) -> bool:
 
 
 def _texts(message: Message) -> list[str]:
-    """The texts in a message's content."""
+    """Returns the texts in a message's content."""
     content = message.get("content")
     if isinstance(content, str):
         return [content]
@@ -126,12 +124,12 @@ def _texts(message: Message) -> list[str]:
 
 
 def with_objects(message: Message) -> Message:
-    """The message with objects for the arguments of its calls, if they are JSON."""
+    """Converts JSON arguments of a message's calls to objects."""
     return _with_arguments(message, lambda value: json.loads(value) if isinstance(value, str) else value)
 
 
 def with_json(message: Message) -> Message:
-    """The message with JSON for the arguments of its calls, if they are objects."""
+    """Converts object arguments of a message's calls to JSON."""
     return _with_arguments(
         message, lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     )

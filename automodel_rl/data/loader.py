@@ -1,4 +1,4 @@
-"""Loading of global batches. Loading can be resumed between any two steps."""
+"""Loading of global batches, resumable between any two steps."""
 
 import itertools
 import signal
@@ -15,20 +15,20 @@ from automodel_rl.data.sampler import BatchSampler, Draw, Order
 from automodel_rl.launch.stop_signal import stop_signals
 
 PLACE = "num_steps"
-"""Key of a loader's state: the number of global batches that were loaded."""
+"""Key of the loader's state: the number of global batches loaded so far."""
 
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """A global batch of examples. It has no rows if none of them can be trained.
+    """A global batch of examples, empty if none of them can be trained.
 
     Attributes:
-        batch: the rows.
-        draws: the records of the rows' examples, in their order.
-        num_truncated, num_dropped: number of examples that were too long and were cut or left out.
-        too_long: the first of these examples, and what became of it.
-        num_refused: number of records that were refused and left out.
-        refused: why the first of these was.
+        batch: the token sequences.
+        draws: records of the batch's examples, in order.
+        num_truncated, num_dropped: number of examples that were too long and were truncated or dropped.
+        too_long: message about the first of these.
+        num_refused: number of records that were rejected and dropped.
+        refused: reason for the first of these.
     """
 
     batch: Batch
@@ -41,14 +41,8 @@ class LoadedStep:
 
 
 class ExampleLoader:
-    """Yields a `LoadedStep` for every global batch.
-
-    Args:
-        dataset: makes examples of records.
-        examples_per_step: number of examples of a global batch.
-        order: the order in which records are drawn.
-        num_workers: number of processes that tokenise ahead.
-    """
+    """Yields a `LoadedStep` for every global batch of `examples_per_step` examples. `num_workers` processes tokenise
+    ahead."""
 
     def __init__(self, dataset: ExampleDataset, examples_per_step: int, order: Order, num_workers: int = 0):
         self.dataset, self.num_workers = dataset, num_workers
@@ -62,7 +56,7 @@ class ExampleLoader:
             collate_fn=list,
             num_workers=self.num_workers,
             worker_init_fn=_outlive_signals,
-            generator=torch.Generator(),  # it draws when it starts, and a resumed run starts it at another place
+            generator=torch.Generator(),  # DataLoader draws a seed on start; drawn globally, resumed runs would diverge
         )
         for examples in loader:
             self._num_steps += 1
@@ -88,7 +82,7 @@ class ExampleLoader:
 
 
 def _outlive_signals(number: int) -> None:
-    """Lets a process that tokenises ignore signals to stop, which go to all processes of a job: rank 0 decides, and the
-    process ends with it."""
+    """Makes a worker process ignore stop signals, which are sent to all processes of a job. Rank 0 handles them, and
+    its workers end with it."""
     for stop in stop_signals():
         signal.signal(stop, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Images, videos and audio of chats, put into the token sequences that a chat template has written."""
+"""Insertion of images, videos and audio into the token sequences of chats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from automodel_rl.media.videos import TimedVideoReader, VideoReader
 
 @dataclass(frozen=True)
 class Insert:
-    """What takes the place of the token that a chat template writes for a part of a message.
+    """Replacement for the placeholder token that a chat template writes for a media part.
 
     Attributes:
-        kind: the type of the part.
-        ids: the tokens, int64 [n].
-        media: their media, with places that count from the first of these tokens.
-        brackets: ids of the tokens before and after that are replaced as well, if they are there; None for none.
+        kind: type of the part.
+        ids: replacement tokens, int64 [n].
+        media: media items, with positions relative to the first of these tokens.
+        brackets: ids of surrounding tokens that are also replaced if present; None for none.
     """
 
     kind: str
@@ -34,18 +34,18 @@ class Insert:
     brackets: tuple[int, int] | None = None
 
     def replaces_around(self, ids: Tensor, place: int) -> int:
-        """Number of tokens on either side of a template's token that are replaced as well, 0 or 1."""
+        """Returns the number of tokens on each side of the placeholder that are also replaced, 0 or 1."""
         inside = 0 < place < len(ids) - 1
         return int(inside and self.brackets is not None and (int(ids[place - 1]), int(ids[place + 1])) == self.brackets)
 
 
 class MediaReaders:
-    """Reads the media of chats, each kind in the form that a model takes. It can be pickled.
+    """Readers for the media of chats in the form that a model takes. Picklable.
 
     Args:
-        of_parts: the readers by the type of a message's part, "image", "video" or "audio".
-        encode: gives the tokens of a text, for videos whose seconds are written; None where no chat is read.
-        image_text: what chat templates write for an image, and what the model's processor puts in its place; None if
+        of_parts: readers by part type, "image", "video" or "audio".
+        encode: tokenises a text, for video timestamps; None if no chats are read.
+        image_text: text that chat templates write for an image, and its replacement by the model's processor; None if
             templates write the image token.
     """
 
@@ -58,15 +58,8 @@ class MediaReaders:
         self.of_parts, self.encode, self.image_text = of_parts, encode, image_text
 
     def read(self, messages: Sequence[Message], where: str) -> list[Insert]:
-        """The tokens and media of messages' parts, in order. Contents of files are not read yet.
-
-        Args:
-            messages: the messages, in which parts have their file under the key `path`.
-            where: the chat's place in the data, for error messages.
-
-        Raises:
-            InputError: a file cannot be opened, or does not fit the model.
-        """
+        """Returns the tokens and media for all media parts, in order. Files, given under the key `path` of each part,
+        are opened here and read later."""
         return [self._insert(part["type"], part["path"], where) for part in media_parts(messages)]
 
     def _insert(self, kind: str, source: Any, where: str) -> Insert:
@@ -77,8 +70,8 @@ class MediaReaders:
         return Insert(kind, reader.token_ids(item), (item,))
 
     def _with_seconds(self, reader: TimedVideoReader, source: Any, where: str) -> Insert:
-        """A video whose patches in time stand apart, each after its seconds, as Qwen3-VL's processor writes them."""
-        assert self.encode is not None  # a chat tokenizer has given it
+        """Returns a video with its temporal patches separated by timestamps, as in Qwen3-VL's processor."""
+        assert self.encode is not None  # set by a chat tokenizer
         start, end = reader.brackets
         ids: list[int] = []
         items: list[Media] = []
@@ -89,16 +82,7 @@ class MediaReaders:
         return Insert("video", torch.tensor(ids), tuple(items), reader.brackets)
 
     def load(self, kind: str, source: Any, size: tuple[int, ...], where: str) -> Tensor:
-        """What an encoder takes of a file.
-
-        Args:
-            kind: the type of a message's part.
-            source, size: those of the item.
-            where: its place in the data, for error messages.
-
-        Raises:
-            InputError: the file is damaged.
-        """
+        """Loads the encoder input from a file. `source` and `size` are those of the media item."""
         reader = self.of_parts[kind]
         if isinstance(reader, VideoReader):
             time, height, width = size
@@ -106,17 +90,8 @@ class MediaReaders:
         return reader.load(source, where)
 
     def expand(self, sequence: TokenSequence, inserts: Sequence[Insert], where: str) -> TokenSequence:
-        """A sequence in which each image, video and clip has all of its tokens. The chat template writes only one for
-        each.
-
-        Args:
-            sequence: the tokens that the chat template wrote.
-            inserts: what `read` gave; those of one kind in order.
-            where: the chat's place in the data, for error messages.
-
-        Raises:
-            InputError: the sequence has more or fewer tokens of a kind than there are media.
-        """
+        """Replaces the single token that the chat template wrote for each media part by all of its tokens. `inserts` is
+        the result of `read`. Raises InputError if the numbers of placeholders and media differ."""
         found: dict[int, Insert] = {}
         for kind, reader in self.of_parts.items():
             places = (sequence.input_ids == reader.token_id).nonzero()[:, 0].tolist()
@@ -149,17 +124,8 @@ def open_readers(
     options: ReadingOptions = DEFAULTS,
     encode: Callable[[str], list[int]] | None = None,
 ) -> MediaReaders | None:
-    """The readers of a model's media; None for a model that reads text only.
-
-    Args:
-        folder: the checkpoint's folder, with its image processor or feature extractor.
-        config: the config of the whole model.
-        options: limits of pixels, and tokens between rows.
-        encode: as of `MediaReaders`.
-
-    Raises:
-        InputError: one of them cannot be opened.
-    """
+    """Opens a model's media readers; None for text-only models. `folder` has the image processor or feature extractor,
+    `config` is that of the whole model, and `encode` is that of `MediaReaders`."""
     family = multimodal_family(config)
     if family is None:
         return None
@@ -170,16 +136,15 @@ def open_readers(
 
 
 def part_type(item: Media) -> str:
-    """The type of a message's part that stands for an item."""
+    """Returns the message part type of a media item."""
     return "audio" if isinstance(item, Audio) else "video" if isinstance(item, Video) else "image"
 
 
 def cut(sequence: TokenSequence, limit: int) -> TokenSequence:
-    """The first `limit` tokens of a sequence, or fewer if an image or clip would be cut in two: then the sequence ends
-    before it."""
+    """Truncates a sequence to `limit` tokens, or before a media item that would otherwise be split."""
     whole = [item for item in sequence.media if item.start + item.num_tokens <= limit]
     if len(whole) < len(sequence.media):
         limit = min(limit, sequence.media[len(whole)].start)
-    ids, mask = sequence.input_ids[:limit].clone(), sequence.loss_mask[:limit].clone()  # views would keep the rest
+    ids, mask = sequence.input_ids[:limit].clone(), sequence.loss_mask[:limit].clone()  # views would keep all memory
     values = {name: tensor[:limit].clone() for name, tensor in sequence.values.items()}
     return TokenSequence(ids, mask, values, media=tuple(whole))

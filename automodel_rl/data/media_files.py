@@ -1,4 +1,4 @@
-"""The files of pictures and audio that a record names, put into the parts of its messages that stand for them."""
+"""Assignment of a record's image, video and audio files to the parts of its messages."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.media.videos import Frames
 
 DEFAULT_FPS = 2.0
-"""Frames a second of a video that does not say it, as Qwen's processors take them."""
+"""Default frames per second of videos, as in Qwen's processors."""
 
 
 ELSEWHERE: dict[str, Column] = {
@@ -19,14 +19,14 @@ ELSEWHERE: dict[str, Column] = {
     **dict.fromkeys(("video", "video_path", "video_paths", "video_file"), "videos"),
     **dict.fromkeys(("audios", "audio_path", "audio_paths", "audio_file"), "audio"),
 }
-"""Columns with the files of pictures, videos and audio in other tools, such as LLaVA's, by their names here."""
+"""Media columns of other tools, such as LLaVA, with their names here."""
 
 RUN_ONLY = "chat_template_kwargs"
-"""Column with a record's own variables of the chat template, as TRL reads it. Here they hold for a whole run."""
+"""Column with per-record chat template variables, as in TRL. Here, variables apply to the whole run."""
 
 
 def _check_elsewhere(record: dict[str, Any], config: SourceConfig, where: str) -> None:
-    """Raises InputError for a column that other tools read, and that would be passed over here."""
+    """Raises InputError for a column that other tools use and that would be silently ignored here."""
     named = {name.partition(".")[0] for column in config.columns for name in names_of(config, column)}
     for name in (ELSEWHERE.keys() | {RUN_ONLY}) & record.keys() - {*config.ignore} - named:
         value = record[name]
@@ -47,14 +47,11 @@ def _check_elsewhere(record: dict[str, Any], config: SourceConfig, where: str) -
 def with_media_files(
     messages: list[Message], record: dict[str, Any], config: SourceConfig, where: str
 ) -> list[Message]:
-    """The messages, in which every part of type image, video or audio has its file, or its `Frames`, under the key
-    `path`.
+    """Returns the messages with the file, or `Frames`, of every image, video and audio part under its key `path`.
 
-    A part may name its file itself. Otherwise files come from the columns `images`, `videos` and `audio`, in order.
-    Relative paths begin at the data file's folder.
-
-    Raises:
-        InputError: there are more parts than files or fewer, one is no file, or a column has the name of another tool.
+    A part may name its file itself. Otherwise files are taken in order from the columns `images`, `videos` and `audio`.
+    Relative paths start at the data file's folder. Raises InputError if parts and files do not match, a file does not
+    exist, or a column has the name of another tool.
     """
     _check_elsewhere(record, config, where)
     left = {kind: iter(listed(kind, optional(record, config, column, where))) for kind, column in MEDIA_PARTS.items()}
@@ -93,7 +90,7 @@ def with_media_files(
 
 
 def listed(kind: str, value: Any) -> list[Any]:
-    """The files of a column: of a list, or a single one."""
+    """Returns the files of a column that holds a list or a single file."""
     if value is None:
         return []
     is_one = not isinstance(value, list) or (kind == "video" and all(isinstance(frame, str) for frame in value))
@@ -101,11 +98,7 @@ def listed(kind: str, value: Any) -> list[Any]:
 
 
 def _frames(source: Any, fps: Any, folder: Path, where: str) -> Frames:
-    """A video's frames: a list of files, or a mapping with `frames` and perhaps `fps`.
-
-    Raises:
-        InputError: there is no such file, or the source is something else.
-    """
+    """Returns a video's frames from a list of files, or from a mapping with `frames` and optionally `fps`."""
     if isinstance(source, dict):
         fps, source = source.get("fps", fps), source.get("frames")
     if not isinstance(source, list) or not source:
@@ -120,17 +113,8 @@ def _frames(source: Any, fps: Any, folder: Path, where: str) -> Frames:
 
 
 def _file(kind: str, source: Any, folder: Path, where: str) -> Any:
-    """A file: its absolute path, its bytes, or a picture itself if a dataset has opened it.
-
-    Args:
-        kind: the part's type.
-        source: one of these with any path, or a mapping with `bytes` and `path`, as datasets store images and audio.
-        folder: the folder at which relative paths begin.
-        where: the record's place in the data, for error messages.
-
-    Raises:
-        InputError: there is no such file, or the source is something else.
-    """
+    """Returns a file as absolute path, bytes, or an image that a dataset has opened. `source` may also be a mapping
+    with `bytes` and `path`, as in datasets. Relative paths start at `folder`."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str):

@@ -1,4 +1,4 @@
-"""Chats: messages, the tools that the assistant may call, and the turns that are trained."""
+"""Chats: messages, available tools, and which turns are trained."""
 
 import dataclasses
 import functools
@@ -14,20 +14,20 @@ from automodel_rl.errors import InputError
 Message = dict[str, Any]
 
 MEDIA_PARTS: dict[str, Column] = {"image": "images", "video": "videos", "audio": "audio"}
-"""Types of parts that stand for files, each with the column that may name the files."""
+"""Types of media parts, each with the column that may list its files."""
 
 PARTS = ("text", *MEDIA_PARTS)
-"""Types of parts, for a content that is a list of parts."""
+"""Types of content parts."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in order.
+    """A conversation.
 
     Attributes:
-        messages: the messages, checked by `checked_messages`.
+        messages: checked by `checked_messages`.
         tools: JSON schemas of the tools that the assistant may call.
-        start: place of the first message after the prompt. Turns of the prompt are not trained.
+        start: index of the first message after the prompt. Turns of the prompt are not trained.
     """
 
     messages: list[Message]
@@ -36,43 +36,39 @@ class Chat:
 
     @functools.cached_property
     def turns(self) -> list[int]:
-        """Places of the assistant's messages."""
+        """Indices of the assistant's messages."""
         return [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @functools.cached_property
     def trained(self) -> list[int]:
-        """The turns that are trained: those after the prompt, except turns with weight 0."""
+        """Indices of trained turns: those after the prompt, except turns with weight 0."""
         return [turn for turn in self.turns if turn >= self.start and self.messages[turn].get("weight") != 0]
 
     @functools.cached_property
     def last_of_user(self) -> int:
-        """Place of the user's last message; -1 if there is none."""
+        """Index of the user's last message; -1 if there is none."""
         return max((place for place, message in enumerate(self.messages) if message["role"] == "user"), default=-1)
 
     def until(self, end: int) -> "Chat":
-        """The chat up to the message at `end`, without that message."""
+        """Returns the chat up to but excluding the message at `end`."""
         return dataclasses.replace(self, messages=self.messages[:end])
 
 
 def media_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The parts of messages that are images, videos or audio, in order."""
+    """Returns all image, video and audio parts of messages, in order."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
     return [part for part in parts if isinstance(part, dict) and part.get("type") in MEDIA_PARTS]
 
 
 def checked_messages(value: Any, column: str, where: str, role: str | None = None) -> list[Message]:
-    """Checked messages of a record, without keys whose value is null.
-
-    Datasets give every object of a column the keys that any object has, with null where the object lacks the key.
+    """Validates the messages of a record and drops keys with null values, which datasets fill in for keys that only
+    other objects of the column have.
 
     Args:
-        value: the column's value in the record: a list of messages, or a text, which makes one message.
+        value: a list of messages, or a text, which becomes one message.
         column: the package's own name of the column.
-        where: the record's place in the data, for error messages.
-        role: the role of a text's message; None if texts are not allowed.
-
-    Raises:
-        InputError: the value is no list of messages, or a message has a wrong content, character, tool call or weight.
+        where: location of the record.
+        role: role of a text's message; None if texts are not allowed.
     """
     check_characters(value, column, where)
     if isinstance(value, str) and role is not None:
@@ -85,7 +81,7 @@ def checked_messages(value: Any, column: str, where: str, role: str | None = Non
     messages = [{k: _without_nulls(v) for k, v in m.items() if v is not None} for m in value]
     for turn, message in enumerate(messages):
         _check_message(message, turn, where)
-    # Templates write a null as None, or raise. OpenAI's messages have one beside calls.
+    # Templates render null as None, or raise. OpenAI's messages have a null content beside calls.
     return [message if "content" in message else {**message, "content": ""} for message in messages]
 
 
@@ -98,11 +94,11 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     **{role: role for role in ("system", "user", "assistant", "tool")},
 }
-"""Roles by the names that ShareGPT and datasets in its form give them."""
+"""Roles by their names in ShareGPT and similar datasets."""
 
 
 def _from_sharegpt(message: Message, turn: int, where: str) -> Message:
-    """A message with `from` and `value`, as ShareGPT writes them, as one with role and content."""
+    """Converts a ShareGPT message with `from` and `value` to role and content."""
     if message["from"] not in SHAREGPT_ROLES:
         raise InputError(
             f"{where}: turn {turn} is from {message['from']!r}: use one of {', '.join(SHAREGPT_ROLES)}, or messages "
@@ -141,11 +137,11 @@ def _check_message(message: Message, turn: int, where: str) -> None:
 
 
 WEIGHTS_ELSEWHERE = {"train", "training", "trainable", "train_detail", "loss", "loss_mask", "loss_weight", "masked"}
-"""Keys of messages that say in other tools whether a turn is trained, such as Axolotl, verl and ms-swift."""
+"""Message keys that select trained turns in other tools, such as Axolotl, verl and ms-swift."""
 
 
 def _check_arguments(call: dict[str, Any], turn: int, where: str) -> None:
-    """Raises InputError for arguments that no tool could be called with, such as JSON that was cut off."""
+    """Raises InputError for arguments with which no tool could be called, such as truncated JSON."""
     function = function_of(call)
     arguments = function.get("arguments", {})
     try:
@@ -169,16 +165,8 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def checked_tools(value: Any, name: str, where: str) -> tuple[dict[str, Any], ...]:
-    """Checked tools of a record: JSON schemas. Keys whose value is null are left out, except in JSON.
-
-    Args:
-        value: the column's value in the record: a list of JSON schemas, JSON of such a list, or None.
-        name: the column's name in the data.
-        where: the record's place in the data, for error messages.
-
-    Raises:
-        InputError: the value is something else.
-    """
+    """Validates the tools of a record, a list of JSON schemas, JSON of such a list, or None. Drops keys with null
+    values, except in JSON texts. `name` is the column's name in the data."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -199,14 +187,14 @@ def checked_tools(value: Any, name: str, where: str) -> tuple[dict[str, Any], ..
 
 
 def _without_nulls(value: Any) -> Any:
-    """A copy of a value without keys whose value is null, at any depth."""
+    """Returns a copy without keys whose value is null, at any depth."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def function_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """The object that holds the name of a tool or of a tool call: its `function`, or the tool or call itself."""
+    """Returns the object that holds the name of a tool or tool call: its `function`, or the tool or call itself."""
     return tool.get("function", tool)
 
 

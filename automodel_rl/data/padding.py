@@ -1,7 +1,7 @@
-"""The token that pads rows for a sequence classifier, for exports of reward models.
+"""Choice of the padding token of a sequence classifier, for exports of reward models.
 
-transformers reads a classifier's scores at the last token that is not the config's padding token. If rows end with that
-token, as they do where a tokenizer pads with its end token, the scores are read one token too early.
+transformers reads a classifier's score at the last token that is not the config's padding token. If sequences end with
+that token, as when a tokenizer pads with its end token, the score is read one token too early.
 """
 
 import copy
@@ -16,12 +16,12 @@ from automodel_rl.data.ends import row_ends
 
 @dataclass(frozen=True)
 class Padding:
-    """How rows of a classifier are padded.
+    """The padding of a classifier.
 
     Attributes:
-        tokenizer: the tokenizer, which pads with this token.
-        token: the id of the token; None if the tokenizer has none that ends no row.
-        note: a line about it for the user; empty if there is nothing to say.
+        tokenizer: the tokenizer, set to pad with this token.
+        token: id of the token; None if every candidate ends sequences.
+        note: a message for the user; empty if there is none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -32,14 +32,8 @@ class Padding:
 def padding_of(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None
 ) -> Padding:
-    """The padding of a classifier: the tokenizer's or the config's own token, else another special one, that ends no
-    row.
-
-    Args:
-        config: the model's config.
-        tokenizer: the model's tokenizer.
-        variables: further variables for the chat template.
-    """
+    """Returns the first of the tokenizer's padding token, the config's, and other special tokens that never ends a
+    sequence. `variables` are additional variables of the chat template."""
     ends = row_ends(tokenizer, variables)
     known = [tokenizer.pad_token_id, config.pad_token_id, *sorted(tokenizer.all_special_ids)]
     token = next((one for one in known if one is not None and one not in ends), None)

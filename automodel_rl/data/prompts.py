@@ -1,4 +1,4 @@
-"""Prompts for rollouts: an endless stream that is the same on every rank and in every run."""
+"""Rollout prompts: an endless stream, identical on every rank and in every run."""
 
 import dataclasses
 import itertools
@@ -19,15 +19,14 @@ from automodel_rl.media.videos import Frames
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of the stream.
+    """A prompt of the stream.
 
     Attributes:
-        token_ids: token ids of the prompt, ready for the assistant's turn.
-        example: the record, as reward functions get it.
-        number: the prompt's place in the stream.
-        messages: the messages of the prompt.
-        media: the images and clips among the tokens, in order.
-        source: the number of the source that it comes from.
+        token_ids: token ids, including the header of the assistant's turn.
+        example: the record as passed to reward functions.
+        number: index in the stream.
+        media: media items among the tokens, in order.
+        source: index of its source.
     """
 
     token_ids: list[int]
@@ -39,22 +38,21 @@ class Prompt:
 
 
 class PromptStream:
-    """Draws prompts. Prompts that are too long are left out and counted, and so may be those that are refused.
+    """Draws prompts. Skips and counts prompts that are too long and, optionally, rejected records.
 
     Args:
-        sources: configs of the sources of the records.
-        chat: makes token ids of chats.
-        max_tokens: most tokens of a prompt.
-        seed: the seed of the order; None keeps the order of the files.
-        tools: JSON schemas of the tools that the model may call in every prompt.
-        read: reads a record.
-        drops_refused: leave out records that are refused.
+        sources: configs of the sources.
+        chat: tokenises chats.
+        max_tokens: maximum tokens of a prompt.
+        seed: seed of the order; None keeps the order of the files.
+        tools: JSON schemas of tools available in every prompt.
+        read: reader of a record.
+        drops_refused: whether to skip rejected records rather than raise.
 
     Attributes:
         num_drawn: number of records drawn so far.
-        num_overlong: number of these that were left out as too long.
-        num_refused: number of these that were refused.
-        refused: why the first of these was.
+        num_overlong, num_refused: number of these that were too long, or rejected.
+        refused: reason for the first rejection.
     """
 
     def __init__(
@@ -76,11 +74,7 @@ class PromptStream:
         self._draws = self._stream()
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts that are short enough.
-
-        Raises:
-            InputError: no prompt is short enough.
-        """
+        """Returns the next `count` prompts that are short enough. Raises InputError if a whole pass has none."""
         taken: list[Prompt] = []
         passed_over = 0
         while len(taken) < count:
@@ -106,7 +100,7 @@ class PromptStream:
         self.load_state_dict(before)
 
     def _short(self, draw: Draw, number: int) -> Prompt | None:
-        """A record as a prompt; None, and counted, if it is left out."""
+        """Returns a record as a prompt; counts it and returns None if it is skipped."""
         try:
             prompt = self.prompt(draw, number)
         except InputError as error:
@@ -121,10 +115,10 @@ class PromptStream:
         return None
 
     def prompt(self, draw: Draw, number: int) -> Prompt:
-        """A record as a prompt, of any length."""
+        """Returns a record as a prompt of any length."""
         record, config, where = self.sources.find(draw)
         chat = self.read(record, config, where)
-        assert isinstance(chat, Chat)  # what readers of prompts return
+        assert isinstance(chat, Chat)  # as returned by readers of prompts
         if self.tools and chat.tools:
             raise InputError(
                 f"{where}: has tools of its own, and the run has rollout.tools or an environment: remove one of the two"
@@ -133,13 +127,13 @@ class PromptStream:
         opening, example = self.chat.opening(chat, where), read_example(record, config)
         parts = media_parts(chat.messages)
         for kind, column in MEDIA_PARTS.items():
-            # Rewards get files that they can open, wherever the record's paths begin.
+            # Rewards get paths that they can open, rather than paths relative to the data file.
             if paths := [part["path"] for part in parts if part["type"] == kind]:
                 example[column] = [list(path.paths) if isinstance(path, Frames) else path for path in paths]
         return Prompt(opening.input_ids.tolist(), example, number, chat.messages, opening.media, draw[0])
 
     def every_prompt(self) -> list[Prompt]:
-        """All prompts that are short enough, each once, in the order of the files."""
+        """Returns all prompts that are short enough, each once, in the order of the files."""
         draws = [(source, place) for source, size in enumerate(self.sources.sizes) for place in range(size)]
         prompts = (self._short(draw, number) for number, draw in enumerate(draws))
         return [prompt for prompt in prompts if prompt is not None]
@@ -149,7 +143,7 @@ class PromptStream:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_drawn, self.num_overlong = state["num_drawn"], state["num_overlong"]
-        self.num_refused = state.get("num_refused", 0)  # earlier checkpoints hold none
+        self.num_refused = state.get("num_refused", 0)  # missing in older checkpoints
         self._draws = itertools.islice(self._stream(), self.num_drawn, None)
 
     def _stream(self) -> Iterator[Draw]:

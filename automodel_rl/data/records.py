@@ -1,4 +1,4 @@
-"""Reading of records: a record holds a chat, a text, a pair of completions, or a prompt, in columns named as in TRL."""
+"""Readers of records: chats, texts, pairs of completions and prompts, with columns named as in TRL."""
 
 import contextlib
 import math
@@ -18,10 +18,10 @@ from automodel_rl.errors import InputError
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with a better completion, and the same prompt with a worse one.
+    """A prompt with a chosen and with a rejected completion.
 
     Attributes:
-        margin: how much better it is, on the scale of a reward model's scores; 0 where the data do not say.
+        margin: preference strength in units of a reward model's scores; 0 if the data have none.
     """
 
     chosen: Chat
@@ -31,30 +31,31 @@ class Pair:
 
 @dataclass(frozen=True)
 class Text:
-    """A text of which all tokens are trained, written by no chat template."""
+    """A plain text outside any chat template. All its tokens are trained."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A prompt with a completion that is called good or bad."""
+    """A prompt with a completion labelled good or bad."""
 
     chat: Chat
     is_good: bool
 
 
 Reader = Callable[[dict[str, Any], SourceConfig, str], Chat | Text | Pair | Judged]
-"""A function that reads a record. Its arguments are the record, its source's config, and its place in the data."""
+"""Reads a record, given its source's config and its location in the data."""
 
 FORMS: tuple[tuple[Column, ...], ...] = (("messages",), ("prompt", "completion"), ("text",))
-"""The forms of a record for sft, each by its columns. A form that `columns` names comes first, then the first one."""
+"""Columns of the possible forms of an sft record. Forms whose columns are named in `columns` take precedence, then the
+first."""
 
 NOTHING = (MISSING, None)
-"""Values of a column that a record does not have. Datasets fill in nulls."""
+"""Values of an absent column. Datasets fill in nulls."""
 
 LABELS = {"true": True, "1": True, "false": False, "0": False}
-"""Labels by their texts, in lower case."""
+"""Labels by their lower-case texts."""
 
 OTHER_NAMES = {
     "conversations": "{messages: conversations}",
@@ -62,22 +63,18 @@ OTHER_NAMES = {
     "instruction": "{prompt: [instruction, input], completion: output}",
     "response": "{completion: response}",
 }
-"""Columns of widespread datasets, with what `columns` should say of them."""
+"""Columns of popular datasets, with the `columns` setting for each."""
 
 
 def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat | Text:
-    """The chat or text of a record. Of a prompt and a completion the completion is trained.
-
-    Raises:
-        InputError: there are no messages and no text, no turn of the assistant, or no trained turn.
-    """
+    """Reads a chat or text with something to train on. Of a prompt with a completion, the completion is trained."""
     form = _form(record, config, where)
     if form == ("text",):
         text = required(record, config, "text", where)
         if not isinstance(text, str) or not text:
             raise InputError(f"{where}: text must be a text that is not empty")
         check_characters(text, "text", where)
-        with_media_files([], record, config, where)  # which a text has no parts for
+        with_media_files([], record, config, where)  # raises if there are files: a text has no parts for them
         return Text(text)
     if form == ("messages",):
         prompt, messages = [], _messages(record, config, "messages", where)
@@ -95,7 +92,7 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat 
 
 
 def _form(record: dict[str, Any], config: SourceConfig, where: str) -> tuple[Column, ...]:
-    """The columns that hold what a record trains."""
+    """Returns the columns that hold a record's training content."""
     named = [form for form in FORMS if any(column in config.columns for column in form)]
     found_forms = [
         form
@@ -127,12 +124,10 @@ def _with_trained(chat: Chat, where: str) -> Chat:
 
 
 def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
-    """The pair of a record, from its columns prompt, chosen and rejected. Each holds messages or a text.
+    """Reads a pair from the columns prompt, chosen and rejected, each a list of messages or a text.
 
-    Without a prompt, the messages with which both completions begin are the prompt. With one, completions may hold it.
-
-    Raises:
-        InputError: a column is missing, or a completion does not end with a turn of the assistant that is trained.
+    Without a prompt, the common initial messages of both completions are the prompt. With one, completions may repeat
+    it.
     """
     columns: tuple[Column, Column] = ("chosen", "rejected")
     completions = [_messages(record, config, name, where, role="assistant") for name in columns]
@@ -165,13 +160,9 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
 
 
 def read_ranked_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
-    """The pair of a record, with its margin if there is a column of them.
-
-    Raises:
-        InputError: as `read_pair`, or the margin is no finite number.
-    """
+    """Reads a pair with its margin, if there is a column for it."""
     given = margin = optional(record, config, "margin", where)
-    if isinstance(margin, str):  # a table has texts only
+    if isinstance(margin, str):  # tables hold strings only
         with contextlib.suppress(ValueError):
             margin = float(margin) if margin.strip() else None
     if isinstance(margin, bool) or not isinstance(margin or 0.0, int | float) or not math.isfinite(margin or 0.0):
@@ -180,13 +171,9 @@ def read_ranked_pair(record: dict[str, Any], config: SourceConfig, where: str) -
 
 
 def read_judged(record: dict[str, Any], config: SourceConfig, where: str) -> Judged:
-    """The prompt and completion of a record, or its messages, with its label.
-
-    Raises:
-        InputError: as `read_chat`, the record is a text, or its label is neither true nor false.
-    """
+    """Reads a prompt and completion, or messages, with the label."""
     label = required(record, config, "label", where)
-    if isinstance(label, str):  # a table has texts only
+    if isinstance(label, str):  # tables hold strings only
         label = LABELS.get(label.strip().lower(), label)
     if label not in (True, False):
         raise InputError(f"{where}: label is {label!r}: give true for a good completion, false for a bad one")
@@ -197,7 +184,7 @@ def read_judged(record: dict[str, Any], config: SourceConfig, where: str) -> Jud
 
 
 def _common_start(chosen: list[Message], rejected: list[Message]) -> list[Message]:
-    """The messages with which both begin, without the last of either."""
+    """Returns the common initial messages of both completions, excluding the last of either."""
     count = 0
     while count < min(len(chosen), len(rejected)) - 1 and chosen[count] == rejected[count]:
         count += 1
@@ -207,22 +194,12 @@ def _common_start(chosen: list[Message], rejected: list[Message]) -> list[Messag
 def joined(
     prompt: list[Message], completion: list[Message], name: str, where: str
 ) -> tuple[list[Message], list[Message]]:
-    """A prompt and a completion that may hold the prompt, or a part of it, once more.
+    """Separates a prompt from a completion that may repeat all or part of it. Returns the messages before the trained
+    ones, and the others.
 
-    Completions of many datasets are whole chats, whose prompt differs a little from the prompt's column: in white
-    space, or by a system message. Then the chat's own messages are the prompt.
-
-    Args:
-        prompt: the prompt's messages.
-        completion: the completion's messages.
-        name: the completion's column, for error messages.
-        where: the record's place in the data, for error messages.
-
-    Returns:
-        The messages before the trained ones, and those from there on.
-
-    Raises:
-        InputError: the completion begins with other messages than the assistant's, which are not the prompt.
+    The completions of many datasets are whole chats, whose prompt differs slightly from the prompt column, in white
+    space or by a system message. The chat's own messages are then the prompt. Raises InputError if the completion
+    begins with messages of other roles that are not the prompt. `name` is the completion's column.
     """
     asked = [_said(message) for message in prompt if message["role"] != "system"]
     held = [_said(message) for message in completion]
@@ -236,7 +213,7 @@ def joined(
             return [*(given if not own else []), *completion[:end]], completion[end:]
     if not prompt or not completion or not _asks(prompt[-1]) or not _asks(completion[0]):
         return prompt, completion
-    # The completion may go on from a later message of the prompt.
+    # The completion may repeat only the last messages of the prompt.
     for count in range(len(asked) - 1, 0, -1):
         if held[:count] == asked[-count:]:
             return prompt, completion[count:]
@@ -247,12 +224,12 @@ def joined(
 
 
 def _asks(message: Message) -> bool:
-    """Whether an answer of the assistant may follow a message, and the message is no tool's."""
+    """Whether a message invites the assistant's answer and is not a tool's."""
     return message["role"] in ("system", "developer", "user")
 
 
 def _said(message: Message) -> tuple[str, Any]:
-    """What two messages have in common that are the same but for white space."""
+    """Returns role and content, with white space normalised, for comparing messages."""
     content = message.get("content")
     if isinstance(content, list) and all(part["type"] == "text" for part in content):
         content = "".join(part["text"] for part in content)
@@ -260,13 +237,8 @@ def _said(message: Message) -> tuple[str, Any]:
 
 
 def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Chat:
-    """The prompt of a record, from messages or a text.
-
-    Raises:
-        InputError: the prompt is missing or empty, its last turn is the assistant's, or a column has a character that
-            no tokenizer reads.
-    """
-    for name, value in record.items():  # rewards get all of it
+    """Reads a prompt from messages or a text. Checks the characters of all columns, since rewards receive them."""
+    for name, value in record.items():  # all of them are passed to rewards
         check_characters(value, name, where)
     prompt = _messages(record, config, "prompt", where, role="user")
     if not prompt or prompt[-1]["role"] == "assistant":
@@ -276,13 +248,13 @@ def read_prompt(record: dict[str, Any], config: SourceConfig, where: str) -> Cha
 
 
 def read_example(record: dict[str, Any], config: SourceConfig) -> dict[str, Any]:
-    """The record with the package's own names for its columns, as reward functions get it."""
+    """Returns a record as passed to reward functions, with the package's own column names added."""
     named = {column: value_of(record, config, column, config.path) for column in config.columns}
     return {**record, **{column: value for column, value in named.items() if value is not MISSING}}
 
 
 def chats_of(held: Chat | Text | Pair | Judged, where: str) -> list[tuple[Chat, str]]:
-    """The chats of a record, none, one or two, each with its place in the data."""
+    """Returns the chats of a record (at most two), each with its location in the data."""
     if isinstance(held, Text):
         return []
     if isinstance(held, Chat | Judged):
@@ -291,8 +263,8 @@ def chats_of(held: Chat | Text | Pair | Judged, where: str) -> list[tuple[Chat, 
 
 
 def _system(record: dict[str, Any], config: SourceConfig, messages: list[Message], where: str) -> list[Message]:
-    """The system message that a record gets: from its column, else the source's; none if it begins
-    with one."""
+    """Returns the system message to prepend, from the record's column or else the source; none if the record has its
+    own."""
     text = optional(record, config, "system", where) or config.system
     if not text or (messages and messages[0]["role"] in ("system", "developer")):
         return []
@@ -306,7 +278,7 @@ def _tools(record: dict[str, Any], config: SourceConfig, where: str) -> tuple[di
 def _messages(
     record: dict[str, Any], config: SourceConfig, column: Column, where: str, role: str | None = None
 ) -> list[Message]:
-    """The messages of a column, without the keys that the source's config ignores."""
+    """Reads the messages of a column, without ignored keys."""
     value = required(record, config, column, where)
     if isinstance(value, list):
         value = [{k: v for k, v in m.items() if k not in config.ignore} if isinstance(m, dict) else m for m in value]
@@ -320,4 +292,4 @@ READERS: dict[Records, Reader] = {
     "judged": read_judged,
     "prompts": read_prompt,
 }
-"""How records are read, by what they hold."""
+"""Reader for each type of records."""

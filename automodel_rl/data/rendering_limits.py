@@ -1,5 +1,5 @@
-"""Limits on what a chat template may take: time and memory to write one chat. A template is a program that comes with a
-checkpoint, and one that loops or grows would otherwise hang a run before its first line."""
+"""Limits on time and memory for rendering a chat. A template is a program from the checkpoint, and one that loops or
+grows would otherwise hang a run before its first output."""
 
 import contextlib
 import resource
@@ -11,32 +11,26 @@ from types import FrameType
 from automodel_rl.errors import InputError
 
 MOST_SECONDS = 20
-"""Most processor time to write one chat. Real templates take milliseconds. The time on the clock does not count: a
+"""Maximum processor seconds for rendering one chat; real templates take milliseconds. Not wall-clock time, since a
 machine may be loaded or suspended."""
 
 MOST_BYTES = 2**30
-"""Most memory that writing one chat may add."""
+"""Maximum additional memory for rendering one chat."""
 
 MOST_CHARACTERS = 50_000_000
-"""Longest text of one chat."""
+"""Maximum characters of a rendered chat."""
 
 
 class _OutOfTime(BaseException):
-    """Raised in the template's own code. It is no Exception, which those who render take for a refusal."""
+    """Raised inside the template's code. Not an Exception, which callers would treat as a refusal by the template."""
 
 
 @contextlib.contextmanager
 def rendering_limits(where: str) -> Iterator[None]:
-    """Ends the block with an error if it takes too long, and lets what asks for too much memory fail.
+    """Raises InputError if the block takes too long, and lets excessive memory allocations in it fail.
 
-    The limit of time holds in a process's main thread, where Python handles signals. Processes that use a GPU must not
-    limit their memory: the block belongs before ranks start.
-
-    Args:
-        where: what is written, for error messages.
-
-    Raises:
-        InputError: the block took too long.
+    The time limit works only in a process's main thread, where Python handles signals. Processes that use a GPU must
+    not limit their memory, so use this before ranks start.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _address_space() + MOST_BYTES
@@ -60,7 +54,7 @@ def rendering_limits(where: str) -> Iterator[None]:
 
 
 def check_length(text: str | None, where: str) -> None:
-    """Raises InputError if a template has written more of a chat than any model reads."""
+    """Raises InputError if a rendered chat is longer than any model can read."""
     if text is not None and len(text) > MOST_CHARACTERS:
         raise InputError(
             f"{where}: the chat template writes {len(text):,} characters, more than {MOST_CHARACTERS:,}: give "
@@ -73,7 +67,8 @@ def _out_of_time(number: int, frame: FrameType | None) -> None:
 
 
 def _address_space() -> int:
-    """Bytes of memory that this process has mapped. Where /proc does not tell, none: then the limit is not set."""
+    """Returns the bytes of memory mapped by this process. Without /proc, returns the hard limit, so that no limit takes
+    effect."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[0]) * resource.getpagesize()

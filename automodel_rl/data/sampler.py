@@ -1,4 +1,4 @@
-"""Sampling of the records of each global batch: a stream of draws that is the same on every rank and in every run."""
+"""Sampling of records for global batches: a stream of draws that is identical on every rank and in every run."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,16 +9,16 @@ import numpy as np
 from automodel_rl.batch import DataShare
 
 Draw = tuple[int, int]
-"""The number of a source, and the number of a record in it."""
+"""Source index and record index."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which records are drawn, and the length of the stream.
+    """The order of draws and the length of the stream.
 
     Attributes:
-        seed: the seed of the order; None keeps the order of the sources.
-        epochs: number of passes over the data after which the stream ends; None for an endless stream.
+        seed: seed of the order; None keeps the order of the sources.
+        epochs: number of passes over the data; None for an endless stream.
     """
 
     seed: int | None = None
@@ -26,18 +26,18 @@ class Order:
 
 
 class BatchSampler:
-    """Yields one data rank's draws of each global batch. Draws are dealt to the data ranks in turn.
+    """Yields one data rank's draws for each global batch. Draws are dealt to the data ranks in turn.
 
-    Sources are interleaved: after any number of draws, each source has had its share of them, to within one. Within a
-    source, every record is drawn once before any is drawn again.
+    Sources are interleaved: after any number of draws, each source has had its share to within one. Within a source,
+    every record is drawn once before any is repeated.
 
     Args:
-        sizes: number of records of every source.
-        weights: relative share of every source in the draws. None stands for the source's size; without any weights, an
-            epoch has every record exactly once.
-        batch_size: number of draws of a global batch.
+        sizes: number of records of each source.
+        weights: relative share of each source in the draws; None is the source's size. Without any weights, an epoch
+            has every record exactly once.
+        batch_size: number of draws per global batch.
         order: the order of the draws.
-        share: the data rank whose draws are yielded; by default there is only one.
+        share: the data rank; by default there is only one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BatchSampler:
         self.share = share or DataShare()
 
     def __len__(self) -> int:
-        """Number of global batches of the stream. The last one may be smaller."""
+        """Returns the number of global batches. The last may be smaller."""
         if self.num_draws is None:
             raise TypeError("a stream without a number of epochs has no length")
         return math.ceil(self.num_draws / self.batch_size)

@@ -1,4 +1,4 @@
-"""Examples as people read them: their text, with marks around what is trained."""
+"""Human-readable examples, with trained text marked."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from automodel_rl.errors import InputError
 from automodel_rl.hf.opened_model import OpenedModel
 
 BEGIN, END, CUT = "⟦", "⟧", "✂"
-"""Marks around trained tokens, and before those that are cut off."""
+"""Markers around trained text, and before truncated text."""
 
 UNLIMITED = CommonBatchConfig(microbatch_tokens=2**31 - 1)
-"""What stands for `batch` of a run that decides on the size of its microbatches when it starts."""
+"""Stand-in for `batch` if the microbatch size is decided only when the run starts."""
 
 MOST_REPEATS = 32
-"""Most times that a token is written in a row."""
+"""Maximum repetitions of a token that are written out."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class ShownExample:
     """A sequence of a run's data.
 
     Attributes:
-        where: its place in the data.
-        num_tokens: its length in tokens.
-        stretches: its text in order, in pieces that are trained or not.
-        cut: the text at its end that the run cuts off.
-        note: what is too long of its record, or why it is refused, and what the run does with it; else empty.
+        where: location in the data.
+        num_tokens: length in tokens.
+        stretches: text in order, in pieces that are each trained or not.
+        cut: text at the end that the run truncates.
+        note: why the record is too long or rejected and how the run handles it; otherwise empty.
 
     Example:
         >>> print(ShownExample("chats.jsonl:1", 4, (("2+2? ", False), ("4", True))))
@@ -61,13 +61,8 @@ class ShownExample:
 
 
 def stretches_of(tokenizer: PreTrainedTokenizerBase, sequence: TokenSequence) -> tuple[tuple[str, bool], ...]:
-    """A sequence's text, special tokens included, in pieces that are trained or not. A token that is there very often
-    in a row, as in the place of an image, is written once with its number.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        sequence: token ids and loss mask, each [T].
-    """
+    """Returns a sequence's text, special tokens included, in pieces that are trained or not. A token repeated many
+    times in a row, such as an image placeholder, is written once with its count."""
     both = zip(sequence.input_ids.tolist(), sequence.loss_mask.tolist(), strict=True)
     return tuple(
         (_text_of(tokenizer, [token for token, _ in group]), bool(is_trained))
@@ -76,7 +71,7 @@ def stretches_of(tokenizer: PreTrainedTokenizerBase, sequence: TokenSequence) ->
 
 
 def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """The text of tokens. One that is there very often in a row is written once with its number."""
+    """Decodes tokens. Writes a token repeated many times in a row once, with its count."""
     if not ids:
         return ""
     repeats = [[*group] for _, group in itertools.groupby(ids)]
@@ -92,15 +87,12 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def first_examples(config: RunConfig, count: int) -> list[ShownExample]:
-    """The first sequences of a run's training data, in the order of the files. What `data.max_tokens`, the model's
-    context, and `batch.microbatch_tokens` if it is a number cut off or drop is marked.
-
-    Args:
-        config: the run's config.
-        count: number of records.
+    """Returns the sequences of the first `count` records of a run's training data, in the order of the files. Marks
+    what would be truncated or dropped due to `data.max_tokens`, the model's context, or a fixed
+    `batch.microbatch_tokens` in `config`.
 
     Raises:
-        InputError: a record is wrong, or the chat template cannot write it.
+        InputError: a record is malformed, or the chat template cannot render it.
 
     Example:
         >>> examples = first_examples(load_config("my_sft.yaml", algorithm="sft"), 3)
@@ -112,13 +104,13 @@ def first_examples(config: RunConfig, count: int) -> list[ShownExample]:
 
 
 def examples_of(config: RunConfig, count: int, chat: ChatTokenizer, context: int | None) -> list[ShownExample]:
-    """`first_examples` by an open chat tokenizer, for a model that reads at most so many tokens."""
+    """Like `first_examples`, with an open chat tokenizer and a model with the given maximum context."""
     sequences = _openings(config, chat) if config.reads == "prompts" else _sequences(config, chat, context)
     return [example for examples in itertools.islice(sequences, count) for example in examples]
 
 
 def _openings(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExample]]:
-    """The prompts of all records, record by record."""
+    """Yields the prompts of each record."""
     for source_config in config.data.train:
         source = open_examples(source_config, config.data)
         for number, record in enumerate(source):
@@ -128,7 +120,7 @@ def _openings(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExam
 
 
 def _sequences(config: RunConfig, chat: ChatTokenizer, context: int | None) -> Iterator[list[ShownExample]]:
-    """The sequences of all records, record by record, as the run makes them."""
+    """Yields the sequences of each record, as the run builds them."""
     assert isinstance(config.data, ExamplesConfig)
     batch = UNLIMITED if config.batch.microbatch_tokens == "auto" else config.batch
     dataset = DATASETS[config.reads](config.data.train, chat, batch, context, config.data)
@@ -152,7 +144,7 @@ def _sequences(config: RunConfig, chat: ChatTokenizer, context: int | None) -> I
 def _shown(
     tokenizer: PreTrainedTokenizerBase, where: str, whole: TokenSequence, kept: int | None = None, note: str = ""
 ) -> ShownExample:
-    """A sequence of which the run keeps so many tokens; none of them if its record is left out, and by default all."""
+    """Formats a sequence of which the run keeps `kept` tokens; 0 if its record is dropped, None for all."""
     if kept == 0:
         whole = replace(whole, loss_mask=torch.zeros_like(whole.loss_mask))
     kept = kept or len(whole)

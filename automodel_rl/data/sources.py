@@ -1,4 +1,4 @@
-"""Sources of records: files of every common format, patterns of files, and datasets."""
+"""Record sources: files of all common formats, glob patterns, and datasets."""
 
 import bisect
 import contextlib
@@ -16,36 +16,31 @@ from automodel_rl.data.tables import Table
 from automodel_rl.errors import InputError
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
-"""Builders of the datasets library by the ending of a file."""
+"""Builders of the datasets library by file suffix."""
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 ENDINGS = (*JSON_ENDINGS, *BUILDERS, *SEPARATORS)
-"""Endings of data files; one of `COMPRESSED` may follow."""
+"""Suffixes of data files; one of `COMPRESSED` may follow."""
 
 MOST_FILES = 20_000
-"""Most files that a dataset's folder may hold. `datasets` walks through it dozens of times, some 20 us a file."""
+"""Maximum files in a dataset's folder. `datasets` walks the folder dozens of times, at about 20 us per file."""
 
 
 class RecordSource(Protocol):
-    """A sequence of records, with the place of each for error messages."""
+    """A sequence of records."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int) -> dict[str, Any]: ...
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
     def where(self, number: int) -> str:
-        """A record's place, for error messages: file and line, or dataset and record."""
+        """Returns a record's location for error messages: file and line, or dataset and record."""
         ...
 
 
 class ArrowRecords:
-    """A dataset of the datasets library.
-
-    Args:
-        records: the dataset.
-        name: its name, for error messages.
-    """
+    """A dataset of the datasets library. `name` is used in error messages."""
 
     def __init__(self, records: Any, name: str):
         self.records, self.name = _with_closed_files(records), name
@@ -66,7 +61,7 @@ class ArrowRecords:
 
 
 class Joined:
-    """Several sources, concatenated."""
+    """A concatenation of several sources."""
 
     def __init__(self, sources: Sequence[RecordSource]):
         self.sources = sources
@@ -92,18 +87,11 @@ class Joined:
 
 
 class Sources:
-    """Several sources. They can be pickled, so that worker processes can use them.
-
-    Args:
-        configs: configs of the sources.
-        open_one: opens a source; `open_source` by default.
+    """Several sources. Picklable. `open_one` opens a source, by default `open_source`.
 
     Attributes:
         sizes: number of records of each source.
-        weights: weight of each source in the config, or None.
-
-    Raises:
-        InputError: a source cannot be opened, or is empty.
+        weights: configured weight of each source, or None.
     """
 
     def __init__(self, configs: Sequence[SourceConfig], open_one: Callable[[SourceConfig], RecordSource] | None = None):
@@ -112,7 +100,7 @@ class Sources:
         self.weights = [config.weight for config in configs]
 
     def find(self, draw: Draw) -> tuple[dict[str, Any], SourceConfig, str]:
-        """A record, the config of its source, and its place in the data: the arguments of a `Reader`."""
+        """Returns a record, the config of its source, and its location in the data: the arguments of a `Reader`."""
         source, number = draw
         return self._opened[source][number], self._configs[source], self._opened[source].where(number)
 
@@ -123,11 +111,7 @@ def is_local(config: SourceConfig) -> bool:
 
 
 def open_source(config: SourceConfig) -> RecordSource:
-    """Opens a source; JSON lines without reading their records.
-
-    Raises:
-        InputError: there is no such file or dataset, or it cannot be read.
-    """
+    """Opens a source. JSON lines are only indexed."""
     if glob.has_magic(config.path) and not os.path.exists(config.path):
         paths = sorted(path for path in glob.glob(config.path, recursive=True) if os.path.isfile(path))
         if not paths:
@@ -140,7 +124,7 @@ def open_source(config: SourceConfig) -> RecordSource:
 
 
 def ending_of(path: Path) -> str:
-    """The ending that tells a file's format, in lower case."""
+    """Returns the suffix that determines a file's format, in lower case, without that of a compression."""
     endings = [ending.lower() for ending in path.suffixes]
     if endings and endings[-1] in COMPRESSED:
         endings.pop()
@@ -156,7 +140,7 @@ def _open_file(path: Path) -> RecordSource:
         return Table(path, SEPARATORS[ending])
     if ending not in BUILDERS:
         return open_json(path)
-    from datasets import load_dataset  # takes seconds, and only some sources need it
+    from datasets import load_dataset  # takes seconds to import, and only some sources need it
 
     if ending == ".parquet" and path.suffix.lower() == ending and (readable := _readable_columns(path)):
         return _opened(path, lambda: _without_other_columns(path, readable), str(path))
@@ -164,14 +148,14 @@ def _open_file(path: Path) -> RecordSource:
 
 
 def _readable_columns(path: Path) -> list[str]:
-    """The columns of a parquet file whose types `datasets` reads, if it has others, such as maps; else none."""
+    """Returns the columns of a parquet file that `datasets` supports if it has others, such as maps; otherwise []."""
     import pyarrow  # starts a thread, and only some sources need it
     from datasets import Features
     from pyarrow import parquet
 
     try:
         schema = parquet.read_schema(path)
-    except (OSError, ValueError):  # a damaged file, which opening it will tell
+    except (OSError, ValueError):  # a damaged file: opening it will raise
         return []
     readable = []
     for column in schema:
@@ -182,7 +166,7 @@ def _readable_columns(path: Path) -> list[str]:
 
 
 def _without_other_columns(path: Path, readable: list[str]) -> Any:
-    """The dataset of some columns of a parquet file, in memory."""
+    """Loads some columns of a parquet file into memory."""
     from datasets import Dataset
     from pyarrow import parquet
 
@@ -190,7 +174,7 @@ def _without_other_columns(path: Path, readable: list[str]) -> Any:
 
 
 def _open_dataset(path: Path, config: SourceConfig) -> RecordSource:
-    """Opens a dataset by its hub id or its folder, or one that was written by `save_to_disk`."""
+    """Opens a dataset by hub id, by folder, or from a folder of `save_to_disk`."""
     from datasets import load_dataset, load_from_disk
 
     _refuse_crowded(path)
@@ -210,7 +194,7 @@ def _opened(path: Path, load: Any, name: str) -> ArrowRecords:
         return ArrowRecords(load(), name)
     except InputError:
         raise
-    except Exception as error:  # builders raise errors of their own, of Arrow and of the hub
+    except Exception as error:  # builders raise their own errors, Arrow's and the hub's
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         if path.is_file():
             raise InputError(
@@ -222,7 +206,7 @@ def _opened(path: Path, load: Any, name: str) -> ArrowRecords:
 
 
 def _refuse_crowded(folder: Path) -> None:
-    """Raises InputError for a folder with very many files, such as `/`: `datasets` would search it for hours."""
+    """Raises InputError for a folder with very many files, such as `/`, which `datasets` would search for hours."""
     files = (name for _, folders, names in os.walk(folder) for name in (*folders, *names))
     if next(itertools.islice(files, MOST_FILES, None), None) is not None:
         raise InputError(
@@ -232,7 +216,8 @@ def _refuse_crowded(folder: Path) -> None:
 
 
 def _refuse_tables(folder: Path) -> None:
-    """Raises InputError for a folder with CSV or TSV files, whose values `datasets` would change: 042 and NA."""
+    """Raises InputError for a folder with CSV or TSV files, since `datasets` would convert values such as 042 and
+    NA."""
     tables = (path for path in folder.rglob("*") if ending_of(path) in SEPARATORS)
     table = next(tables, None) if folder.is_dir() else None
     if table is not None:
@@ -243,7 +228,8 @@ def _refuse_tables(folder: Path) -> None:
 
 
 def _with_closed_files(records: Any) -> Any:
-    """The dataset with images and audio as bytes or paths. They are opened only on the ranks that encode them."""
+    """Returns the dataset with images and audio as bytes or paths. They are decoded only on the ranks that encode
+    them."""
     from datasets import Audio, Image, List
 
     for name, feature in records.features.items():

@@ -1,4 +1,5 @@
-"""CSV and TSV files as sources of records. All values stay texts: an answer of 042 is no number, and NA no gap."""
+"""CSV and TSV files as record sources. All values stay strings: an answer of 042 is not a number, and NA is not
+missing."""
 
 import csv
 from collections.abc import Iterator
@@ -9,19 +10,11 @@ import fsspec
 from automodel_rl.errors import InputError
 
 LONGEST_VALUE = 2**30
-"""Most characters of a value; Python's own limit is 131,072."""
+"""Maximum characters of a value; Python's own limit is 131,072."""
 
 
 class Table:
-    """A table. All of it is kept in memory.
-
-    Args:
-        path: the file, perhaps compressed. Its first row has the names of columns.
-        separator: what separates values.
-
-    Raises:
-        InputError: the file cannot be read or is empty, or a row has more or fewer values than there are columns.
-    """
+    """A table, kept in memory. The first row of the file, which may be compressed, holds the column names."""
 
     def __init__(self, path: Path, separator: str):
         self.path, self.separator, start = path, separator, 1

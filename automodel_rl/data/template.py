@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: writes chats, and finds parts of a chat that the template leaves out."""
+"""Rendering of chats by a tokenizer's chat template, and detection of content that the template drops."""
 
 import contextlib
 import functools
@@ -27,16 +27,16 @@ from automodel_rl.data.messages import Chat, Message, function_of, media_parts
 from automodel_rl.errors import InputError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Pattern of the mark in a template that begins what the assistant writes."""
+"""Template tag that starts the assistant's text."""
 
 PROBE = "xyzzy"
-"""A text that no template contains."""
+"""A text that occurs in no template."""
 
 MARK = re.compile(f"{PROBE}([0-9]+){PROBE}")
-"""Pattern of a mark: the text that is added to a numbered place of a chat."""
+"""A numbered mark that was added to a value of a chat."""
 
 OTHERS = 0xE000
-"""First of the characters for private use, which no chat contains. Changed values of a turn become one each."""
+"""First of the private-use characters, which occur in no chat. Changed values of a turn become one each."""
 
 QUESTION: Message = {"role": "user", "content": PROBE}
 
@@ -44,26 +44,26 @@ NO_ARGUMENTS = {
     "type": "function",
     "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
 }
-"""A tool, for templates that write calls only where there are tools."""
+"""A tool, for templates that render calls only if there are tools."""
 
 LINKS = ("name", "tool_call_id")
-"""Keys of a tool's message that name the call it answers. The message's place says the same."""
+"""Keys of a tool message that identify its call. The order of messages does so too."""
 
 REMEDY = "give data.chat_template a template that writes it, or remove it from the data"
-"""The remedy for a part that a template leaves out."""
+"""Advice for content that a template drops."""
 
 Tree = dict[str, Any]
-"""The `messages` and `tools` of a chat."""
+"""`messages` and `tools` of a chat."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value in a chat that the template should write.
+    """A value in a chat that the template should render.
 
     Attributes:
-        path: the keys and places that lead to the value in the tree.
-        piece: the part of the text that the leaf is, if it is followed by a mark of thoughts.
-        number: which of these parts it is.
+        path: keys and indices that lead to the value in the tree.
+        piece: the part of the text that the leaf is, if a thought tag follows it.
+        number: index among these parts.
     """
 
     path: tuple[str | int, ...]
@@ -72,7 +72,7 @@ class Leaf:
 
     @property
     def turn(self) -> int:
-        """Place of the message that holds the leaf; -1 for a tool."""
+        """Index of the leaf's message; -1 for a tool."""
         return int(self.path[1]) if self.path[0] == "messages" else -1
 
     @property
@@ -81,20 +81,16 @@ class Leaf:
 
 
 class ChatTemplate:
-    """Writes chats as text and as tokens.
+    """Renders chats as text and as tokens.
 
     Args:
         tokenizer: a tokenizer with a chat template.
-        reads: types of parts besides text that the model reads: "image", "audio".
-        variables: further variables for the template.
-
-    Raises:
-        InputError: the template does not read a variable.
+        reads: part types besides text that the model supports: "image", "video", "audio".
+        variables: additional variables, all of which the template must use.
 
     Attributes:
         reads_parts_only: whether contents must be lists of parts.
-        arguments_form: a function that gives a message the form of arguments that the template can write, objects or
-            JSON.
+        arguments_form: converts a message's call arguments to the form that the template renders, objects or JSON.
     """
 
     def __init__(
@@ -112,33 +108,23 @@ class ChatTemplate:
         self._accepted: set[Any] = set()
 
     def has_marks(self, chat: Chat) -> bool:
-        """Whether the template marks what the assistant writes in a chat."""
+        """Whether the template marks the assistant's text in a chat."""
         named = named_templates(self.tokenizer)
         name = "tool_use" if chat.tools and "tool_use" in named else "default"
         return bool(GENERATION_MARK.search(named.get(name, "")))
 
     def encode(self, chat: Chat, where: str, **options: Any) -> Any:
-        """A chat, written by the template and tokenised.
-
-        Args:
-            chat: the chat to write.
-            where: its place in the data, for error messages.
-            options: further arguments of `apply_chat_template`.
-
-        Returns:
-            The tokenizer's mapping, with `input_ids`.
-
-        Raises:
-            InputError: the template refuses the chat, or it has media that the model cannot read.
-        """
+        """Renders and tokenises a chat, with further `options` of `apply_chat_template`. Returns the tokenizer's
+        mapping, with `input_ids`. Raises InputError if the template refuses the chat, or the model does not support its
+        media."""
         with self._written(chat, where) as (messages, tools):
             return self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=True, return_dict=True, **options, **self.variables
             )
 
     def marked_text(self, chat: Chat, where: str) -> tuple[str, list[tuple[int, int]]]:
-        """What the template writes, and the characters that it marks as the assistant's: of each stretch the first, and
-        the place after the last. Arguments and errors are those of `encode`."""
+        """Returns the rendered text and the character spans (end exclusive) that the template marks as the assistant's.
+        Same errors as `encode`."""
         with self._written(chat, where) as (messages, tools):
             texts, marked = render_jinja_template(
                 [messages],
@@ -151,7 +137,7 @@ class ChatTemplate:
 
     @contextlib.contextmanager
     def _written(self, chat: Chat, where: str) -> Iterator[tuple[list[Any], list[Any] | None]]:
-        """The messages and tools of a chat for a block in which the template writes them."""
+        """Provides messages and tools for a block in which the template renders them."""
         if self.tokenizer.chat_template is None:
             raise InputError(f"{where}: the tokenizer has no chat template for it: give one in data.chat_template")
         for kind in {part["type"] for part in media_parts(chat.messages)} - {*self.reads}:
@@ -164,7 +150,8 @@ class ChatTemplate:
     @staticmethod
     @contextlib.contextmanager
     def refusals(where: str) -> Iterator[None]:
-        """Answers what a block raises that writes or tokenises a chat, with the chat's place in the data."""
+        """Converts any exception of a block that renders or tokenises a chat to an InputError with the chat's
+        location."""
         try:
             yield
         except Exception as error:  # a template is a program, and may raise any error
@@ -172,23 +159,18 @@ class ChatTemplate:
             raise InputError(f"{where}: the chat template refuses these messages ({reason})") from None
 
     def text(self, chat: Chat) -> str | None:
-        """What the template writes; None if it raises."""
+        """Renders a chat; None if the template raises."""
         return self._text(self._tree(chat))
 
     def values(self, chat: Chat, turn: int) -> list[Leaf]:
-        """The values of a message that can be changed, without those that are empty. Arguments may be empty."""
+        """Returns the values of a message that can be changed: the non-empty ones, and also empty arguments."""
         tree = self._tree(chat)
         found = [leaf for leaf in _leaves(tree, with_empty_arguments=True) if leaf.turn == turn and leaf.piece is None]
         return [leaf for leaf in found if _takes_mark(tree, leaf)]
 
     def changed_text(self, chat: Chat, changed: Mapping[Leaf, int], asks: bool = False) -> str | None:
-        """The template's text with some values replaced; None if the template raises an error.
-
-        Args:
-            chat: the chat.
-            changed: the values, each with the number of the character for private use that takes its place.
-            asks: whether to write the chat ready for the assistant's next turn.
-        """
+        """Renders a chat with some values replaced, each by the private-use character of its number; None if the
+        template raises. `asks` adds the header of the assistant's next turn."""
         tree = _copied(self._tree(chat))
         for leaf, number in changed.items():
             *path, key = leaf.path
@@ -197,7 +179,7 @@ class ChatTemplate:
         return self._text(tree, asks)
 
     def opening_text(self, chat: Chat) -> str:
-        """The text of a chat, ready for the assistant's next turn. Raises InputError if the template refuses it."""
+        """Renders a chat with the header of the assistant's next turn. Raises InputError if the template refuses it."""
         text = self._text(self._tree(chat), add_generation_prompt=True)
         if text is not None:
             return text
@@ -205,16 +187,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def header(self) -> str:
-        """What the template writes before an answer of the assistant; empty if that cannot be told.
-
-        A template may begin the answer itself, with thoughts or with none. That is not part of the header.
-        """
+        """Text that the template writes before an answer of the assistant, without thoughts that it may open itself;
+        empty if it cannot be determined."""
         question: Tree = {"messages": [_in_parts(QUESTION) if self.reads_parts_only else QUESTION], "tools": []}
         before, asking = self._text(question), self._text(question, add_generation_prompt=True)
         if before is None or asking is None:
             return ""
         place = num_common(before, asking)
-        if place < len(before):  # an end of the chat, such as an end token, stands where the answer would begin
+        if place < len(before):  # the chat's end, such as an end token, is where the answer would begin
             begin, starts = asking.rfind(PROBE), asking.startswith
             places = (at for at in range(place, begin, -1) if any(starts(mark, at) for mark in self.special_tokens))
             place = next(places, len(asking))
@@ -222,7 +202,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def answers_at_once(self) -> bool:
-        """Whether the template writes nothing between a question and its answer, so that it needs no header."""
+        """Whether the template writes nothing between a question and its answer, so that there is no header."""
         form = _in_parts if self.reads_parts_only else _in_one
         question, answer = form(QUESTION), form({"role": "assistant", "content": PROBE})
         asking = self._text({"messages": [question], "tools": []}, add_generation_prompt=True)
@@ -233,7 +213,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def leaves_end_to_others(self) -> bool:
-        """Whether the template writes nothing behind an answer, so that only the mark of who goes on ends it."""
+        """Whether the template writes nothing after an answer, so that it ends only with the role mark of the next
+        message."""
         form = _in_parts if self.reads_parts_only else _in_one
         messages = [form(QUESTION), form({"role": "assistant", "content": PROBE})]
         text = self._text({"messages": messages, "tools": []})
@@ -241,21 +222,16 @@ class ChatTemplate:
 
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """The tokenizer's special tokens."""
+        """The tokenizer's special tokens, including added ones."""
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return tuple({*added, *self.tokenizer.all_special_tokens})
 
     def check(self, chat: Chat, where: str, add_generation_prompt: bool = False) -> None:
-        """Raises InputError if the template leaves out a part of a chat that it can `encode`.
+        """Raises InputError if the template drops a part of a chat that it can `encode`.
 
-        All leaves get a mark, and the template writes the chat. Each leaf whose mark is missing in the result is then
-        changed alone: if the result changes, the template reads the leaf. This second test writes the chat again for
-        each such leaf, so it is done only once for all leaves in the same situation.
-
-        Args:
-            chat: the chat.
-            where: its place in the data, for error messages.
-            add_generation_prompt: write the chat ready for the assistant's next turn.
+        All leaves get a mark, and the chat is rendered. Each leaf whose mark is missing in the result is then changed
+        alone: if the result changes, the template uses the leaf. As this renders the chat again for each such leaf, it
+        is done only once for all leaves in the same situation.
         """
         tree = self._tree(chat)
         self._check_empty(tree, chat, where, add_generation_prompt)
@@ -272,9 +248,9 @@ class ChatTemplate:
             self._accepted.add(situation)
 
     def _check_empty(self, tree: Tree, chat: Chat, where: str, add_generation_prompt: bool) -> None:
-        """Raises InputError if the template writes something for a content that is empty, such as None.
+        """Raises InputError if the template writes something for an empty content, such as None.
 
-        Once the content has a text, what the template wrote in its place is gone.
+        Such text disappears once the content has a text.
         """
         for leaf in _empty_contents(tree):
             situation = ("empty", _situation(chat, leaf), add_generation_prompt)
@@ -291,9 +267,9 @@ class ChatTemplate:
             self._accepted.add(situation)
 
     def _may_forget(self, chat: Chat, leaf: Leaf) -> bool:
-        """Whether a template may leave out a leaf: a thought in a turn before the user's last message.
+        """Whether a template may drop a leaf: a thought in a turn before the user's last message.
 
-        If the turn is trained, it must also have a text or a call besides the thought, and the template must write the
+        If the turn is trained, it must also have a text or a call besides the thought, and the template must render the
         thought when the chat ends with that turn.
         """
         if not leaf.is_thought or leaf.turn not in chat.turns or leaf.turn > chat.last_of_user:
@@ -303,13 +279,13 @@ class ChatTemplate:
         return says_more(chat.messages[leaf.turn]) and self._reads(self._tree(chat.until(leaf.turn + 1)), leaf)
 
     def _reads(self, tree: Tree, leaf: Leaf, add_generation_prompt: bool = False) -> bool:
-        """Whether the template's text changes when only this leaf is changed."""
+        """Whether the rendered text changes when only this leaf is changed."""
         changed = self._text(_marked(tree, {leaf: PROBE}), add_generation_prompt)
-        # A template that raises has read the change.
+        # A template that raises has used the value.
         return changed is None or changed != self._text(tree, add_generation_prompt)
 
     def _text(self, tree: Tree, add_generation_prompt: bool = False) -> str | None:
-        """The text that the template writes; None if it raises."""
+        """Renders a tree; None if the template raises."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -324,7 +300,7 @@ class ChatTemplate:
             return None
 
     def _reads_parts_only(self) -> bool:
-        """Whether contents must be lists of parts, as for some models that read images."""
+        """Whether contents must be lists of parts, as for some models with images."""
         roles = ("user", "assistant")
         texts = [{"role": role, "content": PROBE} for role in roles]
         num_texts, num_parts = (
@@ -334,8 +310,8 @@ class ChatTemplate:
         return num_texts < len(roles) <= num_parts
 
     def _arguments_form(self) -> Callable[[Message], Message]:
-        """The form of arguments that the template writes as a model would. It may write JSON as a quoted text, and may
-        raise for objects."""
+        """Determines the form of arguments that the template renders as a model would write them. It may render JSON as
+        a quoted string, and may raise for objects."""
         by_object, by_json = (
             self._text({"messages": [QUESTION, _calling(arguments)], "tools": [NO_ARGUMENTS]})
             for arguments in ({PROBE: PROBE}, json.dumps({PROBE: PROBE}))
@@ -345,14 +321,14 @@ class ChatTemplate:
         return with_json if by_object is None and by_json is not None else _as_given
 
     def _tree(self, chat: Chat) -> Tree:
-        """The chat in the form that the template reads."""
+        """Converts a chat to the form that the template takes."""
         form = _in_parts if self.reads_parts_only else _in_one
         messages = [form({k: v for k, v in message.items() if k != "weight"}) for message in chat.messages]
         return {"messages": [self.arguments_form(message) for message in messages], "tools": list(chat.tools)}
 
 
 def named_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """A tokenizer's chat templates by name. Where there is one, its name is default."""
+    """Returns a tokenizer's chat templates by name. A single one is named default."""
     templates = tokenizer.chat_template
     return dict(templates) if isinstance(templates, Mapping) else {"default": str(templates or "")}
 
@@ -362,13 +338,13 @@ def _as_given(message: Message) -> Message:
 
 
 def _calling(arguments: Any) -> Message:
-    """A turn that calls a tool."""
+    """Returns a turn that calls a tool."""
     call = {"id": "123456789", "type": "function", "function": {"name": PROBE, ARGUMENTS: arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _check_variables(variables: Mapping[str, Any], templates: Iterable[str]) -> None:
-    """Raises InputError for a variable that no template reads, or that a chat sets itself."""
+    """Raises InputError for a variable that no template uses, or that is set for every chat anyway."""
     if not variables:
         return
     plain = [re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text) for text in templates]  # transformers' own tag
@@ -387,13 +363,13 @@ def _check_variables(variables: Mapping[str, Any], templates: Iterable[str]) -> 
 
 
 def _in_parts(message: Message) -> Message:
-    """The message with a list of parts for content."""
+    """Converts a text content to a list of parts."""
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _in_one(message: Message) -> Message:
-    """The message with one text for content, if all its parts are texts."""
+    """Converts a content of text parts to one text."""
     content = message.get("content")
     if not isinstance(content, list) or any(part["type"] != "text" for part in content):
         return message
@@ -401,11 +377,11 @@ def _in_one(message: Message) -> Message:
 
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-"""Values that say nothing. False and 0 are none of them: whoever writes them means something."""
+"""Values without content. False and 0 are not among them: they are meaningful."""
 
 
 def _leaves(tree: Tree, with_empty_arguments: bool = False) -> Iterator[Leaf]:
-    """All values that the template should write, except those that are empty."""
+    """Yields all non-empty values that the template should render."""
     for number, tool in enumerate(tree["tools"]):
         yield Leaf(("tools", number, *_function_path(tool), "name"))
     for turn, message in enumerate(tree["messages"]):
@@ -443,7 +419,7 @@ def _leaves_of_calls(
 
 
 def _empty_contents(tree: Tree) -> Iterator[Leaf]:
-    """Contents that are an empty text."""
+    """Yields contents that are an empty text."""
     for turn, message in enumerate(tree["messages"]):
         content = message.get("content")
         if content == "":
@@ -453,8 +429,7 @@ def _empty_contents(tree: Tree) -> Iterator[Leaf]:
 
 
 def changed_part(text: str, changed: str) -> tuple[int, int] | None:
-    """The first character of a text that differs from a changed one, and the place after the last; None if all are the
-    same."""
+    """Returns the span (end exclusive) of a text that differs from a changed one; None if they are equal."""
     if changed == text:
         return None
     first = num_common(text, changed)
@@ -462,7 +437,7 @@ def changed_part(text: str, changed: str) -> tuple[int, int] | None:
 
 
 def num_common(one: str, other: str) -> int:
-    """Number of characters with which both begin."""
+    """Returns the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -472,9 +447,9 @@ def _function_path(tool: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _situation(chat: Chat, leaf: Leaf) -> tuple[Any, ...]:
-    """Everything that may decide whether a template writes a leaf, except texts.
+    """Returns everything that may decide whether a template renders a leaf, except texts.
 
-    In a list, only the first place is distinguished from the others.
+    In a list, only the first item is distinguished from the others.
     """
     path = tuple(min(step, 1) if isinstance(step, int) else step for step in leaf.path)
     if leaf.turn < 0:
@@ -492,7 +467,7 @@ def _mark(number: int) -> str:
 
 
 def _at(tree: Any, path: Sequence[str | int]) -> Any:
-    """The value at a path of the tree."""
+    """Returns the value at a path of the tree."""
     for step in path:
         tree = tree[step]
     return tree
@@ -505,10 +480,10 @@ def _takes_mark(tree: Tree, leaf: Leaf) -> bool:
 
 
 def _marked(tree: Tree, marks: dict[Leaf, str]) -> Tree:
-    """A copy of the tree with marks. A text gets more text, arguments get one more, and any other value becomes
-    None."""
+    """Returns a copy of the tree with marks. Texts are extended, arguments get one more entry, and any other value
+    becomes None."""
     copy: Tree = _copied(tree)
-    # The last piece of a text comes first, because marks move what is behind them.
+    # The last piece of a text comes first, because marks shift the text after them.
     for leaf, mark in sorted(marks.items(), key=lambda item: (item[0].piece is not None, -item[0].number)):
         *path, key = leaf.path
         holder = _at(copy, path)
@@ -517,7 +492,7 @@ def _marked(tree: Tree, marks: dict[Leaf, str]) -> Tree:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of all objects and lists in a value; other values stay as they are."""
+    """Copies all objects and lists in a value."""
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     return [_copied(inner) for inner in value] if isinstance(value, list) else value
@@ -541,6 +516,6 @@ def _label(tree: Tree, leaf: Leaf) -> str:
 
 
 def _ignore(leaf: Leaf) -> str:
-    """The second remedy in an error message, which exists for everything but contents."""
+    """Returns additional advice for an error message, available for everything but contents."""
     name = "tools" if leaf.turn < 0 else leaf.path[2]
     return "" if name == "content" else f", or pass it over with ignore: [{name}] of the source"

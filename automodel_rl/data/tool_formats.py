@@ -1,7 +1,8 @@
-"""How models write calls of tools: the formats of families, and the calls in a turn's text.
+"""Formats in which models write tool calls, and parsing of calls from a turn's text.
 
-A format is a response template of transformers (`PreTrainedTokenizerBase.parse_response`, from 5.13 on). A tokenizer
-that brings one of its own is read by it. Most published tokenizers have none; then the chat template shows the format.
+A format is a response template of transformers (`PreTrainedTokenizerBase.parse_response`, from 5.13 on). A tokenizer's
+own response template takes precedence. Most published tokenizers have none; the format is then derived from the chat
+template's output.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ PROBE_ARGUMENTS = {"text": f"a {PROBE}, 12", "count": 3}
 
 
 def _format(thought: str, calls: Format, end: str) -> Format:
-    """A format with thoughts between tags, any number of calls, and a text that a token ends."""
+    """Returns a format with tagged thoughts, any number of calls, and a text that ends with a token."""
     fields: Format = {"tool_calls": {"repeats": True, "transform": _NAMED, **calls}}
     if thought:
         fields["reasoning_content"] = {"open": f"<{thought}>", "close": f"</{thought}>", "content": "text"}
@@ -115,34 +116,31 @@ FORMATS: dict[str, Format] = {
         },
     },
 }
-"""Formats by name. hermes: JSON between tags (Qwen2.5, Qwen3, Hermes). xml: a tag for each argument (Qwen3.5,
-Nemotron-3). glm: pairs of tags (GLM-4.5 on). llama3: bare JSON (Llama 3.1 on). gpt_oss: harmony's channels."""
+"""Formats by name. hermes: JSON between tags (Qwen2.5, Qwen3, Hermes). xml: one tag per argument (Qwen3.5, Nemotron-3).
+glm: pairs of tags (GLM-4.5 on). llama3: bare JSON (Llama 3.1 on). gpt_oss: harmony's channels."""
 
 
 def read_turn(
     tokenizer: PreTrainedTokenizerBase, form: Format, opening: str, text: str, tools: Sequence[dict[str, Any]]
 ) -> Message:
-    """A turn of the assistant as a message, with `tool_calls` if it has some.
+    """Parses an assistant turn into a message, with `tool_calls` if it has any.
 
     Args:
         tokenizer: the model's tokenizer.
         form: the format.
-        opening: the end of the prompt, from the header of the turn on: it may have the beginning of a thought.
-        text: the turn's text, special tokens included.
-        tools: JSON schemas of the tools, by which values that are texts get their types.
+        opening: end of the prompt from the turn's header on, which may include the start of a thought.
+        text: text of the turn, special tokens included.
+        tools: JSON schemas that determine the types of argument values.
 
     Raises:
-        ValueError: the text begins a call that is malformed.
+        ValueError: a call in the text is malformed.
     """
     return tokenizer.parse_response(text, form, prefix=opening, tools=list(tools))
 
 
 def find_format(template: ChatTemplate) -> Format:
-    """The format in which the chat template writes calls: it reads a call back as it was.
-
-    Raises:
-        InputError: the template writes no calls, or in a format that is not known.
-    """
+    """Returns the format in which the chat template renders calls, verified by a round trip. Raises InputError if there
+    is none."""
     tokenizer = template.tokenizer
     call = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": PROBE_ARGUMENTS}}
     question: Message = {"role": "user", "content": PROBE}

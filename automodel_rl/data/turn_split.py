@@ -1,4 +1,5 @@
-"""Chats as one example for each trained turn, for templates that write a turn differently once others follow."""
+"""Splitting of chats into one example per trained turn, for templates that render a turn differently once others
+follow."""
 
 import bisect
 import itertools
@@ -14,18 +15,14 @@ from automodel_rl.data.sources import RecordSource, open_source
 
 
 def open_examples(config: SourceConfig, data: SourcesConfig) -> RecordSource:
-    """Opens a source, with its chats split into turns if the config's `data` says so."""
+    """Opens a source, with its chats split into turns if `data` says so."""
     source = open_source(config)
     return SplitTurns(source, config) if isinstance(data, DataConfig) and data.turns == "split" else source
 
 
 class SplitTurns:
-    """The records of a source, a chat of n trained turns as n records: each ends with its turn, which alone is trained.
-
-    Args:
-        source: the source, of which every record is read.
-        config: its config.
-    """
+    """A source in which a chat of n trained turns becomes n records, each truncated after its turn, the only one that
+    is trained. All records are read once on construction."""
 
     def __init__(self, source: RecordSource, config: SourceConfig):
         self.source, self.config = source, config
@@ -46,12 +43,12 @@ class SplitTurns:
         return self.source.where(self._find(number)[0])
 
     def _find(self, number: int) -> tuple[int, int]:
-        """The record of an example, and which of its trained turns is the example's."""
+        """Returns the record index of an example, and the index of its trained turn among those of the record."""
         place = bisect.bisect_right(self.starts, number) - 1
         return place, number - self.starts[place]
 
     def _messages(self, record: dict[str, Any]) -> tuple[str, list[Any]]:
-        """The name of the column with messages, and the messages; none if the record holds something else."""
+        """Returns the name and value of the messages column; [] if the record has no messages."""
         name = names_of(self.config, "messages")[0]
         value = look_up(record, name)
         return name, value if value is not MISSING and isinstance(value, list) else []
@@ -70,7 +67,7 @@ class SplitTurns:
         return _with_value(self._with_media_of(record, [*earlier, last]), name, [*kept, last])
 
     def _with_media_of(self, record: dict[str, Any], messages: list[Any]) -> dict[str, Any]:
-        """The record with only those files in its columns that messages up to some turn have parts for."""
+        """Removes files from the record's columns that belong to parts after the given messages."""
         parts = media_parts([message for message in messages if isinstance(message, dict)])
         for kind, column in MEDIA_PARTS.items():
             name = names_of(self.config, column)[0]
@@ -87,7 +84,7 @@ def _is_answer(message: Any) -> bool:
 
 
 def _with_value(record: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The record with another value of a name, which may lie inside of a column."""
+    """Returns the record with a replaced value, possibly nested in a column."""
     if name in record or "." not in name:
         return {**record, name: value}
     column, _, rest = name.partition(".")

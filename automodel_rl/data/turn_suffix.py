@@ -1,10 +1,10 @@
-"""What a chat template writes between two turns of the assistant.
+"""Text that a chat template writes between two turns of the assistant.
 
-A conversation of several turns is never tokenised again. The next prompt is
+A multi-turn conversation is never tokenised again. The next prompt is
 
-    the last prompt + the turn as it was sampled + the suffix: what the template writes for the messages that follow it
+    the last prompt + the turn as it was sampled + the suffix: the template's text for the messages that follow it
 
-for decoding and encoding sampled tokens gives other tokens, and templates write earlier turns differently later.
+because decoding and re-encoding sampled tokens may change them, and templates later render earlier turns differently.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,10 @@ ANSWER: Message = {"role": "tool", "content": "Done."}
 
 
 class TurnSuffix:
-    """Writes the tokens between two turns.
+    """Computes the tokens between two turns. `tools` are JSON schemas.
 
-    The template writes a short conversation with a turn in it whose end is known, and the new messages after it. The
-    suffix is what follows the token that ends the turn.
-
-    Args:
-        template: the chat template.
-        tools: JSON schemas of the tools that the assistant may call.
+    The template renders a short conversation that contains a known turn followed by the new messages. The suffix is the
+    text after the token that ends the turn.
     """
 
     def __init__(self, template: ChatTemplate, tools: Sequence[dict[str, Any]] = ()):
@@ -35,15 +31,15 @@ class TurnSuffix:
         self.tokenizer = template.tokenizer
 
     def __call__(self, messages: Sequence[Message], called: Sequence[str], stop: int) -> list[int]:
-        """The suffix for messages that follow a turn, up to the place where the assistant's next turn begins.
+        """Returns the suffix for messages that follow a turn, including the header of the assistant's next turn.
 
         Args:
-            messages: the messages: one of a tool for each call, or others.
-            called: names of the tools that the turn called, in order; empty if it called none.
+            messages: one tool message per call, or other messages.
+            called: names of the tools that the turn called, in order.
             stop: the token that ended the turn.
 
         Raises:
-            InputError: the template does not write tool calls, or writes another token at the end of a turn.
+            InputError: the template does not render tool calls, or ends the turn with another token.
         """
         chat = Chat([QUESTION, probe_turn(called), *messages], self.tools)
         text = self.template.opening_text(chat)
@@ -54,7 +50,7 @@ class TurnSuffix:
             )
         tail = text[text.rindex(PROBE) + len(PROBE) :]
         if mark not in tail and mark in turn_ends(self.template, self.tools):
-            mark = end_token(self.template, chat, 1) or mark  # another one stands there once messages follow
+            mark = end_token(self.template, chat, 1) or mark  # the end token may differ once messages follow
         if mark not in tail:
             raise InputError(
                 f"the turn ended with {mark!r}, which the chat template does not write between this turn and a message "
@@ -66,11 +62,8 @@ class TurnSuffix:
         return suffix
 
     def stop_ids(self) -> set[int]:
-        """The tokens with which the template ends turns. The generator has to stop at them.
-
-        Raises:
-            InputError: the template leaves out calls of tools, or ends turns that call tools with no special token.
-        """
+        """Returns the tokens with which the template ends turns, at which the generator must stop. Raises InputError if
+        it ends turns with calls differently."""
         ends = turn_ends(self.template, self.tools)
         if self.tools and not ends[-1]:
             raise InputError(
@@ -81,20 +74,15 @@ class TurnSuffix:
 
 
 def turn_ends(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> list[str]:
-    """The special tokens with which a template ends the assistant's turns: a turn without calls, and one that calls a
-    tool if there are some. One is empty if the template ends such turns with no special token.
-
-    Args:
-        template: the chat template.
-        tools: JSON schemas of the tools that the assistant may call.
-    """
+    """Returns the special tokens with which a template ends an assistant turn without calls and, if there are tools,
+    one with a call; empty if there is none."""
     calls = [str(tool["function"]["name"]) for tool in tools[:1]]
     turns = [((), ()), *([(calls, tuple(tools))] if calls else [])]
     return [end_token(template, Chat([QUESTION, probe_turn(called)], given), 1) for called, given in turns]
 
 
 def probe_turn(called: Sequence[str]) -> Message:
-    """A turn with a text that no template contains at its end."""
+    """Returns a turn that ends with a text that occurs in no template."""
     if not called:
         return {"role": "assistant", "content": PROBE}
     calls = [

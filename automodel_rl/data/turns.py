@@ -1,8 +1,8 @@
-"""The places of the assistant's turns in a chat that a template has written, found by changing one turn at a time.
+"""Location of the assistant's turns in a rendered chat, found by changing one turn at a time.
 
-A turn begins where the template, asked for an answer, would stop writing. It ends with the token that tells others to
-go on: an end token, or the mark of the role that goes on, where a template has no end tokens. Both also hold for
-templates that write earlier turns differently once later ones follow.
+A turn begins where the template, asked for an answer, would stop writing. It ends with the token that passes the turn
+to others: an end token or, in templates without end tokens, the mark of the next role. Both also hold for templates
+that render earlier turns differently once later ones follow.
 """
 
 import functools
@@ -20,20 +20,20 @@ from automodel_rl.errors import InputError
 MARKS_REMEDY = (
     "give data.chat_template a template that puts assistant turns between {% generation %} and {% endgeneration %}"
 )
-"""End of error messages about turns that cannot be found."""
+"""Advice in error messages about turns that cannot be located."""
 
 Span = tuple[int, int]
-"""Tokens of an assistant turn: the place of its first token, and the place after its last token."""
+"""Token range of an assistant turn, end exclusive."""
 
 
 @dataclass(frozen=True)
 class FoundTurns:
-    """The tokens of a chat, and where its turns are among them.
+    """The tokens of a chat and the location of its turns.
 
     Attributes:
-        ids: the chat's token ids. Where the template leaves the end of a turn to the message that follows, and none
-            follows the last turn, they have one token more than the template writes: the one that ends it.
-        spans: the tokens of each turn.
+        ids: the chat's token ids. If the template ends turns only with the mark of the next message, and none follows
+            the last turn, this mark is appended.
+        spans: token range of each turn.
     """
 
     ids: list[int]
@@ -41,18 +41,8 @@ class FoundTurns:
 
 
 def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Sequence[int], where: str) -> FoundTurns:
-    """The tokens of some of the assistant's turns.
-
-    Args:
-        template: writes the chat.
-        chat: the chat.
-        ids: the whole chat's token ids.
-        turns: places of the turns in the chat.
-        where: the chat's place in the data, for error messages.
-
-    Raises:
-        InputError: a turn cannot be found in what the template writes.
-    """
+    """Locates the assistant's turns at the message indices `turns`, given the token ids of the whole chat. Raises
+    InputError for a turn that cannot be located."""
     finder = _Finder(template, chat)
     text, token_places = finder.text, TokenPlaces(template.tokenizer, finder.text)
     if token_places.ids != list(ids):
@@ -73,19 +63,14 @@ def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Se
         spans.append(tokens)
     if not added:
         return FoundTurns([*ids], spans)
-    # What the template writes after the turn, such as a line break, is the turn's as well.
+    # Text that the template writes after the turn, such as a line break, also belongs to the turn.
     first, last = spans[-1]
     return FoundTurns([*ids, template.tokenizer.convert_tokens_to_ids(added)], [*spans[:-1], (first, last + 1)])
 
 
 def end_token(template: ChatTemplate, chat: Chat, turn: int) -> str:
-    """The special token with which a turn ends; empty if it ends with none, or cannot be found.
-
-    Args:
-        template: writes the chat.
-        chat: the chat, with what follows the turn.
-        turn: the turn's place in the chat.
-    """
+    """Returns the special token that ends the turn at index `turn`; empty if there is none, or the turn cannot be
+    located."""
     finder = _Finder(template, chat)
     begin, end = finder.find(turn) or (0, 0)
     written = finder.text[begin:end].rstrip()
@@ -96,14 +81,10 @@ def end_token(template: ChatTemplate, chat: Chat, turn: int) -> str:
 
 
 class _Finder:
-    """Finds turns in the text of a chat.
-
-    Args:
-        template: writes the chat.
-        chat: the chat.
+    """Locates turns in the rendered text of a chat.
 
     Attributes:
-        text: what the template writes.
+        text: the rendered text.
     """
 
     def __init__(self, template: ChatTemplate, chat: Chat):
@@ -113,7 +94,7 @@ class _Finder:
         self.text = self._written(len(chat.messages)) or ""
 
     def find(self, turn: int) -> Span | None:
-        """The first character of a turn and the one after its end; None if they are unclear."""
+        """Returns the character span of a turn, end exclusive; None if it is ambiguous."""
         kept = self._repeated(turn)
         edges, alone = self._values_at(turn), self._ending_alone(turn, kept)
         if edges is None or alone is None:
@@ -125,44 +106,37 @@ class _Finder:
         return begin, last + ending
 
     def _holds_neighbours(self, turn: int, begin: int, end: int) -> bool:
-        """Whether a span has something of the messages before and after a turn, where a template writes the turn's text
-        behind the result of its call."""
+        """Whether a span overlaps the messages before or after a turn, as with templates that render a turn's text
+        after the result of its call."""
         before = self._values_at(turn - 1) if turn > 0 else None
         after = self._values_at(turn + 1) if turn + 1 < len(self.chat.messages) else None
         return (before is not None and before[1] > begin) or (after is not None and after[0] < end)
 
     def _values_at(self, turn: int) -> Span | None:
-        """The first character of a message's own content and the character after the content; None if the template
-        writes no content."""
+        """Returns the character span of a message's own content; None if the template renders none."""
         if turn not in self._values:
             self._values[turn] = self._edges(len(self.chat.messages), turn, self._repeated(turn))
         return self._values[turn]
 
     def end_left_to_others(self, turn: int) -> str:
-        """The special token with which the message after the last turn would begin, if that is what ends turns: where
-        the template itself ends the turn with no special token."""
+        """Returns the special token that would begin the message after the last turn, if the template itself ends turns
+        with no special token."""
         alone = self._ending_alone(turn, frozenset())
         if alone is None or self._after_specials(alone):
             return ""
         return self._mark_of_next(alone, self._ending_followed(turn) or "")
 
     def _edges(self, end: int, turn: int, kept: frozenset[Leaf], asks: bool = False) -> Span | None:
-        """`_values_at` in a part of the chat.
-
-        Args:
-            end: number of messages in the part.
-            turn: the message's place.
-            kept: values of the message that say nothing about its place.
-            asks: whether the template asks for an answer.
-        """
+        """Computes `_values_at` in the first `end` messages, ignoring the values in `kept`. `asks` adds the header of
+        the next turn."""
         text, changed = self._written(end, asks), self._written(end, asks, turn, kept)
         return None if text is None or changed is None else changed_part(text, changed)
 
     def _written(
         self, end: int, asks: bool = False, turn: int | None = None, kept: frozenset[Leaf] = frozenset()
     ) -> str | None:
-        """What the template writes of the first messages, perhaps with another turn's values; None if it raises. The
-        same text is asked for several times."""
+        """Renders the first `end` messages, optionally with the values of a turn replaced; None if the template raises.
+        Cached."""
         key = (end, asks, turn, kept)
         if key not in self._texts:
             until = self.chat.until(end)
@@ -175,7 +149,7 @@ class _Finder:
         return {leaf: number for number, leaf in enumerate(values) if leaf not in kept}
 
     def _repeated(self, turn: int) -> frozenset[Leaf]:
-        """Values of a turn that later messages repeat, such as the name of a tool that is called."""
+        """Returns values of a turn that later messages repeat, such as the name of a called tool."""
         end = len(self.chat.messages)
         if turn == end - 1:
             return frozenset()
@@ -184,14 +158,10 @@ class _Finder:
         return frozenset(leaf for leaf, other in others.items() if followed.count(other) > alone.count(other) > 0)
 
     def _begin(self, turn: int, first: int) -> int | None:
-        """The place where a turn begins: after what the template writes behind the message before it to ask for an
-        answer; None if that is unclear.
+        """Returns the character offset at which a turn begins: after the header that follows the previous message; None
+        if it is ambiguous. `first` is the offset of the turn's own content.
 
-        A template may begin the answer itself, with thoughts or with none. That is the turn's.
-
-        Args:
-            turn: the turn.
-            first: the first character of what the turn itself holds.
+        A template may begin the answer itself, with open or empty thoughts. They belong to the turn.
         """
         header = self._header(turn)
         if not header and not self.template.answers_at_once:
@@ -200,32 +170,33 @@ class _Finder:
         place = self.text.rfind(asking, 0, first) if asking else -1
         if asking and place >= 0:
             place += len(asking)
-            # Some templates ask without the header, behind the message of a tool, and write it before the answer.
+            # Some templates omit the header when asking after a tool message, but write it before the answer.
             return place + len(header) if self.text.startswith(header, place) else place
         place = self.text.rfind(header, 0, first) if header else -1
         return None if place < 0 else place + len(header)
 
     def _header(self, turn: int) -> str:
-        """What the template adds to the messages before a turn to ask for an answer, or else to a question alone."""
+        """Returns the header that the template adds after the messages before a turn, or otherwise after a lone
+        question."""
         before, asking = (self._written(turn, asks) or "" for asks in (False, True)) if turn else ("", "")
         added = asking[len(before) :].partition(BEGIN_THOUGHT)[0] if asking.startswith(before) else ""
         return added or self.template.header
 
     def _asking(self, turn: int) -> str | None:
-        """What the template writes after the values of the message before a turn to ask for an answer; None if there is
-        no such message, or it has no values that the template writes, such as one with nothing but an image."""
+        """Returns the text from the previous message's content to the beginning of a turn; None if there is no previous
+        message, or none of its values are rendered, as with nothing but an image."""
         text = self._written(turn, asks=True) if turn else None
         edges = None if text is None else self._edges(turn, turn - 1, frozenset(), asks=True)
         return None if text is None or edges is None else text[edges[1] :].partition(BEGIN_THOUGHT)[0]
 
     def _ending_alone(self, turn: int, kept: frozenset[Leaf]) -> str | None:
-        """What the template writes after the values of a turn that ends the chat."""
+        """Returns the text after a turn's content if the turn ends the chat."""
         text, edges = self._written(turn + 1), self._edges(turn + 1, turn, kept)
         return None if text is None or edges is None else text[edges[1] :]
 
     def _ending_followed(self, turn: int) -> str | None:
-        """What the template writes after the values of a turn once another message follows: of a tool that the turn
-        calls, or else of the user; None if the template refuses that."""
+        """Returns the text after a turn's content if another message follows: a tool's if the turn calls one, otherwise
+        the user's. None if the template refuses that."""
         until = self.chat.until(turn + 1)
         followed = Chat([*until.messages, *_next_messages(until.messages[turn])], until.tools)
         finder = _Finder(self.template, followed)
@@ -233,13 +204,8 @@ class _Finder:
         return finder.text[edges[1] :] if edges else None
 
     def _num_ending(self, turn: int, alone: str, rest: str) -> int | None:
-        """Number of characters with which a turn ends; None if that is unclear.
-
-        Args:
-            turn: the turn.
-            alone: what the template writes after the turn's values if the turn ends the chat.
-            rest: what follows them in the whole chat.
-        """
+        """Returns the number of characters that end a turn after its content; None if it is ambiguous. `alone` is the
+        text after the content if the turn ends the chat, `rest` that in the whole chat."""
         is_last, alone = rest == alone, self._before_opener(turn, alone)
         ends = self._after_specials(alone)
         if is_last and len(ends) > 1:  # one of them may only end chats
@@ -248,7 +214,7 @@ class _Finder:
         if shared:
             return shared[-1]
         if ends:
-            # The template ends a turn before others by another token than the last one.
+            # The template ends the last turn with a different token from earlier ones.
             others = self._after_specials(rest)
             is_one = len(ends) == 1 and bool(others) and len(rest[: others[0]].split()) == 1
             begins_turn = bool(others) and self.template.header.startswith(rest[: others[0]].strip())
@@ -259,18 +225,19 @@ class _Finder:
         return len(alone) if rest.startswith(alone) else None
 
     def _before_opener(self, turn: int, alone: str) -> str:
-        """The part of what ends a chat that belongs to its last turn. Some templates add a block to every chat, which
-        begins as a message does."""
+        """Returns the part of a chat's end that belongs to its last turn. Some templates append to every chat a block
+        that begins like a message."""
         header = self._header(turn)
         opener = max((mark for mark in self.template.special_tokens if header.startswith(mark)), key=len, default="")
         return alone.partition(opener)[0] if opener else alone
 
     def _shared_ends(self, ends: Sequence[int], alone: str, rest: str) -> list[int]:
-        """The places after special tokens up to which both texts are the same."""
+        """Returns the offsets after special tokens up to which both texts are equal."""
         return [end for end in ends if alone[:end] == rest[:end]]
 
     def _mark_of_next(self, alone: str, rest: str) -> str:
-        """The special token that follows the end of a turn that has none of its own; empty if none does at once."""
+        """Returns the special token that directly follows a turn without an end token of its own; empty if there is
+        none."""
         if not self.template.leaves_end_to_others or not rest.startswith(alone.rstrip()):
             return ""
         after = rest[len(alone.rstrip()) :].lstrip()
@@ -278,7 +245,7 @@ class _Finder:
         return max(marks, key=len, default="")
 
     def _after_specials(self, text: str) -> list[int]:
-        """The places after each special token in a text."""
+        """Returns the offsets after each special token in a text."""
         found = []
         for token in self.template.special_tokens:
             place = text.find(token)
@@ -289,7 +256,7 @@ class _Finder:
 
 
 def _next_messages(turn: Message) -> list[Message]:
-    """Messages that may follow a turn."""
+    """Returns messages that may follow a turn."""
     calls = turn.get("tool_calls")
     if not calls:
         return [QUESTION]
@@ -299,14 +266,11 @@ def _next_messages(turn: Message) -> list[Message]:
 
 
 class TokenPlaces:
-    """Tokens of a text, by their characters.
-
-    Args:
-        tokenizer: the tokenizer; one that is not fast knows no characters of tokens.
-        text: the text, special tokens included.
+    """Mapping from characters to tokens of a text with special tokens. Slow tokenizers have no offsets; ranges are then
+    found by tokenising prefixes.
 
     Attributes:
-        ids: the text's token ids.
+        ids: token ids of the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str):
@@ -320,7 +284,7 @@ class TokenPlaces:
         self.ids: list[int] = list(encoded["input_ids"])
 
     def of(self, start: int, end: int) -> Span | None:
-        """The tokens with the first and the last character of a span, and all between them; None if that is unclear."""
+        """Returns the range of tokens that overlap a character span; None if it is ambiguous."""
         if self._offsets is not None:
             inside = [number for number, (first, last) in enumerate(self._offsets) if first < end and last > start]
             return (inside[0], inside[-1] + 1) if inside else (0, 0)

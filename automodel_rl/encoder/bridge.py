@@ -1,18 +1,16 @@
-"""The bridge between an encoder and a language model, each on a mesh of its own, beside the pipeline schedule.
+"""The bridge between an encoder and a language model, each on its own mesh, beside the pipeline schedule.
 
-The encoder's embeddings of media go over the bridge to the language model, and their gradients come back, microbatch by
-microbatch and in order. How many there are may differ from microbatch to microbatch.
+Embeddings are sent to the language model, and their gradients back, microbatch by microbatch in order. Their number
+may differ between microbatches.
 
-A lane is a data rank. An encoder lane has the ranks that share the encoder's work on an image or clip. A language lane
-has those ranks of the first stage that share its microbatches. The leader of a lane, its first rank, sends for it.
+A lane is a data rank. An encoder lane has the ranks that share the work on an image or clip; a language lane has the
+first stage's ranks that share its microbatches. A lane's first rank is its leader. With fewer encoder lanes than
+language lanes, an encoder lane serves several language lanes (fan out). With more, several serve one language lane
+and divide its media (fan in).
 
-The numbers of lanes decide which serve which. With fewer encoder lanes than language lanes, an encoder lane serves
-several language lanes (fan out). With more, several encoder lanes serve one language lane and divide its media
-(fan in).
-
-Embeddings are broadcast, each time in a group of one language lane and the leader of an encoder lane that serves it. A
-gradient goes from the leader of a language lane to that of an encoder lane. All ranks go through lanes in the same
-order, so they never wait for each other in a circle, also where ranks have both components.
+Embeddings are broadcast in groups of one language lane and a serving encoder lane's leader; gradients are sent from
+leader to leader. All ranks process lanes in the same order, which rules out deadlocks, also on ranks with both
+components.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +30,10 @@ class Lane:
     """A language lane and the encoder lanes that serve it. This rank belongs to one of them.
 
     Attributes:
-        language_ranks: the ranks of the language lane, its leader first.
-        encoder_ranks: all ranks of each encoder lane that serves it, its leader first.
-        device_groups: the language ranks with each of the encoder leaders, for tensors; None if that is one rank.
-        control: the language ranks and all encoder ranks, for objects; None if that is one rank.
+        language_ranks: the language lane's ranks, leader first.
+        encoder_ranks: the ranks of each encoder lane, leader first.
+        device_groups: the language ranks with each encoder leader, for tensors; None for a single rank.
+        control: the language ranks and all encoder ranks, for objects; None for a single rank.
     """
 
     language_ranks: tuple[int, ...]
@@ -49,24 +47,20 @@ class Lane:
 
     @property
     def encoder_leaders(self) -> tuple[int, ...]:
-        """The leader of each encoder lane that serves it."""
+        """The leader of each encoder lane."""
         return tuple(ranks[0] for ranks in self.encoder_ranks)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor on its way.
-
-    Attributes:
-        tensor: the tensor, which must stay until the message is there.
-        work: what waits for it; None if nothing is sent.
-    """
+    """A tensor being sent or received. `tensor` must be kept alive until `work` is done; no work means nothing to
+    wait for."""
 
     tensor: Tensor
     work: Any = None
 
     def wait(self) -> Tensor:
-        """The tensor, once it has arrived or left."""
+        """Returns the tensor, once it has been received or sent."""
         if self.work is not None:
             self.work.wait()
         return self.tensor
@@ -74,10 +68,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses the bridge for one microbatch.
+    """The transfers of one microbatch.
 
     Attributes:
-        arriving: tensors for this rank's language lane, by the encoder lane that sends.
+        arriving: tensors for this rank's language lane, by sending encoder lane.
         leaving: tensors from this rank for others.
     """
 
@@ -86,7 +80,7 @@ class Crossing:
 
 
 Sizes = Mapping[int, Sequence[int]]
-"""Numbers of embeddings from each encoder lane that serves a language lane, by language lane."""
+"""Number of embeddings from each encoder lane, by language lane."""
 
 
 class Bridge:
@@ -94,13 +88,11 @@ class Bridge:
 
     Args:
         encoder, language: the layouts of both components; this rank may be an outsider of one.
-        encoder_ranks, language_ranks: the ranks of the job that have them.
 
     Attributes:
-        lanes: the lanes that this rank belongs to, by the data rank of the language lane.
-        own_lane: the language lane that this rank is in; None on a rank without a first stage.
-        own_share: the place of this rank's encoder lane among those that serve a language lane; None on a rank without
-            the encoder.
+        lanes: this rank's lanes, by the data rank of the language lane.
+        own_lane: this rank's language lane; None without a first stage.
+        own_share: index of this rank's encoder lane among those that serve a language lane; None without the encoder.
     """
 
     def __init__(self, encoder: Layout, language: Layout, encoder_ranks: Sequence[int], language_ranks: Sequence[int]):
@@ -127,16 +119,13 @@ class Bridge:
 
     @property
     def served_lanes(self) -> list[int]:
-        """The language lanes that this rank's encoder lane serves; none on a rank without the encoder."""
+        """The language lanes that this rank's encoder lane serves; empty without the encoder."""
         rank = dist.get_rank()
         return [n for n, lane in self.lanes.items() if any(rank in ranks for ranks in lane.encoder_ranks)]
 
     def exchange(self, value: Any) -> dict[int, Any]:
-        """The objects of language lanes, on their own ranks and on the encoder lanes that serve them, by lane.
-
-        Args:
-            value: the object of this rank's language lane, equal on all its ranks; not read on other ranks.
-        """
+        """Returns the objects of language lanes by lane, on their own ranks and on the encoder lanes that serve them.
+        `value` is equal on all ranks of a language lane, and ignored elsewhere."""
         received = {}
         for number, lane in self.lanes.items():
             box = [value]
@@ -146,23 +135,19 @@ class Bridge:
         return received
 
     def any_encoder(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank with the encoder. A collective of those ranks alone."""
+        """Returns whether the flag is set on any rank with the encoder. A collective of those ranks only."""
         vote = torch.tensor(int(flag))
         combine(vote, self.encoder.stage_control, torch.maximum)
         return bool(vote)
 
     def to_language(self, chunks: Mapping[int, Tensor], sizes: Sizes, like: Tensor) -> Crossing:
-        """Starts to send a microbatch's embeddings to language lanes of this rank.
+        """Starts sending a microbatch's embeddings to language lanes of this rank. Returns the transfers, among them
+        to this rank a tensor [m, E] from each encoder lane that serves it.
 
         Args:
-            chunks: embeddings [m, E] that this rank's encoder lane has made, by language lane; read on its leader only.
-            sizes: for each of these lanes, how many embeddings come from each encoder lane that serves it. 0 is no
-                message.
+            chunks: embeddings [m, E] from this rank's encoder lane, by language lane; read on its leader only.
+            sizes: for each of these lanes, the number of embeddings from each encoder lane. 0 sends no message.
             like: a tensor with the dtype, device and width of the embeddings.
-
-        Returns:
-            What is on its way: to this rank, a tensor [m, E] from each encoder lane that serves its language lane; and
-            away from it.
         """
         rank, found = dist.get_rank(), Crossing()
         for number in sizes:
@@ -180,16 +165,12 @@ class Bridge:
         return found
 
     def to_encoder(self, gradients: Sequence[Tensor], sizes: Sizes, like: Tensor) -> tuple[dict[int, Tensor], Crossing]:
-        """Sends the gradients of a microbatch's embeddings back, and waits for those of this rank's encoder lane.
+        """Sends a microbatch's embedding gradients back, and waits for those of this rank's encoder lane. Returns
+        them by language lane, and the transfers from this rank.
 
         Args:
-            gradients: on a rank of a language lane, the gradient of what came from each encoder lane, summed over the
-                language lane; else nothing.
-            sizes, like: what `to_language` got.
-
-        Returns:
-            The gradients on all ranks of an encoder lane, by language lane, where there are any; and what is on its way
-            from this rank.
+            gradients: on a language lane's ranks, the gradient for each encoder lane, summed over the language lane.
+            sizes, like: as for `to_language`.
         """
         rank, found, mine = dist.get_rank(), Crossing(), {}
         for number in sizes:
@@ -210,19 +191,19 @@ class Bridge:
         return mine, found
 
     def sum_over_language_lane(self, gradient: Tensor) -> None:
-        """Sums a gradient in place. Under context or sequence parallelism a rank has that of its own tokens only."""
+        """Sums a gradient in place: under context or sequence parallelism each rank has only its own tokens' part."""
         if self.language.cp_group is not None and gradient.numel():
             dist.all_reduce(gradient, group=self.language.cp_group)
         if self.language.parallel.sequence_parallel and gradient.numel():
             dist.all_reduce(gradient, group=self.language.tp_group)
 
     def _to_tp_peers(self, tensor: Tensor) -> Tensor:
-        """The tensor of an encoder lane's leader, on all ranks of the lane."""
+        """Broadcasts the tensor of an encoder lane's leader to the lane."""
         if self.encoder.tp_group is not None:
             dist.broadcast(tensor, group=self.encoder.tp_group, group_src=0)
         return tensor
 
 
 def _group(ranks: set[int], backend: str | None) -> dist.ProcessGroup | None:
-    """A process group of some ranks; None for a single rank."""
+    """Returns a process group of some ranks; None for a single rank."""
     return None if len(ranks) == 1 else own_group([sorted(ranks)], backend)

@@ -1,4 +1,4 @@
-"""The work of a rank with the encoder, whichever way it goes beside the language model."""
+"""Encoder computation on one rank, independent of its placement relative to the language model."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -14,28 +14,25 @@ from automodel_rl.parallel.gradients import sum_partial_gradients
 from automodel_rl.parallel.sharding import begin_backward
 
 READING_THREADS = 8
-"""Number of threads that read pictures or clips on each rank with the encoder."""
+"""Threads that read media on each rank with the encoder."""
 
 READ_AHEAD = 2 * READING_THREADS
-"""Pictures or clips that are read, or have been, before the encoder takes them."""
+"""Maximum number of media being read or waiting for the encoder."""
 
 
 class Encoding:
-    """Runs an encoder forward and backward, a few images or clips at a time.
+    """Runs an encoder forward and backward, a few media at a time.
 
-    An encoder that takes images one by one has a forward and a backward for each. Otherwise layers would run several
-    times in a backward. FSDP reduces gradients each time, so ranks with other numbers of images would wait in vain.
+    An encoder that takes images one by one has a forward and a backward for each. Otherwise its layers would run
+    several times per backward, with an FSDP reduction each time, and ranks with other numbers of images would hang.
 
     Args:
-        part: the encoder.
-        like: a tensor [0, E] of the embeddings' dtype, on the device. E is the hidden size of the language model, or a
-            multiple of it if features follow each embedding (batch/media.py).
-        partial: parameters, as (module, name), for which each tp rank's gradient is only a summand.
-        tp_group: the ranks that split the encoder's layers; None for one.
+        like: a tensor [0, E] of the embeddings' dtype and device. E is the language model's hidden size, or a
+            multiple if features follow each embedding (batch/media.py).
+        partial: parameters, as (module, name), whose gradient on each tp rank is only a summand.
 
     Attributes:
-        failure: why media of the last step have no embeddings of their own, but those of a black image, of silence or
-            zeros; None if all have.
+        failure: why some media of the last step were replaced by a black image, silence or zeros; None if none were.
     """
 
     def __init__(
@@ -46,33 +43,25 @@ class Encoding:
         tp_group: dist.ProcessGroup | None,
     ):
         self.part, self.like, self.partial, self.tp_group = part, like, partial, tp_group
-        self._outputs: list[list[Tensor]] = []  # of forwards that wait for their backward
-        self.blank = part.blank()  # a rank without images or clips encodes it, to join its peers' collectives
+        self._outputs: list[list[Tensor]] = []  # of forwards whose backward is pending
+        self.blank = part.blank()  # encoded by ranks without media, to join their peers' collectives
         self.failure: Exception | None = None
 
     def forward(self, media: Sequence[Media], loads: Sequence[Future[Tensor]]) -> Tensor:
-        """Embeddings of images or clips, [m, E], without their graph.
+        """Embeds media, [m, E], detached from their graph.
 
-        If some cannot be read, or need another number of embeddings, it notes why and goes on with others, so that no
-        other rank waits in vain.
-
-        Args:
-            media: the images or clips.
-            loads: what reads their pixels or spectrograms.
+        Media that cannot be read, or need another number of embeddings, are recorded in `failure` and replaced, so
+        that no other rank hangs. `loads` are the pending reads of pixels or spectrograms.
         """
         return self._run(media, [self._loaded(item, future) for item, future in zip(media, loads, strict=True)])
 
     def forward_blank(self) -> Tensor:
-        """Embeddings of the blank image or clip, which do not count."""
+        """Embeds the blank image or clip, whose result does not count."""
         return self._run([self.blank], [self.blank.load()])
 
     def backward(self, gradient: Tensor, is_last: bool) -> None:
-        """Runs the backward of the oldest forward that has had none.
-
-        Args:
-            gradient: the gradient of what the forward gave.
-            is_last: whether it is the last backward of a step, which reduces gradients over ranks.
-        """
+        """Runs the backward of the oldest pending forward. `is_last` marks a step's last one, which reduces gradients
+        over ranks."""
         outputs = self._outputs.pop(0)
         for number, output in enumerate(outputs):
             own, gradient = gradient.split([len(output), len(gradient) - len(output)])
@@ -83,7 +72,7 @@ class Encoding:
             sum_partial_gradients([module.get_parameter(name) for module, name in self.partial], self.tp_group)
 
     def clear(self) -> None:
-        """Drops what is kept for backwards that will not come."""
+        """Drops the state of pending backwards."""
         self._outputs = []
 
     def _loaded(self, item: Media, load: Future[Tensor]) -> Tensor:
@@ -101,7 +90,7 @@ class Encoding:
         return loaded
 
     def _empty(self, item: Media) -> Tensor:
-        """Zeros of the shape that an image or clip loads."""
+        """Returns zeros in the shape of an item's loaded tensor."""
         return torch.zeros(()).expand(self.part.shape(item))
 
     def _run(self, media: Sequence[Media], loaded: Sequence[Tensor]) -> Tensor:

@@ -1,20 +1,17 @@
 """One encoder beside the language model: when media are encoded, and when gradients come back.
 
-An encoder works like a stage before the first one. It encodes the media of a number of microbatches ahead, waits for
-the gradient of its oldest microbatch, runs that one's backward, and encodes the next. Both sides go through
-microbatches in order, so messages need no names.
+An encoder works like a stage before the first one. It encodes the media of some microbatches ahead, waits for the
+gradient of the oldest, runs its backward, and encodes the next. Both sides process microbatches in order, so messages
+need no tags.
 
-- On ranks of its own it stays ahead by as many microbatches as the first stage has forwards before it has a
-  microbatch's gradient, and one more (`encoded_ahead`). So it keeps the activations of no more media than that, while
-  earlier microbatches are in the pipeline. parallel/pipeline/timeline.py plays the same order on paper.
-- On the ranks of the language model it is ahead of all microbatches: they take turns in a step, and a pipeline schedule
-  knows nothing of the encoder.
+- On ranks of its own it stays ahead by one more microbatch than the first stage has forwards before its first
+  gradient (`encoded_ahead`), and keeps no more activations. parallel/pipeline/timeline.py simulates the same order.
+- On the language model's ranks it encodes all microbatches first, because pipeline schedules do not know the encoder.
 
-The embeddings of a microbatch are a leaf tensor, in which the language model's backward leaves their gradient.
+A microbatch's embeddings are a leaf tensor, in which the language model's backward leaves their gradient.
 
-A step without any image or clip leaves the encoder without gradients, so its optimizer does nothing, as in one
-process. A rank that has none among the first microbatches encodes a blank one, to join its peers' collectives; it does
-not count.
+A step without media leaves the encoder without gradients, so its optimizer does nothing, as in one process. A rank
+without media among the first microbatches encodes a blank item, which does not count, to join its peers' collectives.
 """
 
 import functools
@@ -34,16 +31,13 @@ from automodel_rl.parallel.sharding import release_gathered
 
 
 class MediaEncoder:
-    """Embeds the media of a step's microbatches on the ranks with the encoder, for the ranks with a first stage. All
+    """Embeds the media of a step's microbatches, on the ranks with the encoder for the ranks with a first stage. All
     ranks of the job call every method.
 
     Args:
         encoding: the encoder; None on ranks without it.
-        bridge: the bridge to the language model.
-        like: a tensor [0, E] like the embeddings (see `Encoding`).
-        name: the encoder's component.
         trains: whether embeddings need gradients; the same on all ranks.
-        together: whether the encoder is on the ranks of the language model.
+        together: whether the encoder is on the language model's ranks.
     """
 
     def __init__(
@@ -65,36 +59,29 @@ class MediaEncoder:
         self._ahead = 0
         self._keeps = False
         self._arriving: dict[int, list[Transfer]] = {}
-        self._gradients: dict[int, Tensor] = {}  # those that wait for that of an earlier microbatch
+        self._gradients: dict[int, Tensor] = {}  # waiting for an earlier microbatch's
         self._num_returned = 0
         self._leaving: list[Transfer] = []
 
     @property
     def failure(self) -> Exception | None:
-        """Why media of the last step have no embeddings of their own; None if all have, or another rank encodes."""
+        """Why some media of the last step were replaced; None if none were, or if other ranks encode."""
         return None if self._encoder is None else self._encoder.encoding.failure
 
     def forward(self, microbatches: Sequence[Microbatch], train: bool) -> list[Callable[[], Tensor]]:
-        """Starts a step: encodes the media of the first microbatches, or without `train` of all.
-
-        Args:
-            microbatches: this data rank's microbatches.
-            train: whether `backward` follows.
-
-        Returns:
-            Functions that wait for the embeddings [m, E] of every microbatch of this rank; each is called once, in
-            order. None on ranks without a first stage.
-        """
-        self.abandon_step()  # of a forward without backward
+        """Starts a step: encodes the media of the first microbatches, or without `train` (no `backward` follows) of
+        all. Returns one function per microbatch of this rank that waits for its embeddings [m, E], to be called once
+        each, in order; none on ranks without a first stage."""
+        self.abandon_step()  # a forward without backward may precede
         self.shares.exchange(microbatches)
         count, self._keeps = self.shares.num_microbatches, train and self.trains
-        is_all = self.together or not self._keeps or not count  # a rank without lanes knows of no microbatch
+        is_all = self.together or not self._keeps or not count  # a rank without lanes has no microbatches
         self._ahead = count if is_all else min(count, encoded_ahead(self.bridge.language.parallel, count))
         if self._encoder is not None:
             self._encoder.start(self._keeps, self._ahead)
         for number in range(self._ahead):
             self._encode(number)
-        if self.together:  # only now, since this rank may wait for others in a message
+        if self.together:  # only now, as messages may wait for other ranks
             for number in range(count):
                 self._carry(number)
         if not self._keeps and self._encoder is not None:
@@ -105,10 +92,10 @@ class MediaEncoder:
         return [functools.partial(self._embeddings, number) for number in range(count)]
 
     def backward(self) -> None:
-        """Ends a step, after the language model's schedule: the encoder has its gradients."""
+        """Ends a step after the language model's schedule: completes the encoder's gradients."""
         count = self.shares.num_microbatches if self._keeps else 0
         back: dict[int, dict[int, Tensor]] = {}
-        if self.together or self._encoder is None:  # before a rank waits for its peers in the encoder's last backward
+        if self.together or self._encoder is None:  # before waiting for peers in the encoder's last backward
             back = {number: self._carry_back(number) for number in range(self._num_returned, count)}
         if self._encoder is not None:
             for number in range(count):
@@ -122,14 +109,14 @@ class MediaEncoder:
         self.abandon_step()
 
     def abandon_step(self) -> None:
-        """Drops what is kept for a backward that will not come."""
+        """Drops the state of a pending backward."""
         self._reset()
         self.shares.clear()
         if self._encoder is not None:
             self._encoder.end()
 
     def _encode(self, number: int) -> None:
-        """Encodes a microbatch's media, language lane by language lane; on ranks of its own it sends each at once."""
+        """Encodes a microbatch's media, one language lane at a time; an encoder on its own ranks sends each at once."""
         if self._encoder is None:
             return
         for lane in self.bridge.served_lanes:
@@ -138,20 +125,20 @@ class MediaEncoder:
                 self._carry(number, lane)
 
     def _carry(self, number: int, lane: int | None = None) -> None:
-        """Sends and receives a microbatch's embeddings, of one language lane or of all lanes of this rank."""
+        """Sends and receives a microbatch's embeddings, for one language lane or all lanes of this rank."""
         chunks = {} if self._encoder is None else self._encoder.chunks_of(number)
         crossing = self.bridge.to_language(chunks, self.shares.sizes(number, lane), self.like)
         self._arriving[number] = crossing.arriving
         self._leaving += crossing.leaving
 
     def _carry_back(self, number: int, of: int | None = None) -> dict[int, Tensor]:
-        """Sends and receives the gradients of a microbatch's embeddings, of one language lane or of all lanes of this
-        rank. Returns those of this rank's encoder lane, by language lane."""
+        """Sends and receives a microbatch's embedding gradients, for one language lane or all lanes of this rank.
+        Returns those of this rank's encoder lane, by language lane."""
         gradients: list[Tensor] = []
         lane = self.bridge.own_lane
         if lane is not None:
             gradient = self._gradients.pop(number, None)
-            if gradient is None:  # it took no part in the loss
+            if gradient is None:  # not used in the loss
                 tokens = sum(item.num_embeddings for item in self.shares.of_lane(lane, number))
                 gradient = self.like.new_zeros(tokens, self.like.shape[1])
             self.bridge.sum_over_language_lane(gradient)
@@ -162,7 +149,7 @@ class MediaEncoder:
         return mine
 
     def _embeddings(self, number: int) -> Tensor:
-        """Waits for the embeddings of a microbatch, and asks for those of the next one."""
+        """Waits for the embeddings of a microbatch, and requests the next one's."""
         for asked in (number, number + 1):
             if asked not in self._arriving and asked < self.shares.num_microbatches:
                 self._carry(asked)
@@ -176,8 +163,8 @@ class MediaEncoder:
         return leaf
 
     def _take(self, number: int, leaf: Tensor) -> None:
-        """Called by autograd once a microbatch's backward has left its gradient. To an encoder on other ranks it goes
-        at once, in order."""
+        """Autograd hook that takes a microbatch's gradient. To an encoder on other ranks it is sent at once, in
+        order."""
         assert leaf.grad is not None
         self._gradients[number], leaf.grad = leaf.grad, None
         while not self.together and self._num_returned in self._gradients:
@@ -190,7 +177,7 @@ class MediaEncoder:
 
 
 class _Encoder:
-    """The work of a rank with the encoder in a step."""
+    """The work in a step of a rank with the encoder."""
 
     def __init__(self, encoding: Encoding, bridge: Bridge, shares: MediaShares):
         self.encoding, self.bridge, self.shares = encoding, bridge, shares
@@ -199,7 +186,6 @@ class _Encoder:
         self.end()
 
     def end(self) -> None:
-        """Ends a step."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             if not self._keeps:
@@ -209,12 +195,12 @@ class _Encoder:
         self._blank: Tensor | None = None
         self._chunks: dict[tuple[int, int], Tensor] = {}  # by microbatch and language lane
         self._loads: dict[tuple[int, int], list[Future[Tensor]]] = {}
-        self._left: list[tuple[int, int]] = []  # places with media, in order
+        self._left: list[tuple[int, int]] = []  # (microbatch, lane) pairs with media, in order
         self._num_read = 0
         self._keeps = False
 
     def start(self, keeps: bool, ahead: int) -> None:
-        """Starts a step, of whose microbatches so many are encoded ahead."""
+        """Starts a step of which `ahead` microbatches are encoded ahead."""
         self._pool, self._keeps, self.encoding.failure = ThreadPoolExecutor(READING_THREADS), keeps, None
         if not self.bridge.any_encoder(self.shares.has_media):
             return
@@ -226,7 +212,7 @@ class _Encoder:
                 self._blank = self.encoding.forward_blank()
 
     def encode(self, number: int, lane: int) -> None:
-        """Encodes the media of a microbatch of a language lane, while files of later ones are read."""
+        """Encodes a language lane's media of a microbatch, while files of later ones are read."""
         media = self._media(number, lane)
         if not media:
             return
@@ -237,11 +223,11 @@ class _Encoder:
             self._chunks[number, lane] = self.encoding.forward(media, loads)
 
     def chunks_of(self, number: int) -> dict[int, Tensor]:
-        """The embeddings of a microbatch, by language lane."""
+        """Returns the embeddings of a microbatch, by language lane."""
         return {lane: chunk for (of, lane), chunk in self._chunks.items() if of == number}
 
     def backward(self, number: int, gradients: dict[int, Tensor]) -> None:
-        """Runs the backward of a microbatch, from gradients by language lane."""
+        """Runs the backward of a microbatch, given gradients by language lane."""
         if self._blank is not None:
             self.encoding.backward(torch.zeros_like(self._blank), is_last=not self._left)
             self._blank = None
@@ -250,7 +236,8 @@ class _Encoder:
             self.encoding.backward(gradient, is_last=(number, lane) == self._left[-1])
 
     def _read_ahead(self) -> None:
-        """Starts to read images or clips in order, until `READ_AHEAD` of them or all wait for their forward."""
+        """Starts reading media in order, until `READ_AHEAD` of them, or all, are being read or waiting for their
+        forward."""
         assert self._pool is not None
         while self._num_read < len(self._left) and sum(map(len, self._loads.values())) < READ_AHEAD:
             place = self._left[self._num_read]

@@ -15,11 +15,8 @@ from automodel_rl.model.handle import ModelHandle
 
 
 class MediaEncoders:
-    """All encoders of a model as one, each of which embeds its kind of media.
-
-    Args:
-        encoders: the encoders, in the order of `ENCODERS` (batch/media.py).
-    """
+    """All encoders of a model as one. Each embeds its kind of media; they are in the order of `ENCODERS`
+    (batch/media.py)."""
 
     def __init__(self, encoders: Sequence[MediaEncoder]):
         self.encoders = encoders
@@ -42,12 +39,12 @@ class MediaEncoders:
 
 
 def _joined(embeddings: Sequence[Callable[[], Tensor]]) -> Tensor:
-    """The embeddings of all encoders, [m, E]."""
+    """Concatenates the embeddings of all encoders, [m, E]."""
     return torch.cat([of_encoder() for of_encoder in embeddings])
 
 
 def make_encoders(handle: ModelHandle) -> MediaEncoders | None:
-    """The encoders of a multimodal model, on all ranks of the job; None for a model that reads text only."""
+    """Returns the encoders of a multimodal model, on all ranks of the job; None for a text model."""
     encoders = [_make_encoder(handle, name) for name in ENCODERS if name in handle.meshes.encoders]
     return MediaEncoders(encoders) if encoders else None
 

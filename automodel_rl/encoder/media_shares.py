@@ -1,6 +1,6 @@
-"""Shares of encoder lanes in the media of a step. `bridge.py` says what lanes are.
+"""Assignment of a step's media to encoder lanes (see bridge.py).
 
-Media of a microbatch with the same content, as in a pair of completions or a group of them, are encoded once.
+Media of a microbatch with the same content, as in a pair or group of completions, are encoded once.
 """
 
 import math
@@ -15,13 +15,8 @@ from automodel_rl.encoder.bridge import Bridge
 
 
 class MediaShares:
-    """The media of one encoder in a step, dealt to encoder lanes: in each microbatch largest first, each to the lane
-    with least work.
-
-    Args:
-        bridge: the bridge between encoder and language model.
-        name: the encoder's component.
-    """
+    """One encoder's media in a step, assigned to encoder lanes: in each microbatch largest first, each to the lane
+    with the least work."""
 
     def __init__(self, bridge: Bridge, name: EncoderName):
         self.bridge, self.name = bridge, name
@@ -29,54 +24,49 @@ class MediaShares:
         self._shares: dict[int, list[list[list[int]]]] = {}
 
     def exchange(self, microbatches: Sequence[Microbatch]) -> None:
-        """Tells the ranks of this rank's lanes of the media. A collective of all ranks with the encoder or a first
-        stage.
-
-        Args:
-            microbatches: this data rank's microbatches.
-        """
+        """Shares this data rank's media with the ranks of its lanes. A collective of all ranks with the encoder or a
+        first stage."""
         own = [distinct_media(microbatch.media, self.name) for microbatch in microbatches]
         self._media = {lane: media or [] for lane, media in self.bridge.exchange(own).items()}
         self._shares = {lane: self._dealt(lane) for lane in self._media}
 
     def clear(self) -> None:
-        """Lets go of a step's media."""
+        """Releases a step's media."""
         self._media, self._shares = {}, {}
 
     @property
     def num_microbatches(self) -> int:
-        """The number of microbatches of each data rank."""
+        """Number of microbatches per data rank."""
         return max(map(len, self._media.values()), default=0)
 
     @property
     def has_media(self) -> bool:
-        """Whether any lane of this rank has an image or clip."""
+        """Whether any lane of this rank has media."""
         return any(any(map(len, of_lane)) for of_lane in self._media.values())
 
     def of_lane(self, lane: int, microbatch: int) -> tuple[Media, ...]:
-        """All media of a microbatch, in order."""
+        """Returns all media of a microbatch, in order."""
         return self._media[lane][microbatch]
 
     def numbers(self, lane: int, share: int, microbatch: int) -> list[int]:
-        """Places of the media that one encoder lane encodes, among all media of the microbatch, in order.
+        """Returns the indices, in order, of the microbatch's media that one encoder lane encodes.
 
         Args:
-            lane: the language lane.
-            share: the place of the encoder lane among those that serve it.
-            microbatch: the microbatch's index.
+            share: index of the encoder lane among those that serve it.
         """
         return self._shares[lane][microbatch][share]
 
     def of_share(self, lane: int, share: int, microbatch: int) -> list[Media]:
-        """The media that one encoder lane encodes of a microbatch. The arguments are those of `numbers`."""
+        """Returns the media at `numbers`."""
         return [self._media[lane][microbatch][number] for number in self.numbers(lane, share, microbatch)]
 
     def size(self, lane: int, share: int, microbatch: int) -> int:
-        """Number of embeddings of these media. The arguments are those of `numbers`."""
+        """Returns the number of embeddings of the media at `numbers`."""
         return sum(item.num_embeddings for item in self.of_share(lane, share, microbatch))
 
     def sizes(self, microbatch: int, of: int | None = None) -> dict[int, list[int]]:
-        """Number of embeddings of a microbatch from each encoder lane, by language lane: of one lane or of all."""
+        """Returns the number of embeddings of a microbatch from each encoder lane, by language lane: all or one
+        (`of`)."""
         return {
             number: [self.size(number, share, microbatch) for share in range(len(lane.encoder_leaders))]
             for number, lane in self.bridge.lanes.items()
@@ -84,7 +74,7 @@ class MediaShares:
         }
 
     def joined(self, lane: int, microbatch: int, of_shares: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The embeddings [m, E] of a microbatch's media in order, joined from the embeddings of each encoder lane."""
+        """Joins each encoder lane's embeddings into those of a microbatch's media in order, [m, E]."""
         media = self.of_lane(lane, microbatch)
         pieces: dict[int, Tensor] = {}
         for share, tensor in enumerate(of_shares):
@@ -94,7 +84,7 @@ class MediaShares:
         return torch.cat([like, *(pieces[number] for number in range(len(media)))])
 
     def divided(self, lane: int, microbatch: int, joined: Tensor) -> list[Tensor]:
-        """The parts of what `joined` returned, or of its gradient, for each encoder lane."""
+        """Splits the result of `joined`, or its gradient, by encoder lane."""
         media = self.of_lane(lane, microbatch)
         pieces = joined.split([item.num_embeddings for item in media]) if media else ()
         return [

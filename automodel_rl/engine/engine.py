@@ -37,15 +37,14 @@ class TrainOutput:
     """The result of one optimizer step over the global batch; equal on every rank.
 
     Attributes:
-        loss: the loss of the global batch: each of its sums divided by that sum's global count, all added up.
+        loss: the global batch's loss: each of its sums divided by that sum's global count, all added up.
         grad_norm: global gradient norm before clipping.
         num_tokens: tokens that counted in the loss.
         lr: learning rate of the step.
-        skipped: True when no weight changed: loss or gradient were not finite, or there was nothing to train.
-        nothing_to_train: True when the global batch had no microbatches, or no trained token and no gradient. A step
-            would have moved the weights only by the optimizer's memory of earlier steps.
-        metrics: the loss's own metrics and, for a mixture, those of its routers; `indexer/cross_entropy` of trained
-            indexers.
+        skipped: whether no weight changed: loss or gradient were not finite, or there was nothing to train.
+        nothing_to_train: whether the global batch had no microbatches, or neither trained tokens nor a gradient. A
+            step would have moved the weights only by the optimizer's moments.
+        metrics: the loss's own, a mixture's routers', and `indexer/cross_entropy` of trained indexers.
 
     Example:
         >>> TrainOutput(loss=0.5, grad_norm=1.0, num_tokens=2, lr=1e-5, skipped=False).metrics
@@ -62,15 +61,16 @@ class TrainOutput:
 
 
 class Engine:
-    """Trains and reads a model. Every method is a collective: all ranks call it with their data rank's microbatches.
+    """Trains and evaluates a model. Every method is a collective: all ranks call it with their data rank's
+    microbatches.
 
     Args:
         handle: the model.
-        optimizer: the optimizer's settings with the schedule of its rate, or those of components, {"vision": ..., ...}.
-        total_steps: number of optimizer steps of the run; needed if the learning rate decays.
+        optimizer: settings of optimizer and learning rate schedule, for all components or by component name.
+        total_steps: number of optimizer steps of the run; required if the learning rate decays.
 
     Attributes:
-        keep_microbatches_in: folder for the microbatches of the step at which training diverged; None keeps none.
+        keep_microbatches_in: folder for the microbatches at which training diverged; None saves none.
 
     Raises:
         InputError: the learning rate decays and `total_steps` is missing.
@@ -93,7 +93,7 @@ class Engine:
         configs = of_components(optimizer or OptimizerConfig(decay="constant"), handle.meshes.encoders)
         check_masters(handle.model, configs)
         self.config = configs["language"]
-        # Raises if the rate decays without an end.
+        # Raises if the rate decays and total_steps is missing.
         learning_rate(self.config, warmup_steps(self.config, total_steps), total_steps)
         self.total_steps = total_steps
         parts = [(p, c.layout.group_of, configs[c.name]) for c in handle.components for p in c.parts]
@@ -116,22 +116,21 @@ class Engine:
         """Takes one optimizer step over the global batch.
 
         Args:
-            microbatches: this data rank's microbatches, on the host; every data rank has equally many (see `pack`).
-            loss_fn: gives sums over a microbatch; `PPLossAdapter` divides them by the counts of the global batch.
-            readout: what the loss gets for every token.
-            agreed: the size of the global batch, if one process has made and checked the microbatches of all ranks;
-                None lets the ranks check each other's.
-            place: the step's place among `total_steps`, from 0, which the learning rate follows; None for the number of
-                steps so far.
+            microbatches: this data rank's microbatches, on the host, equally many on every data rank (see `pack`).
+            loss_fn: returns sums over a microbatch, which are divided by the counts of the global batch.
+            readout: the per-token values that the loss needs.
+            agreed: the global batch, if one process has made and checked all ranks' microbatches. None: ranks check
+                them with each other.
+            place: index of the step among `total_steps`, from 0, for the learning rate; None for the number of steps
+                so far.
 
         Returns:
             Loss, gradient norm and metrics, equal on every rank.
 
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
-            MicrobatchError: a forward, loss or backward failed. Every rank raises if it was a loss. The weights are as
-                before.
-            TrainingDivergedError: the loss or gradient was not finite in too many steps in a row.
+            MicrobatchError: a forward, loss or backward failed; on every rank for a loss. The weights are unchanged.
+            TrainingDivergedError: loss or gradient was not finite in too many steps in a row.
         """
         self.handle.check_head(is_linear=readout.scores)
         self.handle.check_mtp(is_read=readout.mtp)
@@ -167,20 +166,21 @@ class Engine:
         counts: dict[Denominator, int] | None = None,
         agreed: GlobalBatch | None = None,
     ) -> tuple[float, dict[str, float]]:
-        """Adds the gradients of a global batch to gradients of earlier batches, until `optimizer_step` or `zero_grad`.
+        """Adds the gradients of a global batch to those of earlier batches, until `optimizer_step` or `zero_grad`.
 
-        A loss whose derivatives by log-probabilities come from outside is a `LinearLoss` with these as its weights.
+        For a loss whose derivatives by log-probabilities are computed elsewhere, pass a `LinearLoss` with these as
+        weights.
 
         Args:
-            microbatches, loss_fn, readout, agreed: as those of `train_step`.
-            counts: what divides the loss's sums; None for the counts of this global batch, `UNDIVIDED` for nothing.
+            microbatches, loss_fn, readout, agreed: as for `train_step`.
+            counts: divisors of the loss's sums; None for the counts of this global batch, `UNDIVIDED` for none.
 
         Returns:
             The loss and its metrics, equal on every rank.
 
         Raises:
-            InputError: as `train_step`; the gradients of earlier calls are still there.
-            MicrobatchError: as `train_step`; all gradients are gone, also those of earlier calls.
+            InputError: as `train_step`; gradients of earlier calls are kept.
+            MicrobatchError: as `train_step`; all gradients are lost, including those of earlier calls.
         """
         self.handle.check_head(is_linear=readout.scores)
         self.handle.check_mtp(is_read=readout.mtp)
@@ -196,14 +196,8 @@ class Engine:
         return loss, {**metrics, **indexing}
 
     def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
-        """Takes one optimizer step with the gradients that `forward_backward` has added up, and clears the gradients.
-
-        Args:
-            settings: settings of AdamW for this step; None for those of the config and the schedule.
-
-        Returns:
-            Gradient norm and learning rate. Without any gradient, or if one is not finite, the step is skipped.
-        """
+        """Takes one optimizer step with the accumulated gradients, and clears them. Without gradients, or if their
+        norm is not finite, the step is skipped. `settings` replace AdamW's settings from config and schedule."""
         lr = learning_rate(self.config, self.step, self.total_steps) if settings is None else settings.lr
         largest = self.config.max_grad_norm
         if settings is not None:
@@ -223,20 +217,20 @@ class Engine:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are gradients that `forward_backward` has added up."""
+        """Whether `forward_backward` has accumulated gradients."""
         return self._has_gradients
 
     def zero_grad(self) -> None:
-        """Lets go of the gradients that `forward_backward` has added up."""
+        """Releases the accumulated gradients."""
         self.handle.zero_grad()
         self._has_gradients = False
 
     def take_state(self) -> TrainedState:
-        """A copy on the host of what training changes on this rank: trained weights, gradients, moments, steps."""
+        """Copies to the host what training changes on this rank: trained weights, gradients, moments, step count."""
         return take_state(self.handle, self.optimizer, self.step, self._has_gradients)
 
     def put_state(self, state: TrainedState) -> None:
-        """Goes back to a state that `take_state` gave, perhaps in another training, on this rank and layout."""
+        """Restores a `state` from `take_state`, possibly of another training, on the same rank and layout."""
         self.handle.before_change()
         self.handle.has_changed = True
         with self.moments_on_device():
@@ -245,8 +239,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _adding_gradients(self) -> Iterator[None]:
-        """Adds the gradients of the block to the gradients of earlier batches. Gradients from before are set aside
-        during the block, because sums over tp ranks and of tied embeddings must contain one batch only."""
+        """Adds the block's gradients to earlier ones, which are set aside meanwhile: sums over tp ranks and of tied
+        embeddings must contain one batch only."""
         parameters = [parameter for part in self.handle.parts for parameter in part.parameters()]
         before = [parameter.grad for parameter in parameters]
         self.zero_grad()
@@ -264,13 +258,10 @@ class Engine:
         counts: dict[Denominator, int] | None = None,
         agreed: GlobalBatch | None = None,
     ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics over the global batch, without gradients or optimizer steps.
+        """Computes loss and metrics over the global batch, equal on every rank, without gradients or optimizer steps.
 
         Args:
-            microbatches, loss_fn, readout, counts, agreed: as those of `forward_backward`.
-
-        Returns:
-            The loss and its metrics, equal on every rank.
+            microbatches, loss_fn, readout, counts, agreed: as for `forward_backward`.
 
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
@@ -283,16 +274,8 @@ class Engine:
         return self._shared(totals, agreed.counts if counts is None else counts)
 
     def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> list[Tensor]:
-        """Log-probabilities of this data rank's tokens, equal on all its stages.
-
-        Args:
-            microbatches: this data rank's microbatches.
-            temperature: the logits are divided by it.
-
-        Returns:
-            A tensor [n] for each sequence, aligned with its tokens, fp32 or float64. Its first entry is 0. Sequences
-            come in the order in which the microbatches hold them.
-        """
+        """Returns log-probabilities of the tokens in this data rank's `microbatches`, equal on all its stages: [n]
+        per sequence in order, fp32 or float64, with 0 for the first token. `temperature` divides the logits."""
         outputs = self.runner.forward(microbatches, self._read(Readout(temperature)))
         return [
             piece
@@ -308,15 +291,14 @@ class Engine:
         agreed: GlobalBatch | None = None,
         ids: str | None = None,
     ) -> list[Microbatch]:
-        """This data rank's microbatches with the log-probabilities of their tokens under the model.
+        """Returns this data rank's microbatches with the log-probabilities of their tokens added to `values`.
 
         Args:
             microbatches: this data rank's microbatches.
-            name: the name that the log-probabilities get in `values`. They are a tensor [T] on the host, fp32 or
-                float64, aligned with predicting positions.
-            temperature: the logits are divided by it.
-            agreed: as that of `train_step`.
-            ids: the name of values with other token ids, [T, K], to give the log-probabilities of, [T, K].
+            name: key in `values`: [T] on the host, fp32 or float64; position t holds the value for token t + 1.
+            temperature: divides the logits.
+            agreed: as for `train_step`.
+            ids: key in `values` of other token ids, [T, K], to score instead, [T, K].
         """
         outputs = self.runner.forward(microbatches, self._read(Readout(temperature, ids=ids)), agreed, ids)
         return [
@@ -327,12 +309,8 @@ class Engine:
     def entropies(
         self, microbatches: Sequence[Microbatch], temperature: float = 1.0, agreed: GlobalBatch | None = None
     ) -> list[Tensor]:
-        """The entropy of the model's distribution over each token, in nats; otherwise as `logprobs`.
-
-        Args:
-            microbatches, temperature: as those of `logprobs`.
-            agreed: as that of `train_step`.
-        """
+        """Returns the entropies of the model's distributions over each token, in nats; otherwise as `logprobs`, with
+        its `microbatches` and `temperature`. `agreed` is as for `train_step`."""
         outputs = self.runner.forward(microbatches, self._read(Readout(temperature, entropy=True)), agreed)
         return [
             piece
@@ -341,14 +319,8 @@ class Engine:
         ]
 
     def sequence_scores(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Sum, for each sequence, of the log-probabilities of its tokens in `loss_mask`.
-
-        Args:
-            microbatches: this data rank's microbatches.
-
-        Returns:
-            [N], fp32 or float64, in the order in which the microbatches hold the sequences.
-        """
+        """Returns each sequence's sum of log-probabilities over `loss_mask`, [N], fp32 or float64, in the order of
+        the sequences in this data rank's `microbatches`."""
         outputs = self.runner.forward(microbatches, self._read(LOGPROBS))
         on_device = (microbatch.to(self.handle.layout.device) for microbatch in microbatches)
         scores = (
@@ -361,15 +333,8 @@ class Engine:
         return torch.cat([torch.empty(0, dtype=dtype, device=self.handle.layout.device), *scores])
 
     def scores(self, microbatches: Sequence[Microbatch], agreed: GlobalBatch | None = None) -> list[Tensor]:
-        """The outputs of a linear head for each token, read at the token itself.
-
-        Args:
-            microbatches: this data rank's microbatches.
-            agreed: as that of `train_step`.
-
-        Returns:
-            One tensor [n, L] for each sequence, fp32 or float64, in the order in which the microbatches hold them.
-        """
+        """Returns a linear head's outputs at each token, [n, L] per sequence, fp32 or float64, in the order of this
+        data rank's `microbatches`. `agreed` is as for `train_step`."""
         outputs = self.runner.forward(microbatches, self._read(Readout(scores=True)), agreed)
         return [
             piece
@@ -381,17 +346,10 @@ class Engine:
     def top_logits(
         self, microbatches: Sequence[Microbatch], k: int, agreed: GlobalBatch | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """The k largest logits for each token and their ids, largest first.
+        """Returns the `k` largest logits of each token and their ids, largest first.
 
-        Args:
-            microbatches: this data rank's microbatches.
-            k: how many logits to give for each token.
-            agreed: as that of `train_step`.
-
-        Returns:
-            Two tensors [n, k] for each sequence, aligned with its tokens: logits, fp32 or float64, and ids, int64.
-            Entry i is the prediction for token i; the first entry is 0, for nothing predicts the first token. Sequences
-            come in the order in which the microbatches hold them.
+        They are fp32 or float64, and int64, both [n, k] per sequence, in the order of this data rank's
+        `microbatches`. Entry i is the prediction for token i; the first entry is 0. `agreed` is as for `train_step`.
         """
 
         return self._top(top_logits, microbatches, k, agreed)
@@ -403,12 +361,8 @@ class Engine:
         temperature: float = 1.0,
         agreed: GlobalBatch | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """The k largest log-probabilities for each token and their ids, largest first; otherwise as `top_logits`.
-
-        Args:
-            microbatches, k, agreed: as those of `top_logits`.
-            temperature: the logits are divided by it.
-        """
+        """Returns the `k` largest log-probabilities of each token and their ids, largest first; otherwise as
+        `top_logits`, with its `microbatches` and `agreed`. `temperature` divides the logits."""
         return self._top(functools.partial(top_logprobs, temperature=temperature), microbatches, k, agreed)
 
     def _top(
@@ -432,15 +386,8 @@ class Engine:
         return [(piece[:, 0], piece[:, 1].long()) for piece in pieces]
 
     def next_tokens(self, microbatches: Sequence[Microbatch], agreed: GlobalBatch | None = None) -> Tensor:
-        """The likeliest token after each sequence.
-
-        Args:
-            microbatches: this data rank's microbatches.
-            agreed: as that of `train_step`.
-
-        Returns:
-            int64 [N], in the order in which the microbatches hold the sequences.
-        """
+        """Returns the most likely token after each sequence, int64 [N], in the order of this data rank's
+        `microbatches`. `agreed` is as for `train_step`."""
 
         def likeliest(hidden: Tensor, head: Head, _: LocalMicrobatch) -> Tensor:
             return top_logits(hidden, head, 1)[1][:, 0]
@@ -455,17 +402,15 @@ class Engine:
         return torch.cat([nothing, *(output[end] for output, end in zip(outputs, ends, strict=True))])
 
     def moments_to_host(self) -> int:
-        """Moves the optimizer's moments to the host. The next optimizer step or checkpoint brings them back by itself.
-
-        Returns:
-            Bytes that are free now, as `Offload.to_host`.
-        """
+        """Moves the optimizer's moments to the host, until the next optimizer step or checkpoint. Returns the freed
+        bytes, as `Offload.to_host`."""
         self.handle.before_change()
         return self._moments.to_host()
 
     @contextlib.contextmanager
     def moments_on_device(self) -> Iterator[None]:
-        """Brings the optimizer's moments to the device for this block. Then they go to the host, if so configured."""
+        """Keeps the optimizer's moments on the device inside the block. Afterwards they return to the host if so
+        configured."""
         self._moments.to_device()  # if it raises, all moments are still on the host
         try:
             yield
@@ -474,18 +419,19 @@ class Engine:
                 self._moments.to_host()
 
     def _with_mtp(self, loss_fn: LossFn, readout: Readout) -> tuple[LossFn, Readout]:
-        """The loss and the readout with those of the layer for multi-token prediction, if it is trained."""
+        """Adds the MTP loss and readout, if the MTP layer is trained."""
         mtp = self.handle.model.mtp
         return (loss_fn, readout) if mtp is None else (with_mtp(loss_fn, mtp.weight), replace(readout, mtp=True))
 
     def _read(self, readout: Readout) -> OutputFn:
-        """What reads this from the model's head. Raises InputError if the head is of the other kind."""
+        """Returns the output function of a readout. Raises InputError if the model lacks the required head or MTP
+        layer."""
         self.handle.check_head(is_linear=readout.scores)
         self.handle.check_mtp(is_read=readout.mtp)
         return read(readout)
 
     def _shared(self, totals: LossTotals, counts: dict[Denominator, int]) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of all ranks."""
+        """Returns loss and metrics over all ranks."""
         nothing = torch.zeros((), dtype=torch.float64, device=self.handle.layout.device)
         shared = share_totals(totals, nothing, self.handle.layout)
         return shared.mean_loss(counts), shared.all_metrics
@@ -494,7 +440,7 @@ class Engine:
         every_copy = [named for part in self.handle.parts for named in part.named_parameters()]
         apart = [parameter for name, parameter in every_copy if self.handle.is_apart(name)]
         norm_apart = self._norm_apart() if self.handle.trains_apart else 0.0
-        if not math.isfinite(norm_apart):  # the model is trained all the same
+        if not math.isfinite(norm_apart):  # the model itself is still trained
             for parameter in apart:
                 parameter.grad = None
         if max_grad_norm is not None:
@@ -509,7 +455,7 @@ class Engine:
             self.optimizer.step(lr)
 
     def _norm_apart(self) -> float:
-        """The global norm of the gradients of what is trained apart (`ModelHandle.is_apart`). A collective."""
+        """Returns the global gradient norm of parameters trained apart (`ModelHandle.is_apart`). A collective."""
         shared = share_totals(LossTotals(), self.runner.square_norm(of_apart=True), self.handle.layout)
         return math.sqrt(shared.square_norm)
 

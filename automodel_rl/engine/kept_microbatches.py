@@ -1,4 +1,4 @@
-"""Keeps microbatches that could not be trained on, in a file for inspection."""
+"""Saves microbatches at which training failed, for inspection."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +12,8 @@ FIELDS = ("input_ids", "position_ids", "targets", "loss_mask", "cu_seqlens")
 
 
 def keep_microbatches(file: Path, microbatches: Sequence[Microbatch], about: dict[str, str]) -> None:
-    """Writes the token tensors and values of microbatches to a safetensors file, as `microbatch_N.NAME` for
-    microbatch N.
-
-    Args:
-        file: the file to write; replaced if it exists.
-        microbatches: this data rank's microbatches.
-        about: facts of the step, for the file's metadata.
-    """
+    """Writes token tensors and values of microbatches to a safetensors file, replacing it, as `microbatch_N.NAME`.
+    `about` goes into its metadata."""
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for number, microbatch in enumerate(microbatches):

@@ -1,4 +1,4 @@
-"""Settings of the optimizer for components and for groups of parameters, and checks that they fit the model."""
+"""Optimizer settings of components and parameter groups, and their checks against the model."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,24 +9,21 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 
 SHARED = ("max_grad_norm", "warmup_steps", "warmup_ratio", "decay", "min_lr_ratio", "max_skipped_steps")
-"""Settings that all components have in common: one schedule, one gradient norm, one decision to skip a step."""
+"""Settings common to all components: one schedule, one gradient norm, one decision to skip a step."""
 
 
 Settings = OptimizerConfig | Mapping[str, OptimizerConfig]
-"""Settings of the optimizer for all components, or for each by its name."""
+"""Optimizer settings for all components, or by component name."""
 
 
 def of_components(settings: Settings, encoders: Iterable[str]) -> dict[str, OptimizerConfig]:
-    """The settings of every component's optimizer.
+    """Returns the optimizer settings of every component.
 
     Args:
-        settings: those of all components; or those of `language`, and of encoders if they differ. They may differ in
-            all but `SHARED`.
-        encoders: the names of the model's encoders.
+        settings: for all components; or for `language` and for encoders that differ, in anything but `SHARED`.
 
     Raises:
-        InputError: there are none for the language model, some for something else, or they differ in what all
-            components share.
+        InputError: the language model has no settings, an unknown component has some, or `SHARED` settings differ.
     """
     configs = {"language": settings} if isinstance(settings, OptimizerConfig) else settings
     names = [*encoders]
@@ -46,12 +43,7 @@ def of_components(settings: Settings, encoders: Iterable[str]) -> dict[str, Opti
 
 
 def check_masters(model: ModelConfig, configs: Mapping[str, OptimizerConfig]) -> None:
-    """Raises InputError on all ranks if a component's optimizer cannot round master weights.
-
-    Args:
-        model: the model's config.
-        configs: the settings of every component's optimizer.
-    """
+    """Raises InputError on all ranks if a component's optimizer cannot round master weights."""
     for name, config in configs.items():
         if model.master_dtype != "auto" and config.name == "muon":
             raise InputError(
@@ -61,14 +53,8 @@ def check_masters(model: ModelConfig, configs: Mapping[str, OptimizerConfig]) ->
 
 
 def check_groups(handle: ModelHandle, configs: Mapping[str, OptimizerConfig]) -> None:
-    """Raises InputError on all ranks if a group of the optimizer names no trained parameter, or one of two tied. A
-    collective.
-
-    Args:
-        handle: the model.
-        configs: the settings of every component's optimizer. Groups mean the component's parameters, or those of all
-            components if all have the same settings.
-    """
+    """Raises InputError on all ranks if an optimizer group matches no trained parameter, or only one of two tied
+    ones. A collective. If all components share one setting, its groups refer to all parameters."""
     config = configs["language"]
     is_cut = handle.whole_config.tie_word_embeddings and handle.layout.parallel.pp > 1
     embedding, head = (config.of_parameter(name, 1.0) for name in (EMBEDDING, TIED_HEAD))

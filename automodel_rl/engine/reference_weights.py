@@ -1,4 +1,4 @@
-"""The weights from which training started, for the reference policy."""
+"""The initial weights, for the reference policy."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,27 +10,23 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import local_tensor
 
 SPARE = 0.1
-"""Share of a device's memory that the copy leaves free, for later steps with more tokens than the first."""
+"""Share of device memory that the copy leaves free, for later steps with more tokens than the first."""
 
 
 class ReferenceWeights:
-    """A copy of the trained weights that a model was loaded with, of all its parts. Frozen weights stay as they are.
+    """A copy of the trained weights as they were loaded, for all parts of a model. Frozen weights are not copied.
 
-    `memory.reference` says where the copy lies. On the host it has the master dtype. On the device it has the compute
-    dtype, with which the model computes the same. With `auto` it moves from the host to the device after the first
-    step, whose peak of memory is known then, if there is room. If adapters are trained, only they are copied, so that
-    adapters that had been trained before are part of the reference.
+    `memory.reference` sets where the copy is kept: on the host in the master dtype, or on the device in the compute
+    dtype, which gives the same results. `auto` moves it from the host to the device after the first step, when peak
+    memory is known, if there is room. If adapters are trained, only they are copied, so that earlier training of
+    loaded adapters is part of the reference.
 
     Args:
-        handle: the model.
-        lends_memory: whether generators have memory of the device in turns with the model. What is free while they
-            sleep is theirs, so `auto` leaves the copy on the host.
+        lends_memory: whether generators use device memory in turn with the model. Memory that is free while they
+            sleep is theirs, so `auto` keeps the copy on the host.
 
     Raises:
-        RuntimeError: weights have changed since the model was loaded, by training or by a checkpoint.
-
-    Attributes:
-        is_on_device: whether the copy lies on the device.
+        RuntimeError: training or a checkpoint has changed the weights since they were loaded.
     """
 
     def __init__(self, handle: ModelHandle, *, lends_memory: bool = False):
@@ -39,7 +35,7 @@ class ReferenceWeights:
         self.handle, self.lends_memory = handle, lends_memory
         every = [parameter for part in handle.parts for parameter in part.parameters()]
         trained = [parameter for parameter in every if parameter.requires_grad]
-        # Buffers are biases of routers. Parameters are cast before they are used, buffers are not.
+        # Buffers are router biases. Parameters are cast before use, buffers are not.
         buffers = [buffer for part in handle.parts for _, buffer in stored_buffers(part)]
         self._shards = [local_tensor(tensor.detach()) for tensor in (*trained, *buffers)]
         self._dtypes = [handle.dtype] * len(trained) + [buffer.dtype for buffer in buffers]
@@ -49,9 +45,9 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Gives the model the reference weights for this block. After it the model has its own again, bit for bit.
+        """Gives the model the reference weights inside the block, and restores its own bit for bit afterwards.
 
-        If the model is on the host it comes to the device, and its own weights do so only after the block.
+        A model on the host is brought to the device, with its own weights only after the block.
         """
         if self._uses == 1 and self._fits_on_device():
             self._copies, self.is_on_device = self._on_device(self._copies), True
@@ -72,12 +68,12 @@ class ReferenceWeights:
             self._swap()
 
     def _on_device(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies on the device, in the dtypes in which the model computes."""
+        """Copies tensors to the device, in the compute dtypes."""
         device = self.handle.layout.device
         return [tensor.to(device, dtype, copy=True) for tensor, dtype in zip(tensors, self._dtypes, strict=True)]
 
     def _fits_on_device(self) -> bool:
-        """Whether the copy may move to the device, and has room there beside all that a step had reserved."""
+        """Returns whether the copy may move to the device and fits beside a step's memory."""
         device = self.handle.layout.device
         if device.type != "cuda" or self.handle.memory.reference != "auto" or self.lends_memory:
             return False
@@ -87,8 +83,8 @@ class ReferenceWeights:
 
     @contextlib.contextmanager
     def _copied_over(self) -> Iterator[None]:
-        """The reference weights in place of the model's, which are kept on the device meanwhile: no more memory than
-        gradients take later in the step."""
+        """Overwrites the model's weights inside the block, keeping them on the device: no more memory than gradients
+        need later."""
         self.handle.before_change()
         own = [shard.clone() for shard in self._shards]
         try:
@@ -99,7 +95,7 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchanges the model's weights and the copies, tensor by tensor, so there are never more than two sets."""
+        """Swaps the model's weights and the copies tensor by tensor, to never hold more than two sets."""
         self.handle.before_change()
         for shard, copy in zip(self._shards, self._copies, strict=True):
             current = shard.clone()

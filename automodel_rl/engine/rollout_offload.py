@@ -1,4 +1,4 @@
-"""Lends the trainer's device memory to generators during rollouts."""
+"""Offloads the trainer during rollouts, to free device memory for generators."""
 
 import gc
 from collections.abc import Callable
@@ -8,17 +8,14 @@ import torch
 from automodel_rl.engine.engine import Engine
 
 MOST_KEPT = 0.1
-"""Largest share of the offloaded bytes that may stay out of other processes' reach."""
+"""Largest share of the offloaded bytes that may remain unusable for other processes without a warning."""
 
 
 class RolloutOffload:
-    """Moves the trainer's weights and moments to the host during rollouts, as `memory.offload` asks.
-
-    Args:
-        engine: the engine that trains.
+    """Moves the trainer's weights and moments to the host during rollouts, as configured by `memory.offload`.
 
     Attributes:
-        warning: a line about memory that other processes cannot use although it was offloaded; empty if there is none.
+        warning: a message about offloaded memory that other processes cannot use, or "".
     """
 
     def __init__(self, engine: Engine):
@@ -28,7 +25,7 @@ class RolloutOffload:
         self.warning = ""
 
     def before_sync(self) -> None:
-        """Offloads what a weight sync does not need: the moments. They stay on the host until an optimizer step."""
+        """Offloads the moments, which a weight sync does not need, until the next optimizer step."""
         if "moments" in self.what:
             self._move(self.engine.moments_to_host)
 
@@ -46,7 +43,7 @@ class RolloutOffload:
         if device.type != "cuda":
             to_host()
             return
-        torch.cuda.empty_cache()  # what was unused before is not counted
+        torch.cuda.empty_cache()  # so that memory unused before is not counted
         before, _ = torch.cuda.mem_get_info(device)
         moved = to_host()
         gc.collect()

@@ -1,4 +1,4 @@
-"""What training changes, copied to the host: so that several trainings can take turns on one model."""
+"""Host copies of everything that training changes, so that several trainings can alternate on one model."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from automodel_rl.optimizers import ModelOptimizer
 from automodel_rl.parallel.sharding import local_tensor
 
 Shards = dict[str, Tensor]
-"""This rank's shards by the names of their parameters, on the host."""
+"""This rank's shards on the host, by parameter name."""
 
 
 @dataclass
@@ -18,11 +18,10 @@ class TrainedState:
     """The state of one training on one rank.
 
     Attributes:
-        weights: trained weights.
-        gradients: gradients that are added up, of parameters that have some.
-        moments: the optimizer's tensors for each parameter, by their names there; none for one that took no step yet.
+        gradients: accumulated gradients, of parameters that have some.
+        moments: the optimizer's tensors by parameter and by their names there; none before a parameter's first step.
         step: number of optimizer steps.
-        has_gradients: whether a forward and backward has come since the last optimizer step.
+        has_gradients: whether there was a forward and backward since the last optimizer step.
     """
 
     weights: Shards
@@ -33,12 +32,7 @@ class TrainedState:
 
     @torch.no_grad()
     def put(self, handle: ModelHandle, optimizer: ModelOptimizer) -> None:
-        """Copies the state into a model and its optimizer.
-
-        Args:
-            handle: the model.
-            optimizer: trains it; its moments are on the device.
-        """
+        """Copies the state into a model and its optimizer, whose moments are on the device."""
         for name, parameter in trained_parameters(handle):
             local_tensor(parameter.detach()).copy_(self.weights[name], non_blocking=True)
             gradient = self.gradients.get(name)
@@ -50,7 +44,7 @@ class TrainedState:
 
     @torch.no_grad()
     def add(self, handle: ModelHandle) -> None:
-        """Adds the weights and gradients of the state to the weights and gradients of a model."""
+        """Adds the state's weights and gradients to a model's."""
         for name, parameter in trained_parameters(handle):
             weight = local_tensor(parameter.detach())
             weight.add_(self.weights[name].to(weight.device, non_blocking=True))
@@ -63,14 +57,7 @@ class TrainedState:
 
 @torch.no_grad()
 def take_state(handle: ModelHandle, optimizer: ModelOptimizer, step: int, has_gradients: bool) -> TrainedState:
-    """Copies the state of a model and its optimizer to the host.
-
-    Args:
-        handle: the model.
-        optimizer: trains it.
-        step: number of optimizer steps.
-        has_gradients: whether there are gradients.
-    """
+    """Copies the state of a model and its optimizer to the host."""
     trained = trained_parameters(handle)
     state = TrainedState(
         {name: on_host(parameter) for name, parameter in trained},
@@ -88,7 +75,8 @@ def take_state(handle: ModelHandle, optimizer: ModelOptimizer, step: int, has_gr
 
 
 def trained_parameters(handle: ModelHandle) -> list[tuple[str, nn.Parameter]]:
-    """All trained parameters of this rank with their names in a `TrainedState`, both copies of a tied one."""
+    """Returns this rank's trained parameters with their names in a `TrainedState`, including both copies of a tied
+    one."""
     return [
         (f"{component.name}.{name}", parameter)
         for component in handle.components
@@ -98,20 +86,19 @@ def trained_parameters(handle: ModelHandle) -> list[tuple[str, nn.Parameter]]:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy of this rank's shard on the host, there after `wait_for_host`. It is pinned, so that copies take the speed
-    of the link."""
+    """Starts copying this rank's shard to the host, pinned for speed. The copy is complete after `wait_for_host`."""
     shard = local_tensor(tensor.detach())
     return torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda).copy_(shard, non_blocking=True)
 
 
 def wait_for_host() -> None:
-    """Waits until all copies to the host are there."""
+    """Waits for all copies to the host."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """A gradient of a parameter's layout with the values of a shard."""
+    """Returns a gradient with a parameter's layout and a shard's values."""
     gradient = torch.zeros_like(parameter, dtype=shard.dtype)  # master weights may be narrower
     local_tensor(gradient).copy_(shard, non_blocking=True)
     return gradient

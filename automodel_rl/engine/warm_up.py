@@ -1,4 +1,4 @@
-"""Compilation before the first step, while something else takes time."""
+"""Compilation before the first step, while the process waits for something else."""
 
 import torch
 
@@ -7,24 +7,20 @@ from automodel_rl.engine.engine import Engine
 from automodel_rl.losses import sft_loss
 
 NUM_TOKENS = 2048
-"""Tokens of the microbatch that is computed: enough for the compiler to choose kernels for many."""
+"""Tokens of the warm-up microbatch, enough for the compiler to choose kernels for large inputs."""
 
 NUM_SEQUENCES = 2
 
 SPARE_BYTES = 2**31
-"""Memory of the device for activations of these tokens, which is taken beforehand."""
+"""Device memory reserved beforehand for activations of the warm-up."""
 
 
 def warm_up(engine: Engine, most_tokens: int) -> None:
-    """Compiles the graphs of layers, with gradients and without, by computing a microbatch of no meaning. Its gradients
-    are let go. Does nothing where layers are not compiled, or have gradients of a step that has begun. A collective.
+    """Compiles the layers' graphs, with and without gradients, by running a dummy microbatch of at most `most_tokens`
+    tokens. Does nothing if layers are not compiled, or gradients of a step exist. A collective.
 
-    What memory it needs is taken at once and kept by torch's allocator, so that another process that measures its own
-    share of the device in this time is not disturbed.
-
-    Args:
-        engine: the engine that trains.
-        most_tokens: most tokens of a microbatch.
+    Its memory is reserved at once and kept by torch's allocator, so as not to disturb another process that is
+    measuring its share of the device.
     """
     if not engine.handle.memory.compile or engine.has_gradients:
         return
@@ -45,7 +41,7 @@ def _some_tokens(engine: Engine, length: int) -> Microbatch:
 
 
 def _take_memory(engine: Engine) -> None:
-    """Takes memory for gradients and activations, and gives it to torch's allocator for later."""
+    """Reserves memory for gradients and activations in torch's allocator."""
     device = engine.handle.layout.device
     if device.type != "cuda":
         return

@@ -1,1 +1,1 @@
-"""Estimates of the memory of a training step, from the sizes of tensors, without a device and without weights."""
+"""Memory estimates of a training step from tensor sizes, without a device and without weights."""

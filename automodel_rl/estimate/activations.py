@@ -1,9 +1,9 @@
-"""Memory of one layer's activations, measured without a device by running its forward and backward on meta tensors.
+"""Activation memory of one layer, measured without a device by running forward and backward on meta tensors.
 
-Stand-ins replace attention, norms and experts. They keep for the backward as many bytes as the fused kernels do.
+Stand-ins replace attention, norms and experts, and save as many bytes for the backward as the fused kernels do.
 
-Compiled layers keep less: what is computed element by element is computed again in the backward, unless a matrix
-product needs it. And they do not compute attention again, even where everything else is.
+Compiled layers save less: elementwise operations are recomputed in the backward, unless a matrix product needs their
+result. They never recompute attention.
 """
 
 import functools
@@ -46,18 +46,18 @@ HEADS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
 )
-"""Keys of configs with numbers that tensor parallelism divides."""
+"""Config keys of numbers that tensor parallelism divides."""
 
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes that one layer needs for one microbatch.
+    """Bytes that a layer needs for one microbatch.
 
     Attributes:
-        kept: bytes kept from its forward until its backward, without its input, which belongs to the layer before.
-        backward: most bytes that its backward needs in addition, including the gradients of its weights.
+        kept: bytes kept from its forward to its backward, excluding its input, which belongs to the previous layer.
+        backward: peak additional bytes in its backward, including the gradients of its weights.
     """
 
     kept: int
@@ -69,11 +69,10 @@ class LayerForward:
     """How a layer computes.
 
     Attributes:
-        dtype: the compute dtype.
-        recomputed: as memory.activation_checkpointing.
-        compiled: whether the layer is compiled.
-        trains_indexer: whether its indexer is trained, if it has one.
-        mlp_tile: as memory.mlp_tile.
+        dtype: compute dtype.
+        recomputed: see memory.activation_checkpointing.
+        trains_indexer: whether its indexer, if any, is trained.
+        mlp_tile: see memory.mlp_tile.
         lora: adapters of the model; None if there are none.
     """
 
@@ -88,7 +87,7 @@ class LayerForward:
 def layer_activations(
     config: PretrainedConfig, layer: int, num_tokens: int, parallel: ParallelConfig, how: LayerForward
 ) -> LayerActivations:
-    """The bytes that one layer needs for `num_tokens` tokens on one rank."""
+    """Measures the bytes that a layer needs for `num_tokens` tokens on one rank."""
     dtype, mode, compiled = how.dtype, how.recomputed, how.compiled
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, parallel))
     ALL_EXPERTS_FUNCTIONS.register(STAND_IN, functools.partial(_experts, compiled))
@@ -117,19 +116,19 @@ def layer_activations(
     # Under sequence parallelism the tp ranks split the residual stream and the norms between blocks.
     between = 3 * num_tokens * config.hidden_size * dtype.itemsize if mode == "none" else 0
     spared = between * (parallel.tp - 1) // parallel.tp if parallel.sequence_parallel else 0
-    # Recomputation makes the stand-in's output again, but keeps the kernel's.
+    # Recomputation discards the stand-in's output, but would keep the kernel's.
     attended = _attended(module, FAMILIES[config.model_type], num_tokens, dtype) if keeps_attention(config, how) else 0
-    if compiled and mode == "selective":  # nothing needs the output of the last matrix product again
+    if compiled and mode == "selective":  # the output of the last matrix product is not needed again
         attended -= num_tokens * config.hidden_size * dtype.itemsize
     beside = num_tokens * dtype.itemsize * _beside_bases(module, how) if compiled else 0
     return LayerActivations(kept - spared + attended, live.most - kept + beside)
 
 
 def _beside_bases(module: nn.Module, how: LayerForward) -> int:
-    """Values of a token that a compiled layer with adapters has besides those of an uncompiled one, while it is
-    recomputed for its backward.
+    """Returns the additional values per token that a compiled layer with adapters needs while it is recomputed for its
+    backward.
 
-    The results of an adapter and of its base are only added up where they are used, so both are there; so are both
+    The outputs of an adapter and of its base are added only where they are used, so both are held, as are both
     gradients of an MLP's inputs. Measured with torch 2.11: benchmarks/README.md.
     """
     if how.recomputed not in RECOMPUTE_ALL:
@@ -143,7 +142,7 @@ def _beside_bases(module: nn.Module, how: LayerForward) -> int:
 
 
 def _further_arguments(config: PretrainedConfig, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What layers of few families get besides (model/part_forward.py)."""
+    """Returns additional layer arguments of a few families (model/part_forward.py)."""
     family = FAMILIES[config.model_type]
     found: dict[str, Any] = {"shared_kv_states": {}} if family.leaves_keys else {}
     found["attention_mask"] = torch.empty(1, 1, 0, 0, device=META) if family.index_rotary else None
@@ -155,10 +154,10 @@ def _further_arguments(config: PretrainedConfig, num_tokens: int, dtype: torch.d
 
 
 def keeps_attention(config: PretrainedConfig, how: LayerForward) -> bool:
-    """Whether a layer that recomputes keeps the output of attention.
+    """Whether a layer with recomputation keeps the output of attention.
 
-    A compiled layer always does, since attention is an operator of its own in its graph. The graphs of mixtures, and of
-    layers with tiles, hold no recomputation.
+    A compiled layer always does, since attention is a separate operator in its graph. The graphs of mixtures, and of
+    layers with tiles, contain no recomputation.
     """
     in_graph = how.compiled and not FAMILIES[config.model_type].is_moe and how.mlp_tile is None
     return how.recomputed == "selective" or (how.recomputed in RECOMPUTE_ALL and in_graph)
@@ -171,7 +170,7 @@ def _attended(module: Any, family: Family, num_tokens: int, dtype: torch.dtype) 
 
 
 def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> PretrainedConfig:
-    """The config of a layer that is as wide as one tp rank's part of it."""
+    """Returns the config of a layer with the width of one tp rank's part."""
     values = config.to_dict()
     changed: dict[str, Any] = {}
     if parallel.tp > 1:
@@ -185,7 +184,8 @@ def _of_one_rank(config: PretrainedConfig, parallel: ParallelConfig) -> Pretrain
 def _one_layer(
     config: PretrainedConfig, layer: int, ep: int, how: LayerForward, num_tokens: int
 ) -> tuple[Any, tuple[Tensor, Tensor] | None]:
-    """The layer on the meta device, with stand-ins, and the rotary embedding of its tokens, if the model has any."""
+    """Builds the layer on the meta device with stand-ins, and the rotary embedding of its tokens, if the model has
+    any."""
     config, dtype = _first_layers(config, layer + 1), how.dtype
     with META:
         model = causal_model(config, dtype=dtype, attn_implementation=STAND_IN, experts_implementation=STAND_IN)
@@ -218,9 +218,9 @@ def _one_layer(
 
 
 def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
-    """The config with as few layers as are needed, for a large model takes a while to build.
+    """Returns the config with as few layers as needed, since building a large model is slow.
 
-    The last of them has full attention if the model has any: some classes insist on it, or change the last layer.
+    The last of them has full attention if the model has any: some classes require it, or modify the last layer.
     """
     values = config.to_dict()
     whole, kinds = config.num_hidden_layers, kinds_of_layers(config)
@@ -234,13 +234,13 @@ def _first_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
 
 
 def stand_in_norms(module: nn.Module) -> None:
-    """Gives a layer's norms (weight * x / rms(x)) a forward that keeps as much as the fused kernel does."""
+    """Replaces the forward of norms (weight * x / rms(x)) by one that saves as much as the fused kernel."""
     for norm in plain_norms(module):
         norm.forward = MethodType(lambda norm, hidden: _Norm.apply(hidden, norm.weight), norm)
 
 
 def _stand_in_elementwise(module: nn.Module) -> None:
-    """Makes a layer keep as much as a compiled one does."""
+    """Makes a layer save as much as a compiled one."""
     stand_in_norms(module)
     for name, part in module.named_modules():
         if name.endswith("act_fn"):
@@ -248,7 +248,7 @@ def _stand_in_elementwise(module: nn.Module) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operators made and that are still alive: now, and at most."""
+    """Tracks the current and peak bytes of live tensors created by operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _Norm(torch.autograd.Function):
-    """A norm that keeps its input and one number for each token, as the fused kernel does."""
+    """A norm that saves its input and one number per token, like the fused kernel."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _InPlace(torch.autograd.Function):
-    """An activation function of which nothing is kept but its input."""
+    """An activation function that saves nothing but its input."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class _InPlace(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """Activation and gate of experts, of which nothing is kept but the input."""
+    """Activation and gate of experts, saving nothing but the input."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -316,8 +316,8 @@ class _Gate(torch.autograd.Function):
 
 
 class _MeasuredAttention(torch.autograd.Function):
-    """Attention that keeps query, key, value, output and log-sum-exp. Under context parallelism, it keeps the keys and
-    values of both calls, or all of its share of the heads."""
+    """Attention that saves query, key, value, output and log-sum-exp; under context parallelism, the keys and values of
+    both calls, or everything for its share of the heads."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parallel: ParallelConfig) -> Tensor:
@@ -339,7 +339,7 @@ class _MeasuredAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Of both calls, keys and values apart and side by side, and of those of all tokens, which ranks then exchange.
+        # Gradients of both calls' keys and values, separate and concatenated, and of all tokens, which ranks exchange.
         whole = [gradients[0].new_empty(shape) for shape in ctx.gathered or ()]
         found = [gradients[0].new_empty(shape) for shape in ctx.shapes]
         del whole
@@ -356,8 +356,8 @@ def attention_stand_in(
     indices: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' signature, which keeps as much as a fused kernel does, and gradients of an index whose
-    indexer is trained."""
+    """Attention with transformers' signature that saves as much as a fused kernel, and computes gradients of an indexer
+    if it is trained."""
     output = _MeasuredAttention.apply(query, key, value, parallel)
     if isinstance(indices, KeyIndex) and indices.loss is not None:
         tensors = (indices.queries, indices.keys, indices.weights)
@@ -366,7 +366,7 @@ def attention_stand_in(
 
 
 class _Rule(torch.autograd.Function):
-    """Kernels of a token mixer, which keep their inputs and their output."""
+    """Kernels of a token mixer, which save their inputs and output."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -380,12 +380,12 @@ class _Rule(torch.autograd.Function):
 
 
 def _rule(*arguments: Any) -> Tensor:
-    """Stands in for the kernels of any token mixer, of queries, keys, values, other tensors and lengths."""
+    """Stands in for the kernels of any token mixer, which take queries, keys, values, other tensors, and lengths."""
     return _Rule.apply(*arguments[:-1])
 
 
 def _experts(compiled: bool, module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Makes the tensors of `experts_forward`, with a balanced load on the experts."""
+    """Creates the tensors of `experts_forward`, with a balanced load on the experts."""
     order = torch.empty(experts.numel(), dtype=torch.int64, device=META)
     slots = hidden[order]
     first = module.gate_up_proj if module.has_gate else module.up_proj

@@ -1,4 +1,4 @@
-"""Decides what the config leaves open of a step's memory, before the model is loaded."""
+"""Resolution of a config's `auto` memory settings before the model is loaded."""
 
 from collections.abc import Mapping
 
@@ -19,22 +19,17 @@ LEFT_OPEN = (
     ("memory", "offload_optimizer"),
     ("batch", "microbatch_tokens"),
 )
-"""Sections and keys of what a config may leave open of a step's memory."""
+"""Sections and keys that may be `auto`."""
 
 ON_CPU = 8192
-"""Capacity of microbatches on a CPU, where larger ones are no faster."""
+"""Microbatch capacity on a CPU, where larger ones are no faster."""
 
 
 def with_memory_decided(
     config: AnyRun, model: OpenedModel, further: Mapping[str, OpenedModel] | None = None
 ) -> tuple[AnyRun, str]:
-    """The config with every `auto` of a step's memory decided, and a line about it; empty if nothing was open. A
-    collective.
-
-    Args:
-        config: the run's config.
-        model: its checkpoint.
-        further: the checkpoints of the models beside it, by name.
+    """Resolves all `auto` memory settings of a step. Returns the config and a message about the choice, empty if
+    nothing was `auto`. `further` holds the checkpoints of the additional models, by name. A collective.
 
     Raises:
         InputError: no microbatch fits, or none with the longest completion.
@@ -44,7 +39,7 @@ def with_memory_decided(
         return config, ""
     if device.type != "cuda":
         return _on_cpu(config)
-    # The smallest device decides, for all ranks need the same.
+    # Use the smallest device, since all ranks need the same settings.
     own = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
     dist.all_reduce(own, op=dist.ReduceOp.MIN)
     described = config.model_copy(update={"model": model.model})
@@ -72,7 +67,7 @@ def _on_cpu(config: AnyRun) -> tuple[AnyRun, str]:
 
 
 def _line(asked: RunConfig, decided: RunConfig, fit: Fit) -> str:
-    """What was decided, with the figure."""
+    """Returns the message about the choice, with the planned memory."""
     chosen = [
         f"{section}.{key}={as_yaml(getattr(getattr(decided, section), key))}" for section, key in _left_open(asked)
     ]

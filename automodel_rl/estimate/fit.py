@@ -1,4 +1,4 @@
-"""What a config leaves open of a step's memory, decided together: the fastest that fits into a device."""
+"""Joint choice of a config's `auto` memory settings: the fastest that fit into a device."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -25,34 +25,35 @@ STEP = 1024
 """Capacities are multiples of this many tokens."""
 
 MOST_TOKENS = 2**17
-"""Largest capacity. Matrix products of so many tokens are as fast as they get."""
+"""Maximum capacity, with which matrix products reach their full speed."""
 
 ENOUGH_TOKENS = 2**13
-"""Capacity with which matrix products are nearly as fast as they get. Less memory for other things comes first."""
+"""Capacity with which matrix products nearly reach their full speed. Beyond it, avoiding memory savings takes
+precedence."""
 
 USED = 0.85
-"""Share of a device's memory that a step may fill if it is left open how. The rest is for libraries, gaps, and what the
-estimate leaves out."""
+"""Fraction of a device's memory that an `auto` step may fill. The rest is for libraries, fragmentation, and what the
+estimate does not cover."""
 
 MOST_IN_A_PIPELINE = 8192
-"""Largest capacity in a pipeline, which needs several microbatches for each of its ranks."""
+"""Maximum capacity in a pipeline, which needs several microbatches per rank."""
 
 MOST_BESIDE_A_GENERATOR = 2**15
-"""Largest capacity on a device where a generator keeps its memory while the model trains. Larger ones would be hardly
-faster, and leave nothing for what neither side has planned."""
+"""Maximum capacity on a device where a generator keeps its memory during training. Larger ones would be hardly faster,
+and leave no margin for unplanned memory."""
 
 RECOMPUTED: dict[Recomputed, float] = {"none": 1.0, "selective": 1.06, "full": 4 / 3, "offload": 1.4}
-"""Work of a step with recomputation, in units of a forward and a backward without it. Attention does not count."""
+"""Work of a step by kind of recomputation, relative to a forward and backward without it, ignoring attention."""
 
 LEFT_TO_AUTO: tuple[Recomputed, ...] = ("none", "selective", "full")
-"""What memory.activation_checkpointing=auto chooses among. It does not know the host's memory, which offload needs."""
+"""Choices of memory.activation_checkpointing=auto. It does not know the host memory that offload needs."""
 
 SHARDED: dict[Fsdp, float] = {"keep": 1.0, "reduce": 1.04, "reshard": 1.1}
-"""Time of a step by `parallel.fsdp`, in units of one that keeps weights gathered, measured with microbatches of 16,384
-tokens on two GPUs (benchmarks/README.md)."""
+"""Time of a step by `parallel.fsdp`, relative to keep, measured with microbatches of 16,384 tokens on two GPUs
+(benchmarks/README.md)."""
 
 OFFLOADED = 1.15
-"""Time of a step with `memory.offload_optimizer`, in units of one without. It depends on the tokens of a step."""
+"""Time of a step with `memory.offload_optimizer`, relative to one without. Depends on the tokens of a step."""
 
 GIB = 2**30
 
@@ -62,12 +63,12 @@ class Fit:
     """A way to run a step on a device.
 
     Attributes:
-        parallel, memory: the config's sections, with everything decided.
-        num_tokens: capacity of a microbatch; 0 if not even `STEP` fit.
+        parallel, memory: config sections with all settings resolved.
+        num_tokens: microbatch capacity; 0 if not even `STEP` fits.
         needed: tokens that a microbatch must hold.
         room: bytes that a step may fill.
         planned: bytes of a step on the fullest rank.
-        beside: bytes that a generator on the device and buffers of weight syncs have meanwhile.
+        beside: bytes of a generator on the device and of weight-sync buffers.
     """
 
     parallel: ParallelConfig
@@ -83,11 +84,11 @@ class Fit:
         return self.num_tokens >= self.needed and self.planned <= self.room
 
     def of(self, config: AnyRun) -> AnyRun:
-        """The config with what has been decided. If no microbatch fits, it has the smallest that is needed."""
+        """Returns the config with the resolved settings. If no microbatch fits, uses the smallest that is needed."""
         tokens = max(self.num_tokens, self.needed)
         batch = config.batch.model_copy(update={"microbatch_tokens": tokens})
         decided = {"parallel": self.parallel, "memory": self.memory, "batch": batch}
-        if config.components is not None:  # the language model's layout stands there, too
+        if config.components is not None:  # holds the language model's layout, too
             language = config.components.language.model_copy(update={"fsdp": self.parallel.fsdp})
             decided["components"] = config.components.model_copy(update={"language": language})
         return config.model_copy(update=decided)
@@ -96,17 +97,12 @@ class Fit:
 def fit_to_device(
     config: RunConfig, whole: PretrainedConfig, device_bytes: float, beside: ModelsBeside = NONE_BESIDE
 ) -> Fit:
-    """Decides `parallel.fsdp`, `memory.activation_checkpointing`, `memory.offload_optimizer` and
-    `batch.microbatch_tokens`, where they are `auto`.
+    """Resolves `parallel.fsdp`, `memory.activation_checkpointing`, `memory.offload_optimizer` and
+    `batch.microbatch_tokens` where they are `auto`.
 
-    The fastest way with which microbatches of a given capacity fit, or those of `ENOUGH_TOKENS`. If none allows that,
-    the one that allows the largest microbatches. Memory of encoders does not count.
-
-    Args:
-        config: the run's config.
-        whole: the Hugging Face config of the whole model.
-        device_bytes: memory of the device.
-        beside: the models beside this one.
+    Takes the fastest way in which microbatches of the given capacity fit, or those of `ENOUGH_TOKENS`; if there is
+    none, the way with the largest microbatches. Ignores the memory of encoders. `whole` is the Hugging Face config of
+    the whole model.
     """
     model = MemoryModel(language_config(whole), config.model, STEP, config.optimizer)
     tries: list[Fit] = []
@@ -119,7 +115,7 @@ def fit_to_device(
 
 
 def _ways(config: RunConfig, whole: PretrainedConfig) -> Iterator[tuple[ParallelConfig, MemoryConfig]]:
-    """Ways to run a step that the config allows and the table supports, the fastest first."""
+    """Yields ways to run a step that the config and the support table allow, fastest first."""
     fsdp, mode, offload = config.parallel.fsdp, config.memory.activation_checkpointing, config.memory.offload_optimizer
     modes: tuple[Recomputed, ...] = LEFT_TO_AUTO if mode == "auto" else (mode,)
     ways = itertools.product(
@@ -153,7 +149,7 @@ def _try(
     parallel: ParallelConfig,
     memory: MemoryConfig,
 ) -> Fit:
-    """A way with the capacity that the config gives, or the largest one that fits."""
+    """Evaluates a way with the configured capacity, or the largest that fits."""
     given = config.batch.microbatch_tokens
     longest = config.longest_sequence
     step = model.plan(parallel, memory, parallel.pp)
@@ -180,7 +176,8 @@ def _try(
 
 
 def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that fits; `most` if that is below `least`, and at least `least` else."""
+    """Returns the largest number from `least` to `most` that fits, assuming that `least` does; `most` if that is below
+    `least`."""
     while least < most:
         middle = (least + most + 1) // 2
         least, most = (middle, most) if fits(middle) else (least, middle - 1)
@@ -188,21 +185,15 @@ def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _peak(model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, num_tokens: int) -> int:
-    """Bytes of a step with microbatches of so many tokens: of several, whose gradients are summed, which takes more
+    """Peak bytes of a step with several microbatches of `num_tokens` tokens, whose accumulated gradients take more
     memory than those of one."""
     count = fill_up_to(2 * parallel.pp, parallel) if parallel.pp > 1 else 2
     return model.with_microbatches_of(num_tokens).plan(parallel, memory, count).peak
 
 
 def largest_microbatch(model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, num_bytes: float) -> int:
-    """The most tokens, a multiple of `STEP`, with which a step stays within `num_bytes` on every rank; 0 if none do.
-
-    Args:
-        model: the memory model; its own capacity does not count.
-        parallel: the layout.
-        memory: what is recomputed and offloaded.
-        num_bytes: bytes that a step may take.
-    """
+    """Returns the maximum number of tokens, a multiple of `STEP`, for which a step stays within `num_bytes` on every
+    rank; 0 if there is none. The capacity of `model` is ignored."""
 
     most = MOST_TOKENS // STEP if model.least(parallel, memory) <= num_bytes else 0
     return _largest(0, most, lambda steps: _peak(model, parallel, memory, steps * STEP) <= num_bytes) * STEP

@@ -1,4 +1,4 @@
-"""Memory of models beside the trained one: while that one computes, and while they do."""
+"""Memory of the additional models, while the trained model computes and while they do."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from automodel_rl.config.parallel import ParallelConfig
 from automodel_rl.estimate.memory import MemoryModel, RankMemory
 
 ANY_TOKENS = 1024
-"""Capacity of microbatches, on which what stays between forwards does not depend."""
+"""Arbitrary microbatch capacity, for memory that does not depend on it."""
 
 
 @dataclass(frozen=True)
 class ModelsBeside:
-    """The further models of a run.
+    """The additional models of a run.
 
     Attributes:
         asked: the models by name.
@@ -30,21 +30,12 @@ class ModelsBeside:
 
     @classmethod
     def of(cls, config: RunConfig, wholes: Mapping[str, PretrainedConfig]) -> "ModelsBeside":
-        """Those of a run.
-
-        Args:
-            config: the run's config.
-            wholes: the Hugging Face configs of the models by name.
-        """
+        """Returns the additional models of a run."""
         return cls(config.further_models, wholes)
 
     def lasting(self, parallel: ParallelConfig, memory: MemoryConfig) -> int:
-        """Bytes that they take on a rank while the trained model computes: weights, and moments of trained ones. Those
-        that wait in host memory take none.
-
-        Args:
-            parallel, memory: the run's.
-        """
+        """Bytes on a rank while the trained model computes: weights, and moments of trained models. Models in host
+        memory take none."""
         return sum(
             _kept(self._model(name, ANY_TOKENS), one, parallel, memory)
             for name, one in self.asked.items()
@@ -52,13 +43,13 @@ class ModelsBeside:
         )
 
     def busiest(self, parallel: ParallelConfig, memory: MemoryConfig, num_tokens: int, trained: RankMemory) -> int:
-        """The most bytes on a rank while one of them computes, besides what is lasting; 0 without any.
+        """Peak bytes on a rank while one of them computes, in addition to `lasting`; 0 without any.
 
         Args:
-            parallel, memory: the run's.
-            num_tokens: capacity of microbatches.
-            trained: the memory of the trained model. A frozen model computes beside its weights and moments; a trained
-                one that waits on the host has the device in turns with it.
+            parallel, memory: the run's sections.
+            num_tokens: microbatch capacity.
+            trained: memory of the trained model, whose weights and moments stay on the device, except when a trained
+                additional model takes turns with it.
         """
         found, resident = 0, trained.weights + trained.moments
         for name, one in self.asked.items():

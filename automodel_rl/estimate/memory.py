@@ -1,23 +1,23 @@
-"""Memory of every pipeline rank in one training step, from the sizes of tensors and the order of the schedule.
+"""Memory of every pipeline rank in a training step, from tensor sizes and the order of the schedule.
 
 Counted in bytes, for the first rank of each FSDP group (no rank has more):
-  weights        this rank's shards: master copies of what is trained, and what is frozen in the compute dtype
-  moments        the optimizer's moments of the trained shards
-  gathered       whole weights in the compute dtype. parallel.fsdp=keep and reduce: all, from the first forward to the
-                 end of the step, which saves all-gathers. reshard: those of the layer that computes and of the next
-                 one, twice, as messages and as weights, and the head. Frozen weights that are not sharded are gathered
-                 nowhere
-  gradients      sums over microbatches in the master dtype. keep: whole, for they are reduced over ranks once a step;
-                 with a single microbatch they are reduced at once, and only shards are kept. reduce, reshard: shards
-  activations    activations of microbatches between forward and backward, at the worst moment of the schedule
+  weights        this rank's shards: master copies of trained weights, and frozen weights in the compute dtype
+  moments        optimizer moments of the trained shards
+  gathered       full weights in the compute dtype. parallel.fsdp=keep and reduce: all, from the first forward to the
+                 end of the step, which saves all-gathers. reshard: those of the current and the next layer, twice, as
+                 messages and as weights, and the head. Frozen weights that are not sharded are never gathered
+  gradients      sums over microbatches in the gradient dtype. keep: unsharded, since they are reduced over ranks once
+                 per step; with a single microbatch they are reduced at once, and only shards are kept. reduce, reshard:
+                 shards
+  activations    activations of microbatches between forward and backward, at the peak of the schedule
   buffers        messages between stages that this rank waits for; received activations count as activations
   reference      the reference policy's weights in the compute dtype, with memory.reference=device
-One after the other, while activations are there:
+One at a time, while activations are held:
   head           logits of one chunk, gradients of a group of chunks, and the sum of the head's gradients if it is not
                  among gradients, or the copy of this sum that is reduced
-  backward       extra memory of one layer's backward, with the message that reduces the gradients of the head or of the
-                 layer before, or of the reduction of one layer's gradients
-When no activations are left:
+  backward       additional memory of one layer's backward, with the message that reduces the gradients of the head or
+                 of the previous layer, or of the reduction of one layer's gradients
+Once no activations are left:
   last           the message that reduces the gradients of the embedding
 """
 
@@ -58,12 +58,13 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one pipeline rank, by the parts that the text of this file describes.
+    """Bytes on one pipeline rank, by the parts described at the top of this file.
 
     Attributes:
-        shards_at_once: whether gradients come while activations go, layer by layer, as with a single microbatch.
-        lets_go: whether gathered weights go likewise, as those do then that had stayed until the end of the step.
-        optimizer: weights, moments and reduced gradients in the optimizer step, if moments come from the host for it.
+        shards_at_once: whether gradients are reduced layer by layer while activations are freed, as with one
+            microbatch.
+        lets_go: whether gathered weights are also freed layer by layer, rather than at the end of the step.
+        optimizer: weights, moments and reduced gradients in the optimizer step if moments are offloaded.
     """
 
     weights: int
@@ -82,8 +83,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The most memory in use at one time. With one microbatch, gradients take the place of activations, and of
-        gathered weights."""
+        """Peak memory. With one microbatch, gradients replace activations and gathered weights."""
         lasting = self.weights + self.moments + self.buffers + (0 if self.lets_go else self.gathered)
         both = (self.gradients, self.activations + (self.gathered if self.lets_go else 0))
         in_backward = (max(both) if self.shards_at_once else sum(both)) + max(self.head, self.backward)
@@ -95,12 +95,12 @@ class StepPlan:
     """The plan of one training step on a layout.
 
     Attributes:
-        layers: number of layers of every stage.
-        stage_weights: number of parameters of every stage, before any sharding.
-        ranks: memory of every pipeline rank.
+        layers: number of layers of each stage.
+        stage_weights: number of parameters of each stage, before any sharding.
+        ranks: memory of each pipeline rank.
         largest_gather: bytes of the largest all-gather.
-        timeline: the schedule's timeline, with stages weighed by their work.
-        host: bytes of activations in the host memory of the fullest rank.
+        timeline: the schedule's timeline, with stages weighted by their work.
+        host: bytes of activations in host memory on the fullest rank.
     """
 
     layers: tuple[int, ...]
@@ -117,17 +117,17 @@ class StepPlan:
 
 
 class MemoryModel:
-    """Plans layouts of one model. Everything that depends on the model alone is computed once.
+    """Plans layouts for a model. Everything that depends on the model alone is computed once.
 
     Args:
-        whole: the config of the whole model. Of a multimodal model it plans the language model.
-        model: the config section with its precision and adapters.
-        microbatch_tokens: capacity of a microbatch in tokens.
-        optimizer: the optimizer's config.
+        whole: config of the whole model. Of a multimodal model, only the language model is planned.
+        model: config section with precision and adapters.
+        microbatch_tokens: microbatch capacity in tokens.
+        optimizer: config of the optimizer.
 
     Attributes:
         parameters: number of parameters.
-        active_parameters: number of those that one token is multiplied with.
+        active_parameters: number of parameters used per token.
         values: the config as a dictionary.
     """
 
@@ -149,7 +149,7 @@ class MemoryModel:
         shapes = {name: p.shape for name, p in self._model.named_parameters(remove_duplicate=False)}
         self._moment_bytes = {name: names.value_bytes(gradient, shapes[name]) for name, names in states.items()}
         self._base = formats_of_base(self._model, model.lora, self._description.quantization)
-        # In a pipeline a tied head has a weight of its own.
+        # In a pipeline a tied head has a separate weight.
         self._whole = list(parameter_sizes(self._model, ParallelConfig(pp=2), self._base))
         self.parameters = sum(size.gathered for size in self._whole)
         frozen = [size for size in self._whole if not size.is_trained]
@@ -164,24 +164,19 @@ class MemoryModel:
         self._activations: Callable[..., LayerActivations] = cache(partial(layer_activations, config))
 
     def with_microbatches_of(self, num_tokens: int) -> "MemoryModel":
-        """The same model with microbatches of another capacity."""
+        """Returns the same model with another microbatch capacity."""
         other = copy.copy(self)
         other.microbatch_tokens = num_tokens
         return other
 
     def copy_bytes(self, step: "StepPlan", adapters_alone: bool) -> int:
-        """Bytes of a generator's whole copy of the model. One that gets adapters alone has the trainer's base.
-
-        Args:
-            step: a plan of a step of this model.
-            adapters_alone: whether generators get adapters alone.
-        """
+        """Bytes of a generator's full copy of the model, with the trainer's base if it receives adapters alone."""
         plain = sum(step.stage_weights) * self.compute
         spared = sum(size.gathered * (self.compute - self._kept(size)) for size in self._whole)
         return plain - round(spared) if adapters_alone else plain
 
     def least(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
-        """Bytes that a rank needs at least for weights, moments and sums of gradients of several microbatches."""
+        """Lower bound of a rank's bytes for weights, moments and accumulated gradients."""
         whole = self.parameters / (parallel.pp * parallel.tp * parallel.ep)
         trained, sharded = self._trained_share * whole, parallel.expert_ranks / parallel.ep
         moments = 0.0 if memory.offloads_optimizer else trained * self._mean_moment_bytes
@@ -192,16 +187,16 @@ class MemoryModel:
         return gathered + shards + gradients * self.gradient
 
     def least_activations(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
-        """Bytes that the fullest rank of a supported layout needs at least for activations of several microbatches. The
-        first rank of a pipeline holds those of as many microbatches as there are ranks."""
+        """Lower bound of the bytes for activations of several microbatches on the fullest rank of a supported layout.
+        The first rank of a pipeline holds those of as many microbatches as there are ranks."""
         how, layers = self._how(parallel, memory), self.config.num_hidden_layers
-        kept = min(self._of_layer(layer, parallel, how).kept for layer in (0, layers - 1))  # of two kinds, if there are
+        kept = min(self._of_layer(layer, parallel, how).kept for layer in (0, layers - 1))  # kinds of layers may differ
         if memory.recomputed == "offload":
             return ON_DEVICE * kept
         return kept * (layers // parallel.pp if SCHEDULES[parallel.schedule].is_v else layers)
 
     def plan(self, parallel: ParallelConfig, memory: MemoryConfig, num_microbatches: int) -> StepPlan:
-        """The plan of a step on one layout, with so many microbatches on each data rank."""
+        """Plans a step on one layout, with `num_microbatches` on each data rank."""
         layers = layers_per_stage(self.config.num_hidden_layers, parallel)
         stages = stage_parameters(list(parameter_sizes(self._model, parallel, self._base)), layers)
         how = self._how(parallel, memory)
@@ -211,8 +206,8 @@ class MemoryModel:
             float(sum(a.kept for a in of_layer[end - count : end])) for count, end in zip(layers, ends, strict=True)
         ]
         held = [float(self._message(parallel) if stage else 0) for stage in range(len(layers))]
-        if self._model_config.mtp is not None:  # a layer like the last one, and what is beside it, each [t, H]:
-            # embeddings, two that are joined, and final states of model and layer with gradients of both
+        if self._model_config.mtp is not None:  # a layer like the last one, and tensors [t, H] around it:
+            # embeddings, two that are concatenated, and final states of model and layer with gradients of both
             kept[-1] += of_layer[-1].kept
             held[-1] += 7 * self._message(parallel) // 2
         offloads = memory.recomputed == "offload"
@@ -290,33 +285,29 @@ class MemoryModel:
         return 4 * max(map(_largest_layer, units)) + tied
 
     def _gathered_bytes(self, size: ParameterSize) -> int:
-        """Bytes of the copy of a parameter that a step gathers."""
+        """Bytes of the gathered copy of a parameter."""
         return round(size.gathered * self._kept(size)) if size.is_gathered else 0
 
     def _kept(self, size: ParameterSize) -> float:
-        """Bytes of a value of a parameter as layers use it."""
+        """Bytes per value of a parameter as layers use it."""
         return FORMATS[size.kept_in].value_bytes if size.kept_in else self.compute
 
     def _message(self, parallel: ParallelConfig) -> int:
-        """Bytes of a message between stages, with the embeddings of next tokens if the MTP layer is trained."""
+        """Bytes of a message between stages, including the embeddings of next tokens if the MTP layer is trained."""
         tokens = self._tokens(parallel) // (parallel.tp if parallel.sequence_parallel else 1)
         copies = 1 if self._model_config.mtp is None else 2
         return copies * tokens * self.config.hidden_size * self.compute
 
     def _buffers(self, indices: Sequence[int], parallel: ParallelConfig) -> int:
-        """Bytes of receive buffers: of the gradient that is used and the next one, and of the next activation. Those in
-        use until a backward count as activations."""
+        """Bytes of receive buffers: for the current and the next gradient, and for the next activation. Buffers in use
+        until a backward count as activations."""
         received = sum((stage > 0) + 2 * (stage < parallel.num_stages - 1) for stage in indices)
         return received * self._message(parallel)
 
     def _head(self, parallel: ParallelConfig, trained: int, sums_whole: bool) -> int:
-        """Bytes while the head works, or its gradients are reduced.
-
-        Args:
-            parallel: the layout.
-            trained: the head's parameters on a rank; 0 if it is frozen.
-            sums_whole: whether the sum of its gradients is among the sums of a step.
-        """
+        """Peak bytes while the head computes, or its gradients are reduced. `trained` is the number of its trained
+        parameters on a rank; `sums_whole` whether their gradient sum is already counted among the gradients of a
+        step."""
         vocab, hidden, tokens = self.config.vocab_size // parallel.tp, self.config.hidden_size, self._tokens(parallel)
         logits = min(block_sizes.head_bytes, tokens * vocab * self.gradient)
         of_logits = min(block_sizes.head_group * logits, tokens * vocab * self.gradient) * self.compute // self.gradient
@@ -330,7 +321,7 @@ class MemoryModel:
         return -(-self.microbatch_tokens // parallel.cp)
 
     def _of_layer(self, layer: int, parallel: ParallelConfig, how: LayerForward) -> LayerActivations:
-        """A layer's memory. Layers of the same kind are measured once."""
+        """Memory of a layer. Layers of the same kind are measured once."""
         first_mixture = self.values.get("first_k_dense_replace") or 0
         types = kinds_of_layers(self.config) or [""] * (layer + 1)
         kinds = [(number >= first_mixture, kind) for number, kind in enumerate(types)]
@@ -345,12 +336,12 @@ class MemoryModel:
         return self._activations(like, self._tokens(parallel), axes, how)
 
     def recomputes_attention(self, parallel: ParallelConfig, memory: MemoryConfig) -> bool:
-        """Whether attention is computed again in the backward."""
+        """Whether attention is recomputed in the backward."""
         how = self._how(parallel, memory)
         return how.recomputed != "none" and not keeps_attention(self.config, how)
 
     def _how(self, parallel: ParallelConfig, memory: MemoryConfig) -> LayerForward:
-        """How layers compute on CUDA."""
+        """Returns how layers compute on CUDA."""
         asked = Combination(self._description, self._model_config, parallel, memory)
         compiled = are_compiled(asked, torch.device("cuda"), self._dtype)
         trains_indexer = self._model_config.indexer is not None
@@ -361,8 +352,8 @@ class MemoryModel:
 def _units(
     stage: list[ParameterSize], measure: Callable[[ParameterSize], int] = lambda size: size.gathered
 ) -> dict[tuple[int | None, str], int]:
-    """The sum of a measure, by default of gathered elements, in every FSDP unit: each layer, its experts if they are a
-    unit of their own, embedding and head if they are not tied, and the rest."""
+    """Sums a measure, by default gathered elements, over each FSDP unit: each layer, its experts if they are a separate
+    unit, embedding and head if they are not tied, and the rest."""
     units: dict[tuple[int | None, str], int] = {}
     layer_fsdp = max(size.fsdp_size for size in stage)
     is_untied = HEAD in (size.name for size in stage)
@@ -382,7 +373,7 @@ def _largest_layer(units: dict[tuple[int | None, str], int]) -> int:
 
 
 def _active(size: ParameterSize, config: PretrainedConfig) -> float:
-    """The number of a parameter's weights that one token is multiplied with."""
+    """Number of a parameter's weights that are used per token."""
     if size.name.startswith("model.embed_tokens"):
         return 0.0
     if ".experts." in size.name:

@@ -36,12 +36,11 @@ class ParameterSize:
     """One parameter.
 
     Attributes:
-        name: the parameter's name in the model.
-        layer: number of its layer; None for embedding, final norm and head.
-        shape: its shape on a rank before FSDP shards it.
+        name: name in the model.
+        layer: index of its layer; None for embedding, final norm and head.
+        shape: shape on a rank before FSDP shards it.
         fsdp_size: number of ranks over which FSDP shards it.
-        is_trained: False if it is frozen.
-        kept_in: the format of a frozen parameter that is kept in few bits; empty for others.
+        kept_in: storage format of a frozen parameter kept in few bits; otherwise empty.
     """
 
     name: str
@@ -53,23 +52,23 @@ class ParameterSize:
 
     @property
     def gathered(self) -> int:
-        """Elements on a rank while a step runs."""
+        """Elements on a rank when gathered."""
         return prod(self.shape)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a step needs a copy of the parameter. Frozen weights that one rank has whole are used as they are."""
+        """Whether a step needs a gathered copy. Unsharded frozen weights are used in place."""
         return self.is_trained or self.fsdp_size > 1
 
     @property
     def largest_shard(self) -> int:
-        """Elements that the first rank of an FSDP group keeps; no rank keeps more."""
+        """Elements on the first rank of an FSDP group; no rank has more."""
         return -(-self.shape[0] // self.fsdp_size) * prod(self.shape[1:])
 
 
 def causal_model(config: PretrainedConfig, **options: Any) -> Any:
-    """A causal language model, even if transformers has it only as a part of another model; with its linear head if the
-    config is a sequence classifier's."""
+    """Builds a causal language model, even if transformers has it only as a part of another model; with a linear head
+    if the config is a sequence classifier's."""
     if config.model_type in TEXT_FAMILIES:
         model = AutoModelForCausalLM.from_config(config, **options)
         if is_classifier(config):
@@ -86,14 +85,8 @@ def causal_model(config: PretrainedConfig, **options: Any) -> Any:
 
 
 def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: ModelConfig) -> list[Any]:
-    """The language model and the encoders of a multimodal model, on the meta device, with adapters if the config has
-    them, and with what is frozen.
-
-    Args:
-        config: the config of the whole model.
-        dtype: the dtype of the parameters.
-        model_config: the config section with adapters and frozen parts.
-    """
+    """Builds the language model and the encoders, if any, on the meta device, with the adapters and frozen parts of
+    `model_config`. `config` is that of the whole model."""
     lora = model_config.lora
     if multimodal_family(config) is None:
         with torch.device("meta"):
@@ -120,13 +113,8 @@ def empty_parts(config: PretrainedConfig, dtype: torch.dtype, model_config: Mode
 def parameter_sizes(
     model: Any, parallel: ParallelConfig, base: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[ParameterSize]:
-    """The size of every parameter on one rank. In a pipeline, a tied head counts as a parameter of its own.
-
-    Args:
-        model: the model, on the meta device.
-        parallel: the layout.
-        base: formats of the weights that are kept in few bits, by name.
-    """
+    """Yields the size of every parameter of a model on the meta device, on one rank. In a pipeline, a tied head counts
+    as a separate parameter. `base` holds the formats of weights kept in few bits, by name."""
     tied = model.config.tie_word_embeddings
     plan = FAMILIES[model.config.model_type].whole_tp_plan(model.config.base_model_tp_plan)
     for name, parameter in model.named_parameters(remove_duplicate=not (tied and parallel.pp > 1)):
@@ -144,17 +132,12 @@ def parameter_sizes(
 
 
 STORED = {"nf4": "nf4", "mxfp4": "mxfp4", "fp8": "fp8_e4m3"}
-"""Formats in which checkpoints of a quantization have weights."""
+"""Storage format of weights by the checkpoint's quantization."""
 
 
 def formats_of_base(model: Any, lora: LoraConfig | None, quantization: str) -> dict[str, str]:
-    """Formats of the weights that are kept in few bits, by name, as far as config.json tells.
-
-    Args:
-        model: the model, on the meta device.
-        lora: the adapters' config, which says how the base is kept; None if there are no adapters.
-        quantization: the checkpoint's quantization.
-    """
+    """Returns the formats of weights kept in few bits, by name, as far as config.json tells. `quantization` is that of
+    the checkpoint."""
     if lora is None or lora.base == "plain":
         return {}
     if lora.base != "stored":
@@ -166,11 +149,12 @@ def formats_of_base(model: Any, lora: LoraConfig | None, quantization: str) -> d
 
 
 PLAIN = ("modules_to_not_convert", "ignore", "llm_int8_skip_modules")
-"""Keys of a quantization's settings that name modules which are not quantized."""
+"""Keys of quantization settings that list unquantized modules."""
 
 
 def _patterns_of_plain(config: dict[str, Any]) -> list[re.Pattern[str]]:
-    """Patterns of names of weights that config.json says are not quantized: names with *, or expressions after re:."""
+    """Returns patterns of the weight names that config.json lists as unquantized, given as names with *, or as regular
+    expressions after re:."""
     settings = config.get("quantization_config") or {}
     entries = [entry for key in PLAIN for entry in settings.get(key) or ()]
     bodies = [entry[3:] if entry.startswith("re:") else re.escape(entry).replace(r"\*", "[^.]*") for entry in entries]
@@ -178,7 +162,7 @@ def _patterns_of_plain(config: dict[str, Any]) -> list[re.Pattern[str]]:
 
 
 def _split_dim(name: str, plan: dict[str, str]) -> int | None:
-    """The dim along which tensor parallelism cuts a parameter; None if it does not."""
+    """Returns the dim along which tensor parallelism splits a parameter; None if it does not."""
     module, _, kind = name.rpartition(".")
     if is_adapter(name):
         layer, _, side = module.rpartition(".")
@@ -191,14 +175,14 @@ def _split_dim(name: str, plan: dict[str, str]) -> int | None:
 
 
 def split_dim(style: str | None, kind: str) -> int | None:
-    """The dim along which a module's weight or bias is cut; None if it is not."""
+    """Returns the dim along which a module's weight or bias is split; None if it is not."""
     if style in (COLUMNS, BY_HEADS, WIDE_NORM):
         return 0
     return 1 if style == ROWS and kind == "weight" else None
 
 
 def stage_parameters(sizes: list[ParameterSize], layers: tuple[int, ...]) -> list[list[ParameterSize]]:
-    """The parameters of every stage. The first stage has the embedding, the last one the final norm, head and
+    """Returns the parameters of each stage. The first stage has the embedding, the last one the final norm, head and
     MTP layer."""
     stage_of_layer = [stage for stage, count in enumerate(layers) for _ in range(count)]
     stage_of_layer.append(len(layers) - 1)  # the MTP layer

@@ -1,4 +1,4 @@
-"""Memory of a rank's device in the phases of a step besides training: rollouts, and weight syncs before them."""
+"""Device memory of a rank outside training: in rollouts, and in the weight syncs before them."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from automodel_rl.config.rollout import LARGEST_BUFFER
 from automodel_rl.estimate.memory import RankMemory
 
 ASLEEP = 2 * 2**30
-"""Bytes that a vLLM has beside its weights and cache, also while it sleeps: its CUDA context, graphs and communicators.
+"""Bytes of a vLLM instance besides weights and cache, even asleep: its CUDA context, graphs and communicators.
 Measured: 1.3 GiB on one GPU."""
 
 USABLE_IN_ROLLOUTS = 0.97
-"""Share of a device's memory that rollouts may fill. vLLM's share of it is a limit that it keeps by itself."""
+"""Fraction of a device's memory that rollouts may fill. vLLM enforces its own share by itself."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class RolloutPhases:
     """Bytes on a rank's device, by phase.
 
     Attributes:
-        beside_training: the generator's part and the buffers of weight syncs while the model trains.
-        weight_sync: everything while the generator gets weights.
-        rollout: everything while the generator writes.
-        shares_memory: whether a generator keeps its memory of the device while the model trains.
+        beside_training: generator and weight-sync buffers during training.
+        weight_sync: total during a weight sync.
+        rollout: total during generation.
+        shares_memory: whether a generator keeps its device memory during training.
     """
 
     beside_training: float = 0
@@ -35,12 +35,12 @@ class RolloutPhases:
 
     @property
     def peak(self) -> float:
-        """The most bytes in use outside of training."""
+        """Peak bytes outside training."""
         return max(self.weight_sync, self.rollout)
 
 
 def has_adapters_alone(config: RunConfig) -> bool:
-    """Whether a run's generators get adapters alone."""
+    """Whether a run's generators receive adapters alone."""
     run = config.generation
     return run is not None and run.weight_sync.adapters == "alone"
 
@@ -53,15 +53,15 @@ def rollout_phases(
     device_bytes: float,
     lasting: float = 0,
 ) -> RolloutPhases:
-    """The phases of a run that generates; all 0 for others.
+    """Returns the phases of a run that generates; all 0 for others.
 
     Args:
         config: the run's config.
-        language: the Hugging Face config of the language model.
-        model_bytes: bytes of a generator's whole copy of the model.
-        rank: the memory of training on the rank.
+        language: Hugging Face config of the language model.
+        model_bytes: bytes of a generator's full copy of the model.
+        rank: training memory of the rank.
         device_bytes: memory of the device.
-        lasting: bytes of models beside the trained one that stay on the device.
+        lasting: bytes of additional models that stay on the device.
     """
     run = config.generation
     if run is None:
@@ -92,7 +92,7 @@ def rollout_phases(
 
 
 def _buffers(config: RolloutRunConfig, language: PretrainedConfig, model_bytes: int) -> float:
-    """Bytes of the buffers of weight syncs. vLLM gets whole tensors, of which the embedding is the largest."""
+    """Bytes of weight-sync buffers. vLLM receives whole tensors, the largest of which is the embedding."""
     sync = config.weight_sync
     size = LARGEST_BUFFER if sync.buffer_mib == "auto" else sync.buffer_mib * 2**20
     if config.rollout.generator.runs_vllm and not (config.model.lora and sync.adapters == "alone"):

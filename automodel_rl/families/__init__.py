@@ -1,1 +1,1 @@
-"""What this package must know of model families and is not in their configs: the only room that names families."""
+"""Facts about model families that are not in their configs. The only room that names families."""

@@ -1,7 +1,7 @@
-"""Encoders of audio: log-mel spectrograms in, embeddings of the language model out.
+"""Audio encoders: from log-mel spectrograms to embeddings of the language model.
 
-Those that are here come from Whisper's (arXiv:2212.04356, section 2.2) with a pooling of two after it. What differs is
-in the files of their families.
+The supported ones derive from Whisper's (arXiv:2212.04356, section 2.2), followed by a pooling of two. Their
+differences are in the files of their families.
 """
 
 from abc import abstractmethod
@@ -24,10 +24,10 @@ Number = TypeVar("Number", int, Tensor)
 
 @dataclass(frozen=True, kw_only=True)
 class AudioEncoder(EncoderFamily):
-    """An encoder whose tokens are each the mean of two positions of its layers, and a position is of two frames.
+    """An encoder in which a token is the mean of two positions, and a position covers two frames.
 
     Attributes:
-        reader: reads files of audio.
+        reader: reader of audio files.
     """
 
     component: ClassVar[EncoderName] = "audio"
@@ -35,30 +35,21 @@ class AudioEncoder(EncoderFamily):
 
     @property
     def least_tokens(self) -> int:
-        """Fewest tokens of a clip: transformers takes a single one for a prompt whose clips are not expanded."""
+        """Minimum tokens of a clip: transformers takes a single one for a prompt whose clips are not expanded."""
         return 2
 
     @property
     def least_frames(self) -> int:
-        """The fewest frames of a clip with `least_tokens`."""
+        """Minimum frames of a clip with `least_tokens`."""
         return 4 * self.least_tokens - 1
 
     def num_tokens(self, num_frames: int) -> int:
-        """Number of tokens of a clip.
-
-        Args:
-            num_frames: frames of its spectrogram, without those of silence that fill it up.
-        """
+        """Returns the number of tokens of a clip with `num_frames` frames, silent padding excluded."""
         return (positions_of(num_frames) - 2) // 2 + 1
 
     @abstractmethod
     def spectrogram(self, config: PretrainedConfig, num_frames: int) -> tuple[int, int]:
-        """Mels and frames of a clip's spectrogram.
-
-        Args:
-            config: the config of the whole model.
-            num_frames: frames of the clip itself.
-        """
+        """Returns the mels and frames of the spectrogram of a clip with `num_frames` frames, including any padding."""
 
     def blank(self, config: PretrainedConfig) -> Audio:
         frames = self.least_frames
@@ -82,7 +73,7 @@ class AudioEncoder(EncoderFamily):
 
     def random(self, config: PretrainedConfig, generator: torch.Generator) -> dict[str, Callable[[], Media]]:
         def clip() -> Audio:
-            """Noise stands also in the place of the silence that fills a clip up."""
+            """The silent padding is also filled with noise."""
             shortest = self.least_frames
             longest = min(shortest + 12, self.spectrogram(config, shortest + 12)[1])
             num_frames = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
@@ -96,11 +87,11 @@ class AudioEncoder(EncoderFamily):
 
 
 def frames_of(item: Media) -> int:
-    """Frames of a clip, without those of silence that fill it up."""
+    """Frames of a clip, silent padding excluded."""
     assert isinstance(item, Audio)
     return item.num_frames
 
 
 def positions_of(num_frames: Number) -> Number:
-    """Number of positions of the encoder's layers: the second convolution takes every other frame."""
+    """Number of positions in the encoder's layers: the second convolution has stride 2."""
     return (num_frames - 1) // 2 + 1

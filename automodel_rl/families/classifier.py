@@ -1,7 +1,7 @@
-"""Models with a linear head in place of the vocabulary's, as reward models and critics are: transformers' sequence
+"""Models with a linear head rather than the vocabulary's, such as reward models and critics: transformers' sequence
 classifiers.
 
-In the model the head stays `lm_head`; in files it is `score.weight` [labels, H], and there is no bias.
+The head is `lm_head` in the model and `score.weight` [labels, H] in files, without a bias.
 """
 
 import copy
@@ -15,33 +15,22 @@ from automodel_rl.families.text import TEXT_FAMILIES
 HEAD_IN_MODEL, HEAD_IN_FILES = "lm_head.weight", "score.weight"
 
 ENDING = "ForSequenceClassification"
-"""End of the names of transformers' classes."""
+"""Suffix of transformers' class names."""
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether a config is of a sequence classifier.
-
-    Args:
-        config: the config of the whole model.
-    """
+    """Whether the config of a whole model is that of a sequence classifier."""
     return any(name.endswith(ENDING) for name in config.architectures or ())
 
 
 def classifier_families() -> list[str]:
-    """The families that can have a linear head, by the `model_type` of their configs."""
+    """Families that support a linear head, by the `model_type` of their configs."""
     return [name for name in TEXT_FAMILIES if name in CLASSES]
 
 
 def as_classifier(config: PretrainedConfig, num_labels: int) -> PretrainedConfig:
-    """The config of the sequence classifier with the body of another model.
-
-    Args:
-        config: the config of a text model.
-        num_labels: number of the head's outputs.
-
-    Raises:
-        InputError: transformers has no such class for the family, so that nobody could load what is trained.
-    """
+    """Converts the config of a text model to that of a sequence classifier with `num_labels` outputs. Raises InputError
+    if transformers has no such class, so that the trained model could not be loaded."""
     name = CLASSES.get(config.model_type) if config.model_type in TEXT_FAMILIES else None
     if name is None:
         raise InputError(
@@ -51,6 +40,6 @@ def as_classifier(config: PretrainedConfig, num_labels: int) -> PretrainedConfig
     classifier = copy.deepcopy(config)
     classifier.architectures = [name]
     classifier.num_labels = num_labels
-    classifier.problem_type = "regression"  # or vLLM gives the sigmoid of a single score
-    classifier.tie_word_embeddings = False  # its head has nothing to be tied to
+    classifier.problem_type = "regression"  # otherwise vLLM applies a sigmoid to a single score
+    classifier.tie_word_embeddings = False  # the new head is not the embedding
     return classifier

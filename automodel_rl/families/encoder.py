@@ -1,7 +1,7 @@
-"""The interface of a family of encoders: all that the rest of the package asks of one.
+"""The interface of encoder families for the rest of the package.
 
-A family of encoders that takes its media in a form that is here already is an object of that form's class
-(one_size_images.py, row_images.py, patch_images.py, audio.py). Another form is a class of its own.
+A family whose media have an already supported form is an instance of that form's class (one_size_images.py,
+row_images.py, patch_images.py, audio.py). Other forms need a new class.
 """
 
 import math
@@ -22,16 +22,16 @@ from automodel_rl.media.images import ImageReader
 from automodel_rl.media.videos import VideoReader
 
 MediaReader = ImageReader | VideoReader | AudioReader
-"""Reads one kind of media: a call gives an item whose file is not read yet."""
+"""Reader of one kind of media. Calling it returns an item whose file content is read later."""
 
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """What readers of media must know besides the checkpoint.
+    """Settings of media readers that are not in the checkpoint.
 
     Attributes:
-        pixels: the fewest and the most pixels of an image, or of a video's frame; None for what the checkpoint says.
-        breaks: ids of the tokens that end a row of an image, and an image, for a model whose images have rows.
+        pixels: minimum and maximum pixels of an image or of a video's frame; None for the checkpoint's limits.
+        breaks: ids of the tokens that end a row of an image, and an image, for models with row breaks.
     """
 
     pixels: tuple[int | None, int | None] = (None, None)
@@ -39,31 +39,31 @@ class ReadingOptions:
 
 
 DEFAULTS = ReadingOptions()
-"""What the checkpoint says, and no rows."""
+"""The checkpoint's limits, without row breaks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFamily(ABC):
-    """One family of encoders. Names of modules are those below the model's part with the encoder.
+    """A family of encoders. Module names are relative to the part of the model that contains the encoder. Methods take
+    the `config` of the whole model.
 
     Attributes:
-        component: the component that it is, "vision" or "audio".
-        model_types: the `model_type`s that its config may have.
-        title: its name in messages.
-        modules: all modules of the encoder with its projectors.
-        projectors: the modules that make embeddings of the language model; what comes before them is the encoder
-            proper.
-        tp_plan: how the encoder's linear layers split over tp, by the last two parts of their name; empty if they do
-            not.
-        bare_matrices: parameters [inputs, outputs] that inputs are multiplied with, and that belong to no linear layer.
-        bare_tables: parameters whose rows are looked up, and that belong to no embedding.
-        varlen_module: the module whose layers get bounds of segments, so that one call can compute attention for images
-            or clips of different sizes; empty if there is none.
-        computes_in_fp32: whether parts of it compute in fp32 whatever the dtype, so that float64 is not exact.
-        breaks: the tokens that end a row of an image, and an image; None if images have no rows.
+        component: "vision" or "audio".
+        model_types: possible `model_type`s of its config.
+        title: name in messages.
+        modules: all modules of the encoder and its projectors.
+        projectors: modules that compute embeddings of the language model; the rest is the encoder proper.
+        tp_plan: tensor-parallel styles of the encoder's linear layers by the last two parts of their name; empty if
+            unsupported.
+        bare_matrices: parameters [inputs, outputs] that multiply inputs outside any linear layer.
+        bare_tables: lookup tables outside any embedding.
+        varlen_module: module that passes segment boundaries to its layers, so that one attention call handles images or
+            clips of different sizes; empty if there is none.
+        computes_in_fp32: whether parts always compute in fp32, so that float64 is not exact.
+        breaks: tokens that end a row of an image, and an image; None without row breaks.
         takes_one: whether a forward takes a single item.
-        reads_videos: whether it reads videos.
-        has_pixel_limits: whether the image processor has limits for the pixels of an image.
+        reads_videos: whether it supports videos.
+        has_pixel_limits: whether the image processor limits the pixels of an image.
     """
 
     component: ClassVar[EncoderName]
@@ -83,40 +83,31 @@ class EncoderFamily(ABC):
 
     @property
     def reads_videos(self) -> bool:
-        """Whether it reads videos."""
         return False
 
     def tp_style(self, layer: str) -> str | None:
-        """How a linear layer splits over tp, by its name; None if it does not."""
+        """Returns the tensor-parallel style of a linear layer; None if it is not split."""
         return dict(self.tp_plan).get(".".join(layer.split(".")[-2:]))
 
     def num_deepstack(self, config: PretrainedConfig) -> int:
-        """Number of the language model's first layers after which features of an earlier encoder layer are added to
-        image tokens (DeepStack, arXiv:2406.04334); 0 for most encoders.
-
-        Args:
-            config: the config of the whole model.
-        """
+        """Returns the number of initial language-model layers after which features of earlier encoder layers are added
+        to image tokens (DeepStack, arXiv:2406.04334); usually 0."""
         del config
         return 0
 
     def both_ways(self, config: PretrainedConfig) -> BothWays:
-        """The layers of the language model in which tokens of an item see each other both ways.
-
-        Args:
-            config: the config of the whole model.
-        """
+        """Returns the language-model layers in which the tokens of an item attend to each other in both directions."""
         del config
         return "nowhere"
 
     @abstractmethod
     def encode(self, model: Any, config: PretrainedConfig, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
-        """Embeddings of the tokens of all items, in order.
+        """Computes the embeddings of the tokens of all items, in order.
 
         Args:
-            model: transformers' inner model without its language model and without other encoders.
-            config: the config of the whole model.
-            loaded: what `Media.load` gives, on the device and in the compute dtype; of a single one if `takes_one`.
+            model: transformers' inner model without its language model and other encoders.
+            config: config of the whole model.
+            loaded: results of `Media.load`, on the device and in the compute dtype; a single one if `takes_one`.
             media: the items.
 
         Returns:
@@ -125,68 +116,34 @@ class EncoderFamily(ABC):
 
     @abstractmethod
     def blank(self, config: PretrainedConfig) -> Media:
-        """The smallest item. A rank of the encoder without any encodes it to join its peers' collectives.
-
-        Args:
-            config: the config of the whole model.
-        """
+        """Returns the smallest item, which encoder ranks without media encode to join the collectives of others."""
 
     @abstractmethod
     def shape(self, config: PretrainedConfig, item: Media) -> tuple[int, ...]:
-        """The shape of what an item of its size loads.
-
-        Args:
-            config: the config of the whole model.
-            item: the item.
-        """
+        """Returns the shape of an item's encoder input."""
 
     def num_positions(self, config: PretrainedConfig, item: Media) -> int:
-        """Number of positions that an item takes in the encoder's layers: the patches of its grid. The arguments are
-        those of `shape`."""
+        """Returns the number of positions that an item takes in the encoder's layers: the patches of its grid."""
         del config
         return math.prod(item.size)
 
     @abstractmethod
     def layer_output(self, layer: Any, hidden: Tensor, config: PretrainedConfig) -> Any:
-        """The output of one of the encoder's layers, for the memory that a step keeps. Nothing is computed.
-
-        Args:
-            layer: the layer, on the meta device.
-            hidden: its input on the meta device, [positions, width].
-            config: the config of the whole model.
-        """
+        """Runs one of the encoder's layers on the meta device, for memory estimates. `hidden` is its input [positions,
+        width]."""
 
     @abstractmethod
     def arguments(
         self, config: PretrainedConfig, media: Sequence[Media], token_ids: Tensor, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """The arguments of transformers' whole model for the items of a batch.
-
-        Args:
-            config: the config of the whole model.
-            media: the items of all rows, in order.
-            token_ids: int64 [B, n], on the device of the arguments.
-            dtype: that of pixels and spectrograms.
-        """
+        """Returns the arguments of transformers' whole model for a batch with token ids [B, n], whose media are given
+        in order over all rows."""
 
     @abstractmethod
     def random(self, config: PretrainedConfig, generator: torch.Generator) -> dict[str, Callable[[], Media]]:
-        """What makes items of noise and of a random size, by the key of the config with the token of their kind.
-
-        Args:
-            config: the config of the whole model.
-            generator: the random numbers.
-        """
+        """Returns factories of random items, by the prefix of the config key with their token ("image" for
+        image_token_id)."""
 
     @abstractmethod
     def open_readers(self, folder: Path, config: PretrainedConfig, options: ReadingOptions) -> dict[str, MediaReader]:
-        """The readers of files, by the type of a message's part.
-
-        Args:
-            folder: the checkpoint's folder, with its image processor or feature extractor.
-            config: the config of the whole model.
-            options: limits of pixels, and tokens between rows.
-
-        Raises:
-            InputError: one of them cannot be opened.
-        """
+        """Opens the media readers by message part type. `folder` has the image processor or feature extractor."""

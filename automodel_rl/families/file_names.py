@@ -1,4 +1,4 @@
-"""How the files of checkpoints name the tensors of text models, where names differ from those of the model."""
+"""Tensor names of text models in checkpoint files, where they differ from those in the model."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -9,11 +9,11 @@ from transformers import PretrainedConfig
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How files name the weights that transformers fuses in `...mlp.experts.gate_up_proj` and `.down_proj`.
+    """File names of the expert weights that transformers fuses into `...mlp.experts.gate_up_proj` and `.down_proj`.
 
     Attributes:
-        block: the name in files of the module that is `mlp` in the model.
-        gate, up, down: the names of one expert's weights.
+        block: file name of the model's `mlp` module.
+        gate, up, down: names of a single expert's weights.
     """
 
     block: str = "mlp"
@@ -24,18 +24,18 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class FileNames:
-    """How the files of a checkpoint name and store a model's tensors.
+    """How checkpoint files name and store a model's tensors.
 
     Attributes:
-        experts: names of separate experts; None if files hold the same stacks as the model, or there are no experts.
-        starts: pairs of the beginning of a name in the model's parts and its beginning in files. The first pair that
-            fits counts.
-        renamed: patterns of names in the model and their text in files, for tensors with other names there.
-        cut: patterns of names in files of tensors that are several there, one after the other, each with the text that
-            takes the place of what is found and the number of rows.
-        turns_experts: whether some files have stacks of experts [experts, outputs, inputs], as transformers 5.18 writes
-            them, though it reads both.
-        tell_tale: pattern of a name that only files with these names have; empty for the usual names.
+        experts: names of separate experts; None if files contain stacked experts as in the model, or there are no
+            experts.
+        starts: pairs of a name prefix in the model's parts and in files. The first matching pair applies.
+        renamed: pairs of a pattern in model names and its replacement in files.
+        cut: for model tensors that are stored as several, patterns of their names in files, each with the replacements
+            for the parts and the rows of each.
+        turns_experts: whether some files have expert stacks [experts, outputs, inputs], which transformers 5.18 writes,
+            though it reads both.
+        tell_tale: pattern of a name that occurs only in files with these names; empty for the usual names.
     """
 
     experts: ExpertNames | None = None
@@ -46,30 +46,23 @@ class FileNames:
     tell_tale: str = ""
 
     def fits(self, names: Iterable[str]) -> bool:
-        """Whether names in files tell these names from the usual ones."""
+        """Whether names in files identify this naming scheme."""
         return bool(self.tell_tale) and any(re.search(self.tell_tale, name) for name in names)
 
     def tell_tale_after(self, start: str) -> str:
-        """The pattern that tells these names in a part of the files.
-
-        Args:
-            start: pattern of the beginning of all names in that part.
-        """
+        """Returns `tell_tale` restricted to names with a prefix, given as a pattern."""
         return f"{start}.*{self.tell_tale}"
 
 
 def parts_apart(tower: str) -> FileNames:
-    """Names of a multimodal model whose parts stand side by side in files: an encoder, a projector, a language model.
-
-    Args:
-        tower: the name of the encoder's module.
-    """
+    """Returns the names of a multimodal model whose parts are top-level modules in files: an encoder, a projector and a
+    language model. `tower` is the encoder's module."""
     apart = tuple((f"model.{part}.", f"{part}.") for part in (tower, "multi_modal_projector"))
     return FileNames(starts=(*apart, ("", "language_model.")))
 
 
 SINGLE_EXPERTS = FileNames(ExpertNames())
-"""Experts one by one: the usual names of a mixture."""
+"""Separate experts: the usual names of a mixture."""
 
 _MIXTRAL = FileNames(ExpertNames("block_sparse_moe", "w1", "w3", "w2"))
 _GRANITE = FileNames(
@@ -85,12 +78,9 @@ _DELTA_NET_MIXTURE = replace(SINGLE_EXPERTS, renamed=_DELTA_NET.renamed)
 
 
 def in_multimodal(usual: tuple[FileNames, ...]) -> tuple[FileNames, ...]:
-    """The names of a language model in the files of a multimodal model: those of transformers 5, and those of models
-    whose parts stand side by side.
-
-    Args:
-        usual: its names in files of its own: the usual ones, then those that some files have.
-    """
+    """Returns the names of a language model inside the files of a multimodal model, as written by transformers 5 and
+    with the parts as top-level modules. `usual` are its names in files of its own: the usual ones, then
+    alternatives."""
     within, beside = r"^model\.language_model\.", r"^language_model\."
     found = []
     for names in usual:
@@ -105,8 +95,8 @@ _CONVOLUTIONS = (".q_conv1d.", ".k_conv1d.", ".v_conv1d.")
 
 
 def _of_olmo_hybrid(config: PretrainedConfig) -> tuple[FileNames, ...]:
-    """The names that vLLM reads, those with other names of norms, and those that transformers 5.18 writes: it takes
-    norms of layers with attention for norms of the others, and cuts convolutions into three equal parts."""
+    """Returns the names that vLLM reads, those with other norm names, and those that transformers 5.18 writes: it
+    confuses the norms of layers with and without attention, and splits convolutions into three equal parts."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     third = -(-(2 * keys + values) // 3)
@@ -146,24 +136,19 @@ _MTP_MODULES = {
         ("", "model.mtp.layers.0."),
     ),
 }
-"""What begins the names of the MTP layer's tensors, in the layer and in files, by `Family.mtp_files`."""
+"""Name prefixes of the MTP layer's tensors, in the layer and in files, by `Family.mtp_files`."""
 
 
 def with_mtp(names: FileNames, num_layers: int, in_files: str) -> FileNames:
-    """Names of files with those of the layer for multi-token prediction.
-
-    Args:
-        names: names without it.
-        num_layers: number of the model's layers; it is the one after these.
-        in_files: `Family.mtp_files`.
-    """
+    """Adds the names of the MTP layer, which follows the model's `num_layers` layers. `in_files` is
+    `Family.mtp_files`."""
     layer = rf"^model\.layers\.{num_layers}\."
     moved = ((layer + re.escape(own), other) for own, other in _MTP_MODULES[in_files])
     return replace(names, renamed=(*moved, *names.renamed))
 
 
 def _of_kimi_linear(config: PretrainedConfig) -> tuple[FileNames, ...]:
-    """Names of Mixtral's kind for its mixture, and convolutions of queries, keys and values apart."""
+    """Returns names with a Mixtral-style mixture, and separate convolutions of queries, keys and values."""
     rows = config.linear_num_heads * config.linear_head_dim
     renamed = (
         (r"\.self_attn\.(forget_gate|decay)\.", ".self_attn."),
@@ -177,7 +162,7 @@ NAMES_BY_CONFIG: dict[str, Callable[[PretrainedConfig], tuple[FileNames, ...]]] 
     "olmo_hybrid": _of_olmo_hybrid,
     "kimi_linear": _of_kimi_linear,
 }
-"""Names that depend on a config, by its `model_type`."""
+"""Names that depend on the config, by `model_type`."""
 
 TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     "mixtral": (_MIXTRAL,),
@@ -234,5 +219,5 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
         replace(_DELTA_NET, tell_tale=r"\.mlp\.experts\.gate_up_proj$"),  # experts in one tensor
     ),
 }
-"""Names by the `model_type` of a text model: the usual ones, then those that some files have. A family that is not here
-has the model's names, with experts one by one."""
+"""Names by the `model_type` of a text model: the usual ones, then alternatives. Families that are missing here use the
+model's names with separate experts."""

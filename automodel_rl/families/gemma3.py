@@ -1,5 +1,5 @@
-"""Gemma 3 with images (arXiv:2503.19786): SigLIP's encoder, pooled to a fixed number of tokens, which see each other
-both ways in the language model."""
+"""Gemma 3 with images (arXiv:2503.19786): SigLIP's encoder, pooled to a fixed number of tokens, which attend to each
+other in both directions in the language model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

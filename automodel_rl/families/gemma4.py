@@ -1,8 +1,8 @@
-"""Gemma 4 with images: patches of images of any size, with their places along width and height. Its encoder pools
-neighbouring patches to a token; the unified model projects them, and has no encoder.
+"""Gemma 4 with images: patches of images of any size, with their coordinates. Its encoder pools neighbouring patches
+into a token; the unified model projects them without an encoder.
 
-Tokens of an image see each other both ways in layers with sliding windows, if the language model's config says so. Its
-encoder of audio is not trained.
+Tokens of an image attend to each other in both directions in layers with sliding windows, if the language model's
+config says so. Its audio encoder is not trained.
 """
 
 import functools
@@ -31,10 +31,10 @@ COLOURS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedPatches(EncoderFamily):
-    """An encoder that takes an image's patches and the place of each along width and height.
+    """An encoder that takes an image's patches with the coordinates of each.
 
     Attributes:
-        merges_pixels: whether the image processor makes one patch of those that are a token.
+        merges_pixels: whether the patches of a token are merged into one by the image processor.
     """
 
     component: ClassVar[EncoderName] = "vision"
@@ -95,13 +95,13 @@ class PlacedPatches(EncoderFamily):
 
 
 def _of_tokens(blank: Image, rows: int, columns: int) -> Image:
-    """An image of so many tokens along height and width, by the one of a single token."""
+    """Returns an image of rows x columns tokens, based on one of a single token."""
     grid = (1, rows * blank.grid[1], columns * blank.grid[2])
     return replace(blank, num_tokens=rows * columns, grid=grid)
 
 
 def _places(image: Media, device: torch.device) -> Tensor:
-    """Places of an image's patches along width and height, row by row, int64 [patches, 2]."""
+    """Coordinates (x, y) of an image's patches, row by row, int64 [patches, 2]."""
     _, height, width = image.size
     along_height, along_width = torch.meshgrid(
         torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij"
@@ -110,13 +110,8 @@ def _places(image: Media, device: torch.device) -> Tensor:
 
 
 class PlacedReader(ImageReader):
-    """Reads pictures as patches.
-
-    Args:
-        folder, config, limits: as of an `ImageReader`.
-        blank: the model's smallest image.
-        merges_pixels: whether the patches of a token are made one.
-    """
+    """Reads images as patches. `blank` is the model's smallest image; `merges_pixels` merges the patches of a token
+    into one."""
 
     def __init__(
         self,
@@ -130,8 +125,8 @@ class PlacedReader(ImageReader):
         self.blank, self.merges_pixels = blank, merges_pixels
 
     def open_processor(self, folder: Path) -> Any:
-        """The image processor of models with an encoder. The unified model's has the same settings, and needs
-        torchvision."""
+        """Opens the image processor of models with an encoder. That of the unified model has the same settings, but
+        needs torchvision."""
         from transformers import Gemma4ImageProcessorPil  # as in media/images.py
 
         return Gemma4ImageProcessorPil.from_pretrained(folder)

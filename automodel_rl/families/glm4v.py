@@ -12,7 +12,7 @@ from automodel_rl.families.text import BIASED_MIXTURE, FUSED_MLP, MLP
 
 
 class GlmReader(PatchReader):
-    """Reads pictures as patches. A picture counts as a video of one patch in time for the limits of pixels."""
+    """Reads images as patches. For the pixel limits, an image counts as a video of one patch in time."""
 
     @property
     def limit_factor(self) -> int:
@@ -31,7 +31,7 @@ _ENCODER = PatchImages(
     modules=("visual",),
     projectors=("visual.downsample", "visual.merger"),
     tp_plan=(*FUSED_ATTENTION, *MLP),
-    computes_in_fp32=True,  # the interpolation of its table of places
+    computes_in_fp32=True,  # the interpolation of its position table
     reader=GlmReader,
 )
 

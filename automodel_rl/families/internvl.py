@@ -1,5 +1,5 @@
-"""InternVL 3 and 3.5 as transformers names them (arXiv:2504.10479): InternViT over the tiles of an image, of which four
-neighbouring patches make a token, and a text model of another family."""
+"""InternVL 3 and 3.5 in transformers' naming (arXiv:2504.10479): InternViT over the tiles of an image, with four
+neighbouring patches per token, and a text model of another family."""
 
 import functools
 import math
@@ -21,12 +21,13 @@ from automodel_rl.media.images import ImageReader, PictureSource
 from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS
 
 TILES = {"crop_to_patches": True}
-"""What transformers' processor of the whole model asks of the image processor, whatever that one's file says."""
+"""Option that transformers' processor of the whole model passes to the image processor, regardless of its config
+file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileImages(EncoderFamily):
-    """An encoder that takes an image as tiles of one size. The grid of an image has tiles in place of time."""
+    """An encoder that takes an image as tiles of one size. In an image's grid, tiles take the place of time."""
 
     component: ClassVar[EncoderName] = "vision"
 
@@ -44,7 +45,7 @@ class TileImages(EncoderFamily):
         return item.size[0], config.vision_config.num_channels, *config.vision_config.image_size
 
     def num_positions(self, config: PretrainedConfig, item: Media) -> int:
-        """Those of patches, and one more in each tile."""
+        """Number of patches, plus one position per tile."""
         return math.prod(item.size) + item.size[0]
 
     def layer_output(self, layer: Any, hidden: Tensor, config: PretrainedConfig) -> Any:
@@ -67,12 +68,7 @@ class TileImages(EncoderFamily):
 
 
 def image_of_tiles(config: PretrainedConfig, num_tiles: int) -> Image:
-    """An image of zeros.
-
-    Args:
-        config: the config of the whole model.
-        num_tiles: number of its tiles.
-    """
+    """Returns a blank image of `num_tiles` tiles."""
     vision = config.vision_config
     height, width = (side // patch for side, patch in zip(vision.image_size, vision.patch_size, strict=True))
     pixels = functools.partial(torch.zeros, num_tiles, vision.num_channels, *vision.image_size)
@@ -81,7 +77,7 @@ def image_of_tiles(config: PretrainedConfig, num_tiles: int) -> Image:
 
 
 class TileReader(ImageReader):
-    """Reads pictures as tiles, and as one more of the whole picture if there are several."""
+    """Reads images as tiles, with an additional tile of the whole image if there are several."""
 
     def __init__(self, folder: Path, config: PretrainedConfig, limits: tuple[int | None, int | None]):
         super().__init__(folder, config, limits)

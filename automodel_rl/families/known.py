@@ -1,4 +1,7 @@
-"""All families that this package knows, and which of them a config is of."""
+"""All known families, and lookup of the family of a config.
+
+Unless stated otherwise, `config` is that of the whole model.
+"""
 
 import copy
 import re
@@ -55,32 +58,32 @@ MULTIMODAL_FAMILIES = {
 FAMILIES: dict[str, Family] = TEXT_FAMILIES | {
     name: family for whole in MULTIMODAL_FAMILIES.values() for name, family in whole.own_languages.items()
 }
-"""Families of language models, by the `model_type` of their config: text models, and parts of multimodal ones."""
+"""Families of language models, stand-alone or part of a multimodal model, by the `model_type` of their config."""
 
 TEXT = "text_config"
-"""The key of a multimodal model's config with that of its language model."""
+"""Key of the language model's config in that of a multimodal model."""
 
 SAME_AS = {"kimi_k2": "deepseek_v3"}
-"""The `model_type`s of families under another name, which transformers only opens with code of the checkpoint. Exports
-have the family's own name."""
+"""`model_type`s that are other names of a family, which transformers opens only with code of the checkpoint. Exports
+use the family's own name."""
 
 COMPOSITES = {
     "kimi_k25": TEXT,
     **dict(whole.part_of for whole in MULTIMODAL_FAMILIES.values() if whole.part_of is not None),
 }
-"""Models of which only a part is trained, by the model_type of the whole, with the key of that part's config. All other
-tensors are copied to exports as they are."""
+"""Models of which only a part is trained, by `model_type`, with the key of that part's config. All other tensors are
+copied to exports unchanged."""
 
 
 @dataclass(frozen=True)
 class CheckpointFamily:
-    """The family of a checkpoint, with the names that its files have.
+    """The family of a checkpoint and the tensor names in its files.
 
     Attributes:
-        name: the `model_type` of the whole model.
-        language: facts of its language model's family.
-        file_names: how its files name tensors.
-        is_classifier: whether it has a linear head in place of the vocabulary's.
+        name: `model_type` of the whole model.
+        language: facts about its language model's family.
+        file_names: tensor names in its files.
+        is_classifier: whether it has a linear head rather than the vocabulary's.
     """
 
     name: str
@@ -95,12 +98,8 @@ class CheckpointFamily:
 
 
 def checkpoint_family(config: PretrainedConfig, names: Iterable[str] = ()) -> CheckpointFamily:
-    """The family of a checkpoint.
-
-    Args:
-        config: the config of the whole model.
-        names: names of the tensors in its files; none for a model that has no files, which gets the usual names.
-    """
+    """Returns the family of a checkpoint. `names` are the tensor names in its files; without them, the usual naming is
+    assumed."""
     name, language = config.model_type, language_family(config)
     if name in MULTIMODAL_FAMILIES:
         known = MULTIMODAL_FAMILIES[name].file_names
@@ -119,36 +118,24 @@ def checkpoint_family(config: PretrainedConfig, names: Iterable[str] = ()) -> Ch
 
 
 def multimodal_family(config: PretrainedConfig) -> Multimodal | None:
-    """The multimodal family of a model; None for a model that reads text only.
-
-    Args:
-        config: the config of the whole model.
-    """
+    """Returns the multimodal family of a model; None for text-only models."""
     return MULTIMODAL_FAMILIES.get(config.model_type)
 
 
 def left_out(config: PretrainedConfig) -> tuple[str, ...]:
-    """The keys of a config with those of encoders that are not trained.
-
-    Args:
-        config: the config of the whole model.
-    """
+    """Returns the config keys of encoders that are not trained."""
     family = multimodal_family(config)
     return () if family is None else family.left_out
 
 
 def encoder_families(config: PretrainedConfig) -> dict[str, EncoderFamily]:
-    """The families of a model's encoders, by component; empty for a model that reads text only.
-
-    Args:
-        config: the config of the whole model.
-    """
+    """Returns the families of a model's encoders by component; {} for text-only models."""
     family = multimodal_family(config)
     return {} if family is None else {name: family.encoder(config, name) for name in family.encoders}
 
 
 def language_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of the language model. For most models it is the config itself."""
+    """Returns the config of the language model, which is `config` itself for text-only models."""
     if multimodal_family(config) is None:
         return config
     language = copy.deepcopy(config.text_config)
@@ -157,14 +144,8 @@ def language_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def text_model_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The config of a multimodal model's language model, as a model of its own.
-
-    Args:
-        config: the config of the whole model.
-
-    Raises:
-        InputError: it has no encoders, or its language model is no model of its own.
-    """
+    """Returns the config of a multimodal model's language model as a stand-alone model. Raises InputError if there is
+    none."""
     if multimodal_family(config) is None:
         raise InputError(f"model.text_only: a {config.model_type!r} model reads text only: leave it out")
     language = language_config(config)
@@ -177,41 +158,25 @@ def text_model_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def language_family(config: PretrainedConfig) -> Family:
-    """The family of a model's language model, which must be a known one.
-
-    Args:
-        config: the config of the whole model.
-    """
+    """Returns the family of a model's language model, which must be known."""
     return FAMILIES[(config if multimodal_family(config) is None else config.text_config).model_type]
 
 
 def num_deepstack(config: PretrainedConfig) -> int:
-    """Number of the language model's first layers after which features of an earlier encoder layer are added to image
-    tokens (DeepStack, arXiv:2406.04334); 0 for most models.
-
-    Args:
-        config: the config of the whole model.
-    """
+    """Returns the number of initial language-model layers after which features of earlier encoder layers are added to
+    image tokens (DeepStack, arXiv:2406.04334); usually 0."""
     return sum(encoder.num_deepstack(config) for encoder in encoder_families(config).values())
 
 
 def padded_ids(config: PretrainedConfig) -> tuple[int, ...]:
-    """Tokens of media in whose place the language model takes a pad, media or not.
-
-    Args:
-        config: the config of the whole model.
-    """
+    """Returns media tokens that the language model replaces by pads wherever they occur."""
     family = multimodal_family(config)
     keys = () if family is None or not family.pads_media else ("image_token_id", "video_token_id", "audio_token_id")
     return tuple(token for key in keys if (token := vars(config)[key]) is not None)
 
 
 def is_exact(config: PretrainedConfig, tp: int) -> bool:
-    """Whether a float64 model computes in float64, or rounds to fp32 in places as transformers does.
-
-    Args:
-        config: the config of the whole model.
-        tp: number of ranks that split each layer of the language model.
-    """
+    """Whether a float64 model computes entirely in float64, rather than rounding to fp32 in places like transformers.
+    `tp` is the number of ranks that split the language model's layers."""
     in_fp32 = any(encoder.computes_in_fp32 for encoder in encoder_families(config).values())
     return not in_fp32 and language_family(config).is_exact(tp)

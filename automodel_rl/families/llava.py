@@ -1,4 +1,4 @@
-"""LLaVA (arXiv:2310.03744): an encoder of CLIP, SigLIP or Pixtral, and a projector to a text model."""
+"""LLaVA (arXiv:2310.03744): a CLIP, SigLIP or Pixtral encoder, and a projector to a text model."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ OF_TRANSFORMERS_4 = replace(
     starts=(("model.vision_tower.", "vision_tower.vision_model."), *PARTS_APART.starts[1:]),
     tell_tale=r"^vision_tower\.vision_model\.",
 )
-"""Names that transformers 4 wrote, which are on the hub."""
+"""Names written by transformers 4, which occur on the hub."""
 
 LLAVA = Multimodal(
     encoders={"vision": (CLIP, SIGLIP, PIXTRAL)},

@@ -1,5 +1,5 @@
-"""Mistral Small 3.1 and what followed it: Pixtral's encoder (arXiv:2410.07073), a projector that merges patches, and
-Mistral's text model, in Mistral Small 4 one with latent attention and a mixture of experts."""
+"""Mistral Small 3.1 and successors: Pixtral's encoder (arXiv:2410.07073), a projector that merges patches, and
+Mistral's text model; in Mistral Small 4, one with latent attention and a mixture of experts."""
 
 from dataclasses import replace
 

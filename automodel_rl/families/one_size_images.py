@@ -25,7 +25,7 @@ CLIP_PLAN = (
     ("mlp.fc1", COLUMNS),
     ("mlp.fc2", ROWS),
 )
-"""How layers of CLIP and SigLIP split over tp."""
+"""Tensor-parallel styles of CLIP's and SigLIP's layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class OneSizeImages(EncoderFamily):
     """An encoder that takes a batch of images of one size.
 
     Attributes:
-        has_class_token: whether a token of the class stands before those of patches.
+        has_class_token: whether a class token precedes the patches.
     """
 
     component: ClassVar[EncoderName] = "vision"
@@ -47,10 +47,10 @@ class OneSizeImages(EncoderFamily):
         vision = config.vision_config
         side = vision.image_size
         grid = (1, side // vision.patch_size, side // vision.patch_size)
-        pixels = functools.partial(torch.zeros, vision.num_channels, side, side)  # no tensor: it can be pickled
+        pixels = functools.partial(torch.zeros, vision.num_channels, side, side)  # picklable, and no tensor yet
         tokens = config.to_dict().get("mm_tokens_per_image")
         if tokens is None:
-            # "default" leaves out the first token, whatever it is.
+            # "default" drops the first token, whatever it is.
             is_cut = config.vision_feature_select_strategy == "default"
             tokens = math.prod(grid) + self.has_class_token - is_cut
         return Image(0, tokens, grid, pixels, both_ways=self.both_ways(config))
@@ -77,12 +77,7 @@ class OneSizeImages(EncoderFamily):
 
 
 class OneSizeReader(ImageReader):
-    """Reads pictures as images of one size.
-
-    Args:
-        folder, config, limits: as of an `ImageReader`.
-        blank: the model's smallest image, which has the size of all.
-    """
+    """Reads images at the size of `blank`."""
 
     def __init__(self, folder: Path, config: PretrainedConfig, blank: Image, limits: tuple[int | None, int | None]):
         super().__init__(folder, config, limits)

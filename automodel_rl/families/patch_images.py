@@ -1,4 +1,4 @@
-"""Encoders of images and videos of any size as patches, one after the other, with the grid of each: Qwen's."""
+"""Encoders that take images and videos of any size as flattened patches, with the grid of each: Qwen's."""
 
 import functools
 import math
@@ -19,11 +19,11 @@ from automodel_rl.media.videos import VideoReader
 from automodel_rl.parallel.tensor_parallel import FUSED_THREE, ROWS
 
 FUSED_ATTENTION = (("attn.qkv", FUSED_THREE), ("attn.proj", ROWS))
-"""How attention of Qwen's encoders splits over tp."""
+"""Tensor-parallel styles of attention in Qwen's encoders."""
 
 
 class PatchReader(ImageReader):
-    """Reads pictures as patches."""
+    """Reads images as patches."""
 
     def image(self, height: int, width: int, pixels: Callable[[], Tensor], source: PictureSource, where: str) -> Image:
         patch, merge = self.processor.patch_size, self.processor.merge_size
@@ -35,15 +35,8 @@ class PatchReader(ImageReader):
         return Image(0, grid[1] * grid[2] // merge**2, grid, pixels, source)
 
     def resized(self, height: int, width: int, factor: int) -> tuple[int, int]:
-        """Height and width that the model's image processor gives a picture.
-
-        Args:
-            height, width: the picture's size in pixels.
-            factor: pixels of a token along height, and along width.
-
-        Raises:
-            ValueError: it refuses the size.
-        """
+        """Returns the height and width to which the model's image processor resizes an image, or raises ValueError if
+        it refuses the size. `factor` is the side of a token in pixels."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # as in media/images.py
 
         limits = self.processor.size
@@ -55,12 +48,12 @@ class PatchReader(ImageReader):
 
 @dataclass(frozen=True, kw_only=True)
 class PatchImages(EncoderFamily):
-    """An encoder that takes flattened patches of images of any size, and the grid of each.
+    """An encoder that takes flattened patches of images of any size, with the grid of each.
 
     Attributes:
-        reader: reads pictures.
-        videos: reads videos: as one grid of tokens over time, or with patches in time that stand apart, each after a
-            text with its seconds. None if it sees no videos.
+        reader: reader of images.
+        videos: reader of videos, as one grid over time, or as separate patches in time that each follow a timestamp;
+            None if videos are not supported.
     """
 
     component: ClassVar[EncoderName] = "vision"
@@ -120,7 +113,7 @@ class PatchImages(EncoderFamily):
             return Image(0, height * width, grid, torch.randn(_patches_shape(config, grid), generator=generator))
 
         def video() -> Video:
-            """Two or three patches in time; one where they stand apart."""
+            """Two or three patches in time; one if they are separate."""
             of_one = image()
             time = int(torch.randint(2, 4, (1,), generator=generator)) if self.videos is VideoReader else 1
             interval = float(torch.rand(1, generator=generator) * 3)
@@ -138,6 +131,6 @@ class PatchImages(EncoderFamily):
 
 
 def _patches_shape(config: PretrainedConfig, grid: Sequence[int]) -> tuple[int, int]:
-    """The shape of the patches of an image with a grid in time, height and width."""
+    """Shape of the patches of an image with a grid in time, height and width."""
     vision = config.vision_config
     return math.prod(grid), vision.in_channels * vision.temporal_patch_size * vision.patch_size**2

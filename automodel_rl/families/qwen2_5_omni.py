@@ -1,5 +1,5 @@
-"""Qwen2.5-Omni (arXiv:2503.20215): the thinker, which sees images and videos and hears audio of any length, in chunks
-that do not see each other (section 2.2)."""
+"""Qwen2.5-Omni (arXiv:2503.20215): the thinker, with images, videos, and audio of any length, in chunks that do not
+attend to each other (section 2.2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class ChunkReader(AudioReader):
     """Reads clips of any length."""
 
     def spectrogram(self, wave: np.ndarray, extractor: Any) -> np.ndarray:
-        # Silence after the clip, as the model's processor has it, so that the last frames are the same.
+        # Pad with silence like the model's processor, so that the last frames are equal.
         num_frames = -(-len(wave) // self.hop)
         length = min(self.hop * num_frames + extractor.n_fft, extractor.n_samples)
         made = extractor(wave, sampling_rate=self.rate, max_length=length, return_tensors="np")
@@ -33,7 +33,7 @@ class ChunkReader(AudioReader):
 
 @dataclass(frozen=True, kw_only=True)
 class AudioChunks(AudioEncoder):
-    """An encoder that hears clips in chunks."""
+    """An encoder that processes clips in chunks."""
 
     def spectrogram(self, config: PretrainedConfig, num_frames: int) -> tuple[int, int]:
         return config.audio_config.num_mel_bins, num_frames

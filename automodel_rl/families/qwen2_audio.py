@@ -1,5 +1,5 @@
-"""Qwen2-Audio (arXiv:2407.10759): an encoder that hears a window of a fixed number of frames. Silence fills up a
-shorter clip, and no frame of the clip sees it in attention."""
+"""Qwen2-Audio (arXiv:2407.10759): an encoder with a window of a fixed number of frames. Shorter clips are padded with
+silence, which the frames of the clip do not attend to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from automodel_rl.media.audio import AudioReader
 
 
 class WindowReader(AudioReader):
-    """Reads clips and fills them up with silence."""
+    """Reads clips and pads them with silence."""
 
     def spectrogram(self, wave: np.ndarray, extractor: Any) -> np.ndarray:
         return extractor(wave, sampling_rate=self.rate, return_tensors="np")["input_features"][0]
@@ -26,7 +26,7 @@ class WindowReader(AudioReader):
 
 @dataclass(frozen=True, kw_only=True)
 class AudioWindows(AudioEncoder):
-    """An encoder that hears windows."""
+    """An encoder that processes windows of fixed length."""
 
     def spectrogram(self, config: PretrainedConfig, num_frames: int) -> tuple[int, int]:
         return config.audio_config.num_mel_bins, 2 * config.audio_config.max_source_positions
@@ -58,7 +58,7 @@ QWEN2_AUDIO = Multimodal(
             ),
         )
     },
-    # transformers 5 writes other names than it finds on the hub, and reads both.
+    # transformers 5 writes different names from those on the hub, and reads both.
     file_names=(
         _USUAL,
         FileNames(

@@ -1,5 +1,5 @@
 """Qwen3-VL (arXiv:2511.21631), dense and with a mixture of experts: features of earlier encoder layers are added in the
-language model (DeepStack), and each patch of a video in time stands after its seconds."""
+language model (DeepStack), and each patch of a video in time follows a timestamp."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Encoders of images of any size, one by one, each row of whose tokens ends with a token of text: Pixtral's
+"""Encoders of images of any size, one at a time, with a text token after each row of image tokens: Pixtral's
 (arXiv:2410.07073)."""
 
 import functools
@@ -20,7 +20,7 @@ from automodel_rl.media.images import ImageReader, PictureSource
 
 @dataclass(frozen=True, kw_only=True)
 class RowImages(EncoderFamily):
-    """An encoder that takes images of any size, one by one."""
+    """An encoder that takes images of any size, one at a time."""
 
     component: ClassVar[EncoderName] = "vision"
     breaks: ClassVar[tuple[str, str] | None] = ("[IMG_BREAK]", "[IMG_END]")
@@ -29,7 +29,7 @@ class RowImages(EncoderFamily):
     def encode(self, model: Any, config: PretrainedConfig, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
         (image,) = loaded
         side = _token_side(config)
-        copies = 2 if image.shape[-2:] == (side, side) else 1  # transformers 5.18 loses a dim of a single token
+        copies = 2 if image.shape[-2:] == (side, side) else 1  # transformers 5.18 drops a dim for a single token
         sizes = torch.tensor([image.shape[-2:]] * copies)
         return model.get_image_features(torch.stack([image] * copies), image_sizes=sizes).pooler_output[0]
 
@@ -72,20 +72,14 @@ class RowImages(EncoderFamily):
 
 
 class RowReader(ImageReader):
-    """Reads pictures as images of which each row of tokens ends with a break.
-
-    Args:
-        folder, config: as of an `ImageReader`.
-        options: limits of pixels, and the tokens between rows.
-    """
+    """Reads images whose token rows each end with a break. See `ImageReader` for folder and config."""
 
     def __init__(self, folder: Path, config: PretrainedConfig, options: ReadingOptions):
         super().__init__(folder, config, options.pixels)
         self.breaks, self.merge, self.side = options.breaks, _merge(config), _token_side(config)
 
     def image(self, height: int, width: int, pixels: Callable[[], Tensor], source: PictureSource, where: str) -> Image:
-        """Larger pictures are made smaller, as by Pixtral's image processor, and what is left is a whole number of
-        tokens."""
+        """Shrinks large images like Pixtral's image processor, then rounds up to whole tokens."""
         longest = self.processor.size["longest_edge"]
         ratio = max(height / longest, width / longest)
         if ratio > 1:
@@ -100,17 +94,17 @@ class RowReader(ImageReader):
 
     def token_ids(self, item: Media) -> Tensor:
         assert isinstance(item, Image)
-        assert self.breaks is not None  # a chat tokenizer has found them
+        assert self.breaks is not None  # set by a chat tokenizer
         ids = super().token_ids(item)
         ids[item.row :: item.row + 1], ids[-1] = self.breaks
         return ids
 
 
 def _merge(config: PretrainedConfig) -> int:
-    """Patches in a token along height, and along width."""
+    """Side of a token in patches."""
     return config.to_dict().get("spatial_merge_size") or 1
 
 
 def _token_side(config: PretrainedConfig) -> int:
-    """Pixels of a token along height, and along width."""
+    """Side of a token in pixels."""
     return _merge(config) * config.vision_config.patch_size

@@ -1,4 +1,4 @@
-"""Families of text models: a row for each."""
+"""Families of text models, one entry each."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ SHARED_EXPERTS: TPPlan = tuple(
     for shared in ("shared_expert", "shared_experts", "shared_mlp")
     for name, style in (("gate", COLUMNS), ("up", COLUMNS), ("down", ROWS))
 )
-"""Experts that all tokens share are split; those that tokens choose are not, and neither are routers."""
+"""Shared experts are split; routed experts and routers are not."""
 
 SOFTMAX_MIXTURE = Family(is_moe=True, tp_plan=SHARED_EXPERTS)
 BIASED_MIXTURE = replace(SOFTMAX_MIXTURE, router_bias="gate.e_score_correction_bias", computes_in_fp32=True)
@@ -110,12 +110,7 @@ _LFM2 = Family(
 
 
 def _state_space(module: str, norm: str) -> TPPlan:
-    """How a module with Mamba-2 splits.
-
-    Args:
-        module: its name below a layer.
-        norm: how its norm splits.
-    """
+    """Returns the tensor-parallel styles of a Mamba-2 module. `norm` is the style of its norm."""
     return (
         (f"{module}.in_proj", FUSED_STATE_SPACE),
         *((f"{module}.decay.{name}", BY_HEADS) for name in ("A_log", "dt_bias", "D")),
@@ -300,4 +295,4 @@ TEXT_FAMILIES = {
         SOFTMAX_MIXTURE, **_DELTA_NET, tp_plan=(*_DELTA_NET_PLAN, *SHARED_EXPERTS), rotary_axes=3
     ),
 }
-"""Facts by the `model_type` of a causal language model's config."""
+"""Families by the `model_type` of a causal language model's config."""

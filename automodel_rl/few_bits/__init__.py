@@ -1,1 +1,2 @@
-"""Numbers in few bits: frozen weights and the layers that hold them, moments of optimizers, rounding of masters."""
+"""Quantized tensors: frozen weights and the layers that hold them, optimizer moments, and rounding of master
+weights."""

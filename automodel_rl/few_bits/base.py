@@ -1,4 +1,4 @@
-"""The weights of decoder layers that a base in few bits is made of: frozen linear layers and stacks of experts."""
+"""Weights of decoder layers that make up a quantized base: frozen linear layers and stacks of experts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,15 +15,14 @@ from automodel_rl.lora.layers import is_adapter, is_named
 from automodel_rl.parallel.sharding import local_tensor
 
 STAY_PLAIN = frozenset({"indexer", "gate", "router", "shared_expert_gate"})
-"""Names of modules of which nothing is kept in few bits: a small change of a choice is a large one of a result."""
+"""Names of modules that are never quantized: they make choices, where small changes have large effects."""
 
 
 def keep_in_few_bits(layers: Mapping[int, nn.Module], base: Mapping[str, Kept]) -> None:
-    """Keeps weights of decoder layers without storage in few bits, in place.
+    """Replaces weights of decoder layers, still without storage, by quantized ones, in place.
 
     Args:
-        layers: the layers, by their numbers.
-        base: how weights are kept, by their names in the model; others stay plain.
+        base: formats by weight name in the model; other weights stay plain.
 
     Raises:
         InputError: a weight is cut within a block.
@@ -42,7 +41,7 @@ def keep_in_few_bits(layers: Mapping[int, nn.Module], base: Mapping[str, Kept]) 
                     f"{_name(number, path)}, which are not whole blocks of {block}: use base=plain, or another tp"
                 )
             if isinstance(module, nn.Linear):
-                vars(kept).pop("product", None)  # that of a split plain layer
+                vars(kept).pop("product", None)  # belongs to a split plain layer
                 kept.__class__ = FewBitsLinear
                 kept.few_bits = held
                 continue
@@ -52,10 +51,7 @@ def keep_in_few_bits(layers: Mapping[int, nn.Module], base: Mapping[str, Kept]) 
 
 
 def all_in_nf4(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Kept]:
-    """A base that is all in nf4.
-
-    Args:
-        weights: names and weights that it is made of.
+    """Returns a base of these weights, all in nf4.
 
     Raises:
         InputError: a weight's rows are not whole blocks.
@@ -72,26 +68,24 @@ def all_in_nf4(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Kept]:
 
 
 def names_of_base(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights that a base in few bits is made of, of a causal language model with plain weights: those of
-    `weights_of_layers` that are frozen."""
+    """Yields names and weights of a causal language model's base: the frozen ones among `weights_of_layers`."""
     return ((name, weight) for name, weight in weights_of_layers(model) if not weight.requires_grad)
 
 
 def weights_of_layers(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of linear layers and stacks of experts in the decoder layers of a causal language model with
-    plain weights, but for what stays plain. A further layer (MTP) is not among them."""
+    """Yields names and weights of linear layers and stacks of experts in a causal language model's decoder layers,
+    without `STAY_PLAIN` and the MTP layer. All are plain."""
     for number, layer in enumerate(model.model.layers[: model.config.num_hidden_layers]):
         for path, module, name in _places(layer):
             yield _name(number, path), getattr(module, name)
 
 
 def _name(number: int, path: str) -> str:
-    """The name in the model of a weight of a layer."""
     return f"model.layers.{number}.{path}"
 
 
 def few_bits_weights(part: nn.Module) -> Iterator[tuple[str, FewBitsWeight, nn.Module]]:
-    """The weights in few bits of a part, by the names that plain ones have, with the modules that use them."""
+    """Yields a part's quantized weights by the names of the plain ones, with the modules that use them."""
     modules = dict(part.named_modules())
     for path, held in modules.items():
         if isinstance(held, FewBitsWeight):
@@ -100,8 +94,7 @@ def few_bits_weights(part: nn.Module) -> Iterator[tuple[str, FewBitsWeight, nn.M
 
 
 def _places(layer: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Names of weights of a decoder layer that may be in few bits, with the modules that have them and their names
-    there."""
+    """Yields names of a decoder layer's quantizable weights, with their modules and names there."""
     for path, module in layer.named_modules():
         if STAY_PLAIN & {*path.split(".")} or is_adapter(f"{path}.weight"):
             continue

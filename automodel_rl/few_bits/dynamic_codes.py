@@ -1,11 +1,11 @@
-"""Dynamic 8-bit codes of an optimizer's moments (Dettmers et al., arXiv:2110.02861, sections 2.1 and 3).
+"""Dynamic 8-bit codes of optimizer moments (Dettmers et al., arXiv:2110.02861, sections 2.1 and 3).
 
-A block of consecutive values of a row shares a scale, its largest absolute value. Each value divided by it becomes one
-of 256 values up to 1: seven powers of ten, each with twice as many values as the one below it.
+A block of consecutive values of a row shares a scale, its largest absolute value; each value divided by it becomes
+one of 256 values up to 1: seven powers of ten, each with twice as many values as the one below.
 
-A moment changes by less than the distance of two values in a step, so the nearest value would hold it where it is. It
-is rounded up or down instead, by a threshold that goes evenly through 0 to 1 from step to step, so that values are
-right on average. Thresholds belong to steps and places in blocks, not to ranks or to a generator of random numbers.
+A step changes a moment by less than the spacing of two values, so rounding to nearest would undo it. Instead it is
+rounded up or down by a threshold that covers 0 to 1 evenly over steps, correct on average. Thresholds depend on step
+and index in the block, not on ranks or a random generator.
 
 Shape letters: I values of a row, B values of a block, b blocks of a row; the last may be short.
 """
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Values of a block. Ranks that split a row hold whole blocks of it, as in most layouts of most models."""
+"""Values per block. In most layouts of most models, ranks that split a row hold whole blocks of it."""
 
 
 def value_bytes(columns: int) -> float:
-    """Bytes of a value with its part of a scale, in rows of so many values."""
+    """Returns the bytes per value, including its share of a scale, in rows of `columns` values."""
     return 1 + 4 * -(-columns // BLOCK) / columns
 
 
@@ -30,7 +30,7 @@ POWERS = 7
 def _tree(is_signed: bool) -> tuple[float, ...]:
     positive = []
     for power in range(POWERS):
-        count = 2 ** (power + (0 if is_signed else 1))  # equal parts of 0.1 to 1, with their middles
+        count = 2 ** (power + (0 if is_signed else 1))  # midpoints of equal parts of 0.1 to 1
         width = 0.9 / count
         positive += [10.0 ** (power + 1 - POWERS) * (0.1 + width * (place + 0.5)) for place in range(count)]
     negative = [-value for value in reversed(positive)] if is_signed else []
@@ -38,26 +38,23 @@ def _tree(is_signed: bool) -> tuple[float, ...]:
 
 
 SIGNED, UNSIGNED = _tree(True), _tree(False)
-"""The values of codes, in rising order."""
+"""The values of codes, ascending."""
 
 
 def thresholds(step: int) -> Tensor:
-    """Thresholds of a step for the values of a block, float64 [B] from 0 to 1: multiples of irrational numbers, modulo
-    1, which cover that range evenly from step to step and from place to place."""
+    """Returns a step's thresholds for the values of a block, float64 [B] in 0 to 1: multiples of irrational numbers
+    modulo 1, which cover the range evenly over steps and indices."""
     return (step * (math.sqrt(5) - 1) / 2 + torch.arange(BLOCK, dtype=torch.float64) * (math.sqrt(2) - 1)) % 1
 
 
 def encode(values: Tensor, is_signed: bool, above: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of values.
+    """Encodes values [..., I] to codes, uint8 [..., I], and scales, float32 [..., b].
 
     Args:
-        values: [..., I], not below 0 unless `is_signed`.
-        is_signed: which of the two sets of 256 values codes stand for.
-        above: a value becomes the larger one of its neighbours if its distance to the smaller one is more than this
-            share of theirs, [B].
-
-    Returns:
-        Codes, uint8 [..., I], and scales, float32 [..., b].
+        values: non-negative unless `is_signed`.
+        is_signed: selects the set of 256 values.
+        above: thresholds [B]: a value becomes its upper neighbour if its relative distance from the lower one exceeds
+            this.
     """
     blocks = _blocks(values)
     scales = blocks.abs().amax(-1).float()
@@ -70,20 +67,13 @@ def encode(values: Tensor, is_signed: bool, above: Tensor) -> tuple[Tensor, Tens
 
 
 def decode(codes: Tensor, scales: Tensor, is_signed: bool, dtype: torch.dtype) -> Tensor:
-    """The values that codes and scales stand for, [..., I].
-
-    Args:
-        codes: uint8 [..., I].
-        scales: float32 [..., b].
-        is_signed: as in `encode`.
-        dtype: the dtype of the values.
-    """
+    """Returns the values [..., I] of codes, uint8 [..., I], and scales, float32 [..., b]."""
     table = torch.tensor(SIGNED if is_signed else UNSIGNED, dtype=dtype, device=codes.device)
     blocks = _blocks(table[codes.int()]) * scales[..., None].to(dtype)
     return blocks.flatten(-2)[..., : codes.shape[-1]]
 
 
 def _blocks(values: Tensor) -> Tensor:
-    """Blocks of rows, [..., b, B], the last filled up with zeros."""
+    """Splits rows into blocks, [..., b, B], the last zero-padded."""
     missing = -values.shape[-1] % BLOCK
     return torch.nn.functional.pad(values, (0, missing)).unflatten(-1, (-1, BLOCK))

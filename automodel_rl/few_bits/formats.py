@@ -1,4 +1,4 @@
-"""Formats of frozen weights in few bits. In all of them a row has codes, and a scale for each block of its values.
+"""Formats of frozen quantized weights. In all of them a row has codes, and a scale per block of its values.
 
 Shape letters: I values of a row, b blocks of a row; the last may be short.
 """
@@ -12,21 +12,18 @@ from torch import Tensor
 from automodel_rl.few_bits import mxfp4, nf4
 
 FP8_BLOCK = 128
-"""Values of a row that share a scale in fp8, as in DeepSeek-V3's files (arXiv:2412.19437, section 3.3.2). A scale of
-several rows, or of longer stretches of them, is kept as often: 3% more bytes."""
+"""Values of a row per scale in fp8, as in DeepSeek-V3's files (arXiv:2412.19437, section 3.3.2). Scales shared by
+several rows or longer blocks are repeated to match, for 3% more bytes."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format of weights in few bits.
+    """A format of quantized weights.
 
     Attributes:
-        block: values of a row that share a scale.
-        per_byte: values in a byte.
-        scale_bytes: bytes of a scale.
-        dequantize: gives the values, float32 [..., I], of codes, uint8 [..., I / per_byte], and the bytes of scales,
-            uint8 [..., scale_bytes b].
-        scales: gives the scales of their bytes, float32 [..., b]; one is not finite if a value is not.
+        dequantize: codes, uint8 [..., I / per_byte], and scale bytes, uint8 [..., scale_bytes b] -> values, float32
+            [..., I].
+        scales: scale bytes -> scales, float32 [..., b]; a scale is inf or nan if that makes a value so.
     """
 
     block: int
@@ -36,12 +33,12 @@ class Format:
     scales: Callable[[Tensor], Tensor]
 
     def widths(self, columns: int) -> tuple[int, int]:
-        """Bytes of the codes of a row of so many values, and of its scales."""
+        """Returns the bytes of codes and of scales in a row of this many values."""
         return columns // self.per_byte, -(-columns // self.block) * self.scale_bytes
 
     @property
     def value_bytes(self) -> float:
-        """Bytes of a value with its part of a scale, in rows of whole blocks."""
+        """Bytes per value, including its share of a scale, in rows of whole blocks."""
         return 1 / self.per_byte + self.scale_bytes / self.block
 
 
@@ -73,11 +70,11 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Kept:
-    """How one weight is kept in few bits.
+    """The quantized format of one weight.
 
     Attributes:
-        format: the name of its format.
-        is_turned: whether codes and scales are those of the transposes of the model's matrices.
+        format: a key of `FORMATS`.
+        is_turned: whether codes and scales belong to the transposes of the model's matrices.
     """
 
     format: str

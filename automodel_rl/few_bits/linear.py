@@ -1,6 +1,6 @@
-"""Linear layers whose frozen weight stays in few bits, a base of adapters (QLoRA; Dettmers et al., arXiv:2305.14314).
+"""Linear layers with a frozen quantized weight, as base of adapters (QLoRA; Dettmers et al., arXiv:2305.14314).
 
-The weight is made plain in the forward, and again in the backward: only codes and scales are kept in between.
+The weight is dequantized in the forward and again in the backward; only codes and scales are kept in between.
 
 Shape letters: O outputs, I inputs, B values of a block, t tokens.
 """
@@ -23,19 +23,13 @@ class FewBitsLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The values of this rank's rows, made plain anew at every call."""
+        """The values of this rank's rows, dequantized at every access."""
         return self.few_bits.values()
 
     def product(
         self, hidden: Tensor, bias: Tensor | None = None, own: Callable[[Tensor], Tensor] = local_tensor
     ) -> Tensor:
-        """Tokens times this rank's part of the weight.
-
-        Args:
-            hidden: [..., I].
-            bias: [O] of this rank.
-            own: gives what the rank uses of codes and scales.
-        """
+        """Multiplies tokens [..., I] by this rank's part of the weight, adding its bias [O]."""
         held = self.few_bits
         codes, scale_bytes = own(held.codes), own(held.scale_bytes)
         output = few_bits_product(hidden, codes, scale_bytes, held.kept.format, held.rounded_to, turned=True)
@@ -45,20 +39,14 @@ class FewBitsLinear(nn.Linear):
         return self.product(hidden, self.bias)
 
 
-# An operator: a compiler that saw the plain weight would keep it for the backward. Its gradient is the operator's own,
-# because torch 2.11 keeps what an autograd function makes in a graph that recomputes.
+# A custom operator: the compiler would otherwise keep the plain weight for the backward. Its gradient is registered,
+# because torch 2.11 keeps the results of autograd functions in a graph that recomputes.
 @torch.library.custom_op("automodel_rl::few_bits_product", mutates_args=())
 def few_bits_product(
     tokens: Tensor, codes: Tensor, scale_bytes: Tensor, name: str, rounded_to: torch.dtype, turned: bool
 ) -> Tensor:
-    """Tokens times the frozen weight of codes and scales, [..., O] to [..., I]; or `turned`, times its transpose.
-
-    Args:
-        tokens: [..., O], or [..., I] if turned.
-        codes, scale_bytes, rounded_to: those of a `FewBitsWeight`, whole.
-        name: the name of its format.
-        turned: whether the product is with the transpose.
-    """
+    """Multiplies tokens by a frozen weight, given by the tensors and format `name` of a `FewBitsWeight`: [..., O] to
+    [..., I] or, if `turned`, by its transpose, [..., I] to [..., O]."""
     weight = values_of(codes, scale_bytes, name, rounded_to).to(tokens.dtype)
     return tokens @ (weight.mT if turned else weight)
 

@@ -1,7 +1,7 @@
-"""MXFP4 (OCP Microscaling Formats 1.0), in which gpt-oss keeps its experts.
+"""MXFP4 (OCP Microscaling Formats 1.0), the format of gpt-oss's experts.
 
-A block of consecutive values of a row shares a power of two. Each value divided by it is a 4-bit number (E2M1). Two
-codes are in a byte, the first one in its lower half. All values are exact in bfloat16.
+A block of consecutive values of a row shares a power of two; each value divided by it is a 4-bit number (E2M1). A
+byte holds two codes, the first in its lower half. All values are exact in bfloat16.
 
 Shape letters: I values of a row, B values of a block.
 """
@@ -10,27 +10,23 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""Values of a block."""
+"""Values per block."""
 
 BIAS = 127
-"""What is added to exponents. The largest byte stands for no number."""
+"""Bias of exponents. The largest byte is NaN."""
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of E2M1, by their bits."""
 
 
 def powers_of(exponents: Tensor) -> Tensor:
-    """The powers of two of biased exponents, uint8, as float32; NaN for the byte that stands for no number."""
+    """Returns the powers of two of biased exponents, uint8, as float32; NaN for the largest byte."""
     powers = torch.ldexp(torch.ones((), device=exponents.device), exponents.to(torch.float32) - BIAS)
     return powers.masked_fill(exponents == 255, torch.nan)
 
 
 def dequantize(codes: Tensor, exponents: Tensor) -> Tensor:
-    """The values that codes and exponents stand for, float32 [..., I].
-
-    Args:
-        codes: uint8 [..., I / 2].
-        exponents: biased, uint8 [..., I / B].
-    """
+    """Returns the values of codes, uint8 [..., I / 2], and biased exponents, uint8 [..., I / B], as float32
+    [..., I]."""
     numbers = torch.tensor(FP4, device=codes.device)[torch.stack([codes & 0xF, codes >> 4], -1).int().flatten(-2)]
     return (numbers.unflatten(-1, (-1, BLOCK)) * powers_of(exponents)[..., None]).flatten(-2)

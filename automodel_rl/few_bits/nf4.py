@@ -1,7 +1,7 @@
-"""nf4, the 4-bit format of QLoRA (Dettmers et al., arXiv:2305.14314, section 3), in the layout of bitsandbytes.
+"""nf4, the 4-bit format of QLoRA (Dettmers et al., arXiv:2305.14314, section 3), in bitsandbytes' layout.
 
-A block of consecutive values of a row shares a scale, its largest absolute value. Each value divided by it is rounded
-to one of 16 quantiles of the normal distribution. Two codes are in a byte, the first one in its upper half.
+A block of consecutive values of a row shares a scale, its largest absolute value; each value divided by it is rounded
+to one of 16 quantiles of the normal distribution. A byte holds two codes, the first in its upper half.
 
 Shape letters: I values of a row, B values of a block.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Values of a block."""
+"""Values per block."""
 
 # Appendix E of the paper.
 VALUES = (
@@ -35,40 +35,29 @@ VALUES = (
 
 
 def quantize(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of values.
-
-    Args:
-        values: [..., I] with whole blocks in a row.
-
-    Returns:
-        Codes, uint8 [..., I / 2], and scales, float32 [..., I / B]. Values that are not finite make their scale so.
-    """
+    """Quantizes values [..., I] with whole blocks per row to codes, uint8 [..., I / 2], and scales, float32
+    [..., I / B]. Infinite or NaN values make their scale so."""
     blocks = values.float().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(-1)
     quantiles = values.new_tensor(VALUES, dtype=torch.float32)
     between = (quantiles[1:] + quantiles[:-1]) / 2
-    # A block of zeros has scale 0, and any divisor gives its values their code.
+    # A block of zeros has scale 0; any divisor gives the right codes.
     codes = torch.bucketize(blocks / scales.masked_fill(scales == 0, 1)[..., None], between).flatten(-2)
     return pack(codes), scales
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes 0 to 15, [..., I] of any integer dtype, as bytes [..., I / 2]."""
+    """Packs codes 0 to 15, [..., I] of any integer dtype, into bytes [..., I / 2]."""
     first, second = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return first << 4 | second
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """The values that codes and scales stand for, float32 [..., I].
-
-    Args:
-        codes: uint8 [..., I / 2].
-        scales: float32 [..., I / B].
-    """
+    """Returns the values of codes, uint8 [..., I / 2], and scales, float32 [..., I / B], as float32 [..., I]."""
     return (quantiles_of(codes).unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)
 
 
 def quantiles_of(codes: Tensor) -> Tensor:
-    """The quantiles of codes, uint8 [..., I / 2], as float32 [..., I]."""
+    """Returns the quantiles of codes, uint8 [..., I / 2], as float32 [..., I]."""
     quantiles = torch.tensor(VALUES, device=codes.device)
     return quantiles[torch.stack([codes >> 4, codes & 0xF], -1).int()].flatten(-2)

@@ -1,5 +1,4 @@
-"""Products of experts whose frozen, stacked weights stay in few bits. A stack is made plain in the forward, and again
-in the backward.
+"""Products of experts with frozen quantized stacks of weights, dequantized in the forward and again in the backward.
 
 Shape letters: e experts of this rank, s slots, in and out the sizes of a matrix.
 """
@@ -15,11 +14,11 @@ from automodel_rl.few_bits.weight import FewBitsWeight, values_of
 from automodel_rl.parallel.sharding import local_tensor
 
 GROUPED_MULTIPLE = 8
-"""Sizes of bfloat16 matrices that torch's grouped products take: 16 bytes."""
+"""Multiple of bfloat16 matrix sizes that torch's grouped products require: 16 bytes."""
 
 
 def grouped_product(inputs: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:
-    """Each expert's stretch of the slots times its own matrix, [s, in] to [s, out]; `weight` is [e, in, out]."""
+    """Multiplies each expert's slots by its own matrix of `weight` [e, in, out], [s, in] to [s, out]."""
     if inputs.dtype == torch.bfloat16 and not any(size % GROUPED_MULTIPLE for size in weight.shape[1:]):
         return F.grouped_mm(inputs, weight, offs=counts_e.cumsum(0, dtype=torch.int32))
     stretches = inputs.split(counts_e.tolist())
@@ -27,13 +26,13 @@ def grouped_product(inputs: Tensor, weight: Tensor, counts_e: Tensor) -> Tensor:
 
 
 def frozen_grouped_product(inputs: Tensor, held: FewBitsWeight, is_transposed: bool, counts_e: Tensor) -> Tensor:
-    """`grouped_product` with a stack in few bits, [e, out, in], or [e, in, out] if it is transposed."""
+    """`grouped_product` with a quantized stack, [e, out, in], or [e, in, out] if it is transposed."""
     codes, scale_bytes = local_tensor(held.codes), local_tensor(held.scale_bytes)
     turned = is_transposed == held.kept.is_turned
     return few_bits_grouped_product(inputs, codes, scale_bytes, counts_e, held.kept.format, held.rounded_to, turned)
 
 
-# An operator with a gradient of its own, as in linear.py.
+# A custom operator with a registered gradient, as in linear.py.
 @torch.library.custom_op("automodel_rl::few_bits_grouped_product", mutates_args=())
 def few_bits_grouped_product(
     inputs: Tensor,
@@ -44,15 +43,8 @@ def few_bits_grouped_product(
     rounded_to: torch.dtype,
     turned: bool,
 ) -> Tensor:
-    """Each expert's slots times its frozen matrix of codes and scales; or, `turned`, times its transpose.
-
-    Args:
-        inputs: [s, in].
-        codes, scale_bytes, rounded_to: those of a `FewBitsWeight`, of this rank's experts.
-        name: the name of its format.
-        counts_e: slots of each expert.
-        turned: whether the product is with transposes of the stored matrices.
-    """
+    """Multiplies each expert's slots [s, in] by its frozen matrix, given by the tensors and format `name` of a
+    `FewBitsWeight`; if `turned`, by the transpose of the stored one."""
     weight = values_of(codes, scale_bytes, name, rounded_to).to(inputs.dtype)
     return grouped_product(inputs, weight.mT if turned else weight, counts_e)
 

@@ -1,9 +1,9 @@
-"""Stochastic rounding of weights to bfloat16, which no layout changes.
+"""Stochastic rounding of weights to bfloat16, independent of the layout.
 
-A weight changes by less in a step than the distance of two values of bfloat16, so the nearest value would keep it where
-it is. It becomes one of its two neighbours instead, each with a probability in proportion to its nearness, and is right
-on average (Gupta et al., arXiv:1502.02551). The random numbers are hashes of a step, a name, and a place in the whole
-weight: no rank draws them, so a layout and a resumed run round alike.
+A step changes a weight by less than the spacing of bfloat16 values, so rounding to nearest would undo it. Instead it
+becomes one of its two neighbours, with probabilities that make it correct on average (Gupta et al.,
+arXiv:1502.02551). The random numbers are hashes of step, name, and index in the whole weight, so all layouts and
+resumed runs round alike.
 
 Shape letters: r rows of a shard, I values of a row.
 """
@@ -18,25 +18,17 @@ from torch import Tensor
 from automodel_rl.parallel.sharding import Box
 
 NUM_BITS = 16
-"""Bits of a random number: as many as float32 has more than bfloat16."""
+"""Bits of a random number: the bits that float32 has beyond bfloat16."""
 
 _FACTORS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
-"""The factors of MurmurHash3's last step (Appleby, github.com/aappleby/smhasher), as int32."""
+"""Factors of MurmurHash3's finaliser (Appleby, github.com/aappleby/smhasher), as int32."""
 
 _COLUMN_FACTOR = 0x9E3779B1 - (1 << 32)
-"""An odd number near 2^32 over the golden ratio, as int32. Hashes of neighbouring columns begin far apart."""
+"""An odd number near 2^32 / golden ratio, as int32, which spreads the hashes of neighbouring columns."""
 
 
 def hashed_rows(shape: Sequence[int], box: Box, step: int, name: str, device: torch.device) -> Tensor:
-    """Hashes of the rows of a shard in a step, int32 [r, 1].
-
-    Args:
-        shape: the whole weight's shape; its last dim is that of a row's values.
-        box: the shard's part of the weight.
-        step: the number of the step.
-        name: the weight's name.
-        device: the device of the result.
-    """
+    """Returns hashes of a shard's rows in a step, int32 [r, 1]."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, held in zip(shape[:-1], box[:-1], strict=True):
         rows = (rows[:, None] * size + torch.arange(held.start, held.stop, device=device)).flatten()
@@ -45,22 +37,17 @@ def hashed_rows(shape: Sequence[int], box: Box, step: int, name: str, device: to
 
 
 def random_bits(rows: Tensor, columns: Tensor) -> Tensor:
-    """Random numbers from 0 to 2^16 - 1 for the values of rows, int32 [r, I].
-
-    Args:
-        rows: hashes of the rows, int32 [r, 1].
-        columns: places of the values in whole rows, int32 [I].
-    """
+    """Returns random numbers from 0 to 2^16 - 1, int32 [r, I], for row hashes, int32 [r, 1], and column indices in
+    whole rows, int32 [I]."""
     return (_mixed(rows + columns * _COLUMN_FACTOR) >> 16) & ((1 << NUM_BITS) - 1)
 
 
 def round_to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """Values in bfloat16, each one of the two nearest. A value of bfloat16 stays what it is.
+    """Rounds float32 or float64 values to one of the two nearest bfloat16 values; exact ones are unchanged.
 
     Args:
-        values: float32 or float64.
-        bits: random numbers from 0 to 2^16 - 1, int32 of the shape of values. The larger one is, the nearer to 0 may a
-            value be that is rounded away from 0.
+        bits: random numbers from 0 to 2^16 - 1, int32, shaped like `values`. The larger, the more likely is rounding
+            away from 0.
     """
     whole = torch.int32 if values.dtype == torch.float32 else torch.int64
     dropped = round(-math.log2(torch.finfo(values.dtype).eps)) - 7  # bfloat16 has 7 bits of a fraction
@@ -70,7 +57,7 @@ def round_to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Hashes of int32 numbers: every bit depends on all of them."""
+    """Hashes int32 numbers: every output bit depends on all input bits."""
     numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * _FACTORS[0]
     numbers = (numbers ^ ((numbers >> 13) & 0x7FFFF)) * _FACTORS[1]
     return numbers ^ ((numbers >> 16) & 0xFFFF)

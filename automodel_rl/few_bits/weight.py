@@ -1,4 +1,4 @@
-"""Frozen weights that stay in few bits: codes and scales in place of values (QLoRA; Dettmers et al., arXiv:2305.14314).
+"""Frozen quantized weights: codes and scales in place of values (QLoRA; Dettmers et al., arXiv:2305.14314).
 
 Shape letters: ... outputs, with experts before them in a stack; I values of a row, b blocks of a row.
 """
@@ -16,23 +16,23 @@ from automodel_rl.few_bits.formats import FORMATS, Format, Kept
 from automodel_rl.parallel.sharding import Box, cuts_of, local_tensor, shard_parameter
 
 MOST_VALUES = 1 << 24
-"""Most values that are made plain at a time to look at them."""
+"""Maximum number of values dequantized at a time for inspection."""
 
 HOLDER = "few_bits"
-"""Name of the submodule that has a module's codes and scales in place of its weights."""
+"""Name of the submodule that holds a module's codes and scales."""
 
 
 class FewBitsWeight(nn.Module):
-    """A weight [..., I] in few bits. Both parameters are bytes: FSDP casts other parameters of a unit to one dtype.
+    """A quantized weight [..., I]. Both parameters are bytes, because FSDP casts other parameters of a unit to one
+    dtype.
 
     Args:
-        weight: the weight, without storage. A DTensor is cut over a one-axis mesh, and so are codes and scales.
-        kept: how it is kept.
+        weight: the weight, without storage. A DTensor is cut over a one-axis mesh, as are then codes and scales.
 
     Attributes:
-        codes: uint8 [..., I] in as many bytes as the format takes.
-        scale_bytes: the bytes of scales, uint8 [..., as many as b take].
-        rounded_to: the dtype to which values are rounded: that of the weight that was quantized.
+        codes: uint8 [..., I / values per byte].
+        scale_bytes: uint8 [..., b * bytes per scale].
+        rounded_to: the dtype to which values are rounded: the original weight's.
     """
 
     codes: nn.Parameter
@@ -52,7 +52,6 @@ class FewBitsWeight(nn.Module):
 
     @property
     def format(self) -> Format:
-        """Its format."""
         return FORMATS[self.kept.format]
 
     @property
@@ -61,21 +60,22 @@ class FewBitsWeight(nn.Module):
         return self.format.scales(local_tensor(self.scale_bytes))
 
     def numbers(self) -> Iterator[Tensor]:
-        """Numbers of which one is not finite if a value is not: scales, and codes that may stand for such values."""
+        """Yields tensors that hold an inf or nan exactly if the dequantized weight does: the scales and, for 8-bit
+        formats, the values, 16M at a time."""
         yield self.scales
-        if self.format.per_byte == 1:  # as many bits have codes of what is no number
+        if self.format.per_byte == 1:  # 8-bit formats have codes for inf or nan
             codes, scale_bytes = local_tensor(self.codes), local_tensor(self.scale_bytes)
             count = max(1, MOST_VALUES * len(codes) // max(1, codes.numel()))
             for of in zip(codes.split(count), scale_bytes.split(count), strict=True):
                 yield values_of(*of, self.kept.format, torch.bfloat16)
 
     def values(self) -> Tensor:
-        """The values of this rank's part of the model's weight, in the dtype to which they are rounded."""
+        """Returns this rank's part of the model's weight, dequantized and rounded to `rounded_to`."""
         codes, scale_bytes = local_tensor(self.codes), local_tensor(self.scale_bytes)
         return self._as_in_model(values_of(codes, scale_bytes, self.kept.format, self.rounded_to))
 
     def plain(self) -> Tensor:
-        """A tensor without storage that is laid out over ranks as the plain weight would be."""
+        """Returns a tensor without storage, laid out over ranks like the plain weight."""
         whole, local = (self._plain(tensor.shape) for tensor in (self.codes, local_tensor(self.codes)))
         if not isinstance(self.codes, DTensor):
             return local
@@ -86,7 +86,7 @@ class FewBitsWeight(nn.Module):
         )
 
     def turned(self, box: Box) -> Box:
-        """A box of the model's weight as one of codes and scales, with columns counted in values."""
+        """Converts a box of the model's weight to one of codes and scales, with columns counted in values."""
         return (*box[:-2], box[-1], box[-2]) if self.kept.is_turned else box
 
     def _plain(self, codes: torch.Size) -> Tensor:
@@ -97,18 +97,13 @@ class FewBitsWeight(nn.Module):
 
 
 def values_of(codes: Tensor, scale_bytes: Tensor, name: str, rounded_to: torch.dtype) -> Tensor:
-    """The values of codes and of the bytes of scales, [..., I] in the dtype to which they are rounded.
-
-    Args:
-        codes, scale_bytes, rounded_to: those of a `FewBitsWeight`.
-        name: the name of its format.
-    """
+    """Dequantizes codes and scale bytes to [..., I] in `rounded_to`. `name` is that of the format."""
     return (_at_once(name) if codes.is_cuda else _rounded)(codes, scale_bytes, name, rounded_to)
 
 
 @functools.cache
 def _at_once(name: str) -> Callable[[Tensor, Tensor, str, torch.dtype], Tensor]:
-    """`_rounded` in one kernel for a format: written out, nf4 takes 15 bytes for each value for a moment."""
+    """Returns `_rounded` compiled to one kernel per format: uncompiled, nf4 needs 15 bytes per value temporarily."""
     return compile_for_any_size(_rounded)
 
 
@@ -117,11 +112,11 @@ def _rounded(codes: Tensor, scale_bytes: Tensor, name: str, dtype: torch.dtype) 
 
 
 def few_bits_weight_of(module: nn.Module, name: str) -> Any:
-    """The `FewBitsWeight` in place of one of several weights of a module; None if it is plain."""
+    """Returns the `FewBitsWeight` of one of a module's weights; None if it is plain."""
     held = dict(module.named_children()).get(HOLDER)
     return None if held is None else dict(held.named_children()).get(name)
 
 
 def is_few_bits(name: str) -> bool:
-    """Whether a parameter, by its name, is a part of a weight in few bits."""
+    """Returns whether a parameter name belongs to a quantized weight."""
     return f".{HOLDER}." in name

@@ -1,6 +1,6 @@
-"""A child process that receives and answers pickled messages.
+"""Child process that exchanges pickled messages.
 
-The child gets the file descriptor of its end of the pipe as its last argument, and opens it by
+The child gets the file descriptor of its end of the pipe as its last argument, and opens it with
 `multiprocessing.connection.Connection(int(sys.argv[-1]))`.
 """
 
@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 LOOK_SECONDS = 0.5
-"""Seconds between two checks that a child is alive. The pipe alone does not show its end: the child's own children may
-hold it open."""
+"""Interval of checks that a child is alive. Its end may not close the pipe, which its own children may hold open."""
 
 
 MOST_SECONDS_TO_DIE = 30.0
-"""Longest wait for processes that are killed, which the driver of a GPU may delay."""
+"""Timeout for killed processes to end, which a GPU driver may delay."""
 
 
 class ChildEndedError(RuntimeError):
@@ -29,15 +28,7 @@ class ChildEndedError(RuntimeError):
 
 
 class ChildProcess:
-    """Starts a command as a child process.
-
-    Args:
-        command: the program and its arguments.
-        environment: the child's environment variables; None for this process's.
-
-    Raises:
-        OSError: the command cannot be started.
-    """
+    """Starts a command as a child process. Raises OSError if that fails."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
         self.connection, theirs = multiprocessing.Pipe()
@@ -47,7 +38,7 @@ class ChildProcess:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # to stderr: what libraries print there must not mix with this process's output
+                stdout=2,  # to stderr: output of libraries must not mix with this process's
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -67,7 +58,7 @@ class ChildProcess:
             raise self._ended() from None
 
     def has_message(self, seconds: float = 0.0) -> bool:
-        """Whether a message has come or comes within so many seconds. Raises ChildEndedError if none will come."""
+        """Returns whether a message arrives within `seconds`. Raises ChildEndedError if none will."""
         try:
             if self.connection.poll(seconds):
                 return True
@@ -78,10 +69,10 @@ class ChildProcess:
         return False
 
     def receive(self, seconds: float | None = None) -> Any:
-        """The next message. Waits for at most `seconds`, or without limit.
+        """Returns the next message.
 
         Raises:
-            TimeoutError: no message came in time.
+            TimeoutError: it did not arrive in `seconds`.
             ChildEndedError: the child is gone.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -94,35 +85,30 @@ class ChildProcess:
             raise self._ended() from None
 
     def close(self, seconds: float = 0.0) -> None:
-        """Ends the child and everything that it has started in its session.
-
-        Args:
-            seconds: longest wait for the child to end by itself, as it does where its pipe has an end. Then it and its
-                own children are killed.
-        """
+        """Closes the pipe, waits at most `seconds` for the child to end by itself, then kills it and all processes of
+        its session."""
         self.connection.close()
-        if self._is_closed:  # another process may have its number by now
+        if self._is_closed:  # its pid may have been reused
             return
         self._is_closed = True
         _wait_while(lambda: self.process.poll() is None, seconds)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        _wait_while(lambda: _is_alive(self.process.pid), MOST_SECONDS_TO_DIE)  # else they would still hold memory
+        _wait_while(lambda: _is_alive(self.process.pid), MOST_SECONDS_TO_DIE)  # they would still hold memory
 
     def _ended(self) -> ChildEndedError:
         return ChildEndedError(f"its process ended with code {self.process.wait()}")
 
 
 def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
-    """Waits while a condition holds, at most so long."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and condition():
         time.sleep(0.01)
 
 
 def _is_alive(group: int) -> bool:
-    """Whether a process of a group is alive. Those that are dead but not yet waited for are not."""
+    """Returns whether a process of a group is alive, not counting zombies."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, its_group, *_ = status.read_text().rpartition(")")[2].split()

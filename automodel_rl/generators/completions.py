@@ -1,12 +1,12 @@
-"""Checks reports of workers and servers, and makes completions of the reports. A server need not be trustworthy."""
+"""Validates reports of workers and servers, which need not be trustworthy, and converts them to completions."""
 
 from automodel_rl.generator_messages import Written
 from automodel_rl.generators.protocol import Completion
 
 
 def completion_of(written: Written) -> Completion:
-    """The reported completion. It becomes an error if its values make no sense, or if its end is neither "stop" nor
-    "length", as after an abort in vLLM. A token whose log-probability is nan, infinite or above 0 makes no error: it is
+    """Converts a report to a completion. It is an error if values are invalid, or if its end is neither "stop" nor
+    "length", as after an abort in vLLM. A log-probability that is nan, infinite or above 0 is no error: the token is
     not trained (`Branch.trained`)."""
     wrong = _what_is_wrong(written.token_ids, written.logprobs)
     if wrong is not None:

@@ -1,5 +1,5 @@
-"""The program's side of generators that join a run from anywhere, and leave it, while it goes on. A run writes its
-address to the folder of its published weights."""
+"""The run's side of generators that join it from anywhere, and leave, while it runs. A run writes its join address to
+the folder of its published weights."""
 
 import contextlib
 import json
@@ -29,22 +29,21 @@ from automodel_rl.launch.door import HANDSHAKE_SECONDS, Door
 
 
 class JoiningDoor:
-    """Lets generators join, in threads, until it is closed.
+    """Listener for generators that join. Runs in threads until it is closed.
 
     Args:
-        choice: where to listen.
         key: the run's key.
-        folder: the folder of published weights, which gets the run's address.
-        welcome: what generators need.
-        admit: called for each generator that has started, in a thread of its own, with the name, the connection, and
-            whether it evaluates.
-        newest: returns the version of weights that generators write with; None before the first.
+        folder: of published weights, where it writes the join address.
+        welcome: settings for the generators.
+        admit: called in its own thread for each generator that has started: name, connection, whether it runs
+            evaluations.
+        newest: returns the generators' weight version; None before the first.
 
     Attributes:
-        address: where generators join.
+        address: the join address.
 
     Raises:
-        InputError: the port is taken, the folder cannot be written to, or another run lets generators join there.
+        InputError: the port is taken, the folder cannot be written to, or is in use by another run.
     """
 
     def __init__(
@@ -84,14 +83,14 @@ class JoiningDoor:
             ) from None
 
     def close(self) -> None:
-        """Lets no more generators join, and tells those that are starting that the run has ended."""
+        """Stops listening, and tells generators that are starting that the run has ended."""
         self._door.close()
         with self._guard:
             self._is_open = False
             for connection in self._starting:
                 _tell_end(connection)
         with contextlib.suppress(OSError, InputError):
-            if address_in(self.folder) == self.address:  # else of a run that has come since
+            if address_in(self.folder) == self.address:  # otherwise it is a newer run's
                 self.file.unlink()
 
     def _greet(self, proven: AuthenticatedConnection) -> None:
@@ -112,13 +111,13 @@ class JoiningDoor:
             connection.send(replace(self.welcome, newest=self.newest()))
             if not self._starts(connection):
                 raise EOFError
-        except Exception:  # it is gone, or what it sends cannot be read
+        except Exception:  # it is gone, or sends invalid messages
             connection.close()
             return
         self.admit(first.name, connection, first.evaluates)
 
     def _starts(self, connection: MessageConnection) -> bool:
-        """Waits until a generator has started. Meanwhile the run may end."""
+        """Waits until a generator has started. Returns whether it did; the run may end first."""
         with self._guard:
             if not self._is_open:
                 _tell_end(connection)
@@ -139,7 +138,7 @@ def _tell_end(connection: MessageConnection) -> None:
 
 
 def _is_answered(folder: Path) -> bool:
-    """Whether a run answers at the address that is in a folder."""
+    """Returns whether a run answers at the folder's join address."""
     try:
         address = address_in(folder)
         if address is None:

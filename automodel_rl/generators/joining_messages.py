@@ -1,14 +1,14 @@
-"""Messages between a run and generators that join it, and how they are sent.
+"""Messages between a run and generators that join it, and their encoding.
 
-    a generator sends      the program answers
+    a generator sends      the run answers
     Joining                Welcome, or a Failure and the end of the connection
-    HasStarted             UseVersion and Generate, in the order in which they count; at the end of the run HasEnded
+    HasStarted             UseVersion and Generate, in the order in which they apply; at the end of the run HasEnded
     Finished, Failed       nothing
-    IsReading              nothing: it reads a version of the weights, which may take long
+    IsReading              nothing: sent while it reads a version of the weights, which may take long
     Leaving                the end of the connection
 
-All are sent as JSON and checked where they arrive. The one exception is the model of `Welcome`, which a generator
-unpickles: so a run can run code at its generators, and they cannot at the run.
+All are JSON, validated on receipt. The exception is `Welcome`, which the generator unpickles: a run can execute code
+on its generators, but not vice versa.
 """
 
 import dataclasses
@@ -40,26 +40,19 @@ LONGEST_FROM_GENERATOR = 2**26
 """Longest message of a generator in bytes: a completion of a million tokens takes half of it."""
 
 LONGEST_TEXT = 10_000
-"""Longest reason that is kept of what a generator says, in characters."""
+"""Longest error or reason kept of a generator, in characters."""
 
 LONGEST_NAME = 200
-"""The same of its name."""
 
 
 def release() -> str:
-    """What both sides must have in common: the package's release, and the messages that it knows."""
+    """Returns what both sides must have in common: the release of the package, and a hash of its messages."""
     return f"{own_version()} {PROTOCOL[:12]}"
 
 
 @dataclass(frozen=True)
 class Joining(Message):
-    """A generator wants to join.
-
-    Attributes:
-        name: its process, in words.
-        evaluates: whether it writes for evaluations alone.
-        release: what it knows.
-    """
+    """Request to join, with a description of the process. A generator that `evaluates` serves evaluations only."""
 
     name: str
     evaluates: bool = False
@@ -68,16 +61,15 @@ class Joining(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """What a generator needs to start.
+    """Settings with which a generator starts.
 
     Attributes:
-        copy: the model, for the transformers generator. The generator chooses the device.
-        writing: how that writes completions.
-        vllm: the arguments of vllm.LLM that follow from the run.
+        copy: the model for the transformers generator, which chooses its own device.
+        writing: settings of that generator.
+        vllm: vLLM options that follow from the run.
         timeout: the run's weight_sync.timeout, in seconds.
-        vocab_size: number of the model's token ids.
-        weights: how the run gives its published weights over HTTP; None if it does not.
-        newest: the version that generators write with now; None before the first.
+        weights: HTTP server of published weights, if any.
+        newest: the generators' weight version; None before the first.
     """
 
     copy: ModelCopy
@@ -91,29 +83,29 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class HasStarted(Message):
-    """The generator has started, and takes versions of weights and requests."""
+    """The generator accepts weight versions and requests."""
 
 
 @dataclass(frozen=True)
 class Leaving(Message):
-    """The generator writes no more; `text` is the reason. Nothing that it was to write is to blame."""
+    """The generator stops, for the reason `text`. This does not count against its unfinished requests."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class IsReading(Message):
-    """The generator is reading weights, and alive."""
+    """The generator is reading weights: a sign of life."""
 
 
 @dataclass(frozen=True)
 class HasEnded(Message):
-    """The run has ended. There is nothing to wait for."""
+    """The run has ended."""
 
 
 @dataclass(frozen=True)
 class _Reported:
-    """The part of a `Completion` that a generator which has joined reports."""
+    """The fields of a `Completion` that a joined generator reports."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -133,12 +125,12 @@ _FROM_RUN: dict[str, TypeAdapter[Any]] = {
 
 
 class FromGenerator:
-    """Decodes what a generator sends. Everything is a value of the type that its field says."""
+    """Decodes messages of a generator, with strict types of fields."""
 
     max_bytes = LONGEST_FROM_GENERATOR
 
     def decode(self, kind: str, content: bytes) -> Message:
-        """The message of a kind. Raises ValidationError or KeyError if it is none."""
+        """Raises ValidationError, ValueError or KeyError if the message is invalid."""
         message: Message = _FROM_GENERATOR[kind].validate_json(content, strict=True)
         match message:
             case Finished(number, place, written):
@@ -156,12 +148,11 @@ class FromGenerator:
 
 
 class FromRun:
-    """Decodes what a run sends, which has proved that it knows the key."""
+    """Decodes messages of a run, which has proved that it knows the key."""
 
     max_bytes = MAX_FRAME_BYTES
 
     def decode(self, kind: str, content: bytes) -> Message:
-        """The message of a kind. Raises ValidationError or KeyError if it is none."""
         if kind == Welcome.__name__:
             welcome: Welcome = pickle.loads(content)
             return welcome
@@ -170,18 +161,14 @@ class FromRun:
 
 
 class MessageConnection:
-    """Sends and receives messages: the name of each, a new line, and its fields.
-
-    Args:
-        connection: the connection, whose other end has proved that it knows the key.
-        incoming: decodes what the other end sends.
-    """
+    """Sends and receives messages: the name of each, a newline, and its fields. The other end has proved that it knows
+    the key."""
 
     def __init__(self, connection: AuthenticatedConnection, incoming: FromGenerator | FromRun):
         self._connection, self._incoming = connection, incoming
 
     def send(self, message: Message) -> None:
-        """Sends a message. Raises OSError if the other end is gone, TypeError if it has parts that are not sent."""
+        """Raises OSError if the other end is gone, TypeError if the message has fields that cannot be sent."""
         if isinstance(message, Finished) and isinstance(message.written, Completion):
             parts = {part.name: getattr(message.written, part.name) for part in dataclasses.fields(_Reported)}
             message = dataclasses.replace(message, written=parts)
@@ -190,12 +177,7 @@ class MessageConnection:
         self._connection.send_bytes(type(message).__name__.encode() + b"\n" + content)
 
     def recv(self) -> Message:
-        """Receives a message.
-
-        Raises:
-            EOFError, OSError: the other end is gone.
-            ProtocolError: it sends what is no message.
-        """
+        """Raises EOFError or OSError if the other end is gone, ProtocolError if the message is invalid."""
         received = self._connection.recv_bytes(self._incoming.max_bytes)
         kind, _, content = received.partition(b"\n")
         try:
@@ -204,11 +186,10 @@ class MessageConnection:
             raise ProtocolError(f"it sent {received[:60]!r}, which is no message ({type(error).__name__})") from None
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Whether something has come, or the other end is gone."""
         return self._connection.poll(seconds)
 
     def hang_up(self) -> None:
-        """Ends the connection, at both ends."""
+        """Ends the connection at both ends."""
         self._connection.hang_up()
 
     def close(self) -> None:
@@ -223,7 +204,6 @@ class MessageConnection:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The fields of a message, or of a value in it."""
     if not dataclasses.is_dataclass(value):
         raise TypeError(f"a value of type {type(value).__name__} cannot be sent to a generator that has joined")
     return {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}

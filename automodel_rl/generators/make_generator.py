@@ -1,4 +1,4 @@
-"""Makes the generator that is asked for, and the transport of weights to it."""
+"""Creates the configured generator, and the transport of weights to it."""
 
 import dataclasses
 import os
@@ -51,19 +51,17 @@ from automodel_rl.weight_sync.vllm_adapters import VllmAdapters
 TRANSFORMERS_WORKER = ("-m", "automodel_rl.generators.transformers_worker")
 
 SPLIT = {"distributed_executor_backend": "mp"}
-"""Arguments of vllm.LLM if it is split over several GPUs, with a process for each."""
-
 ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 2**29}
-"""Arguments of vllm.LLM on a CPU. A prompt in chunks fails there if its completion has a seed, and a share of all
-memory would have to be free."""
+"""vLLM options for a CPU. There, a prompt in chunks fails if its completion has a seed, and a share of all memory
+would have to be free."""
 
 READS_BUFFERS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
-"""Further arguments if these are the GPUs of ranks, whose buffers its processes read."""
+"""vLLM options on the ranks' GPUs, whose buffers its processes read."""
 
 
 def reads_images(pixels: tuple[int | None, int | None]) -> dict[str, Any]:
-    """Further arguments of vLLM for prompts with images: the image processor that the trainer uses, for the fast one
-    resizes by another library, so that pixels differ; its limits; and no memory for videos."""
+    """Returns vLLM options for prompts with images: the trainer's image processor, as the fast one resizes with
+    another library, so that pixels differ; its limits; and no memory for videos."""
     limits = {key: value for key, value in zip(("min_pixels", "max_pixels"), pixels, strict=True) if value is not None}
     return {"mm_processor_kwargs": {"use_fast": False, **limits}, "limit_mm_per_prompt": {"video": 0}}
 
@@ -76,18 +74,14 @@ def make_generator(
     is_first: bool = True,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[RankGenerator, Transport]:
-    """Starts this rank's generator, and makes the transport by which it gets weights.
+    """Starts this rank's generator, and creates the transport for its weights.
 
     Args:
-        spec: the generator that is asked for.
-        handle: the model that is trained.
-        tokenizer: the model's tokenizer.
-        ranks: the ranks that lead generators, and those that share this rank's.
-        is_first: whether it is the first. Later, some servers may be gone.
+        is_first: whether this is the first start. In a later one, some servers may be gone.
         meanwhile: called while a process starts.
 
     Raises:
-        InputError: the generator does not start, or would keep another base of adapters than the trainer.
+        InputError: the generator does not start, or its base of adapters would differ from the trainer's.
     """
     _check_base(spec, handle)
     ends = _ends(spec, handle, tokenizer)
@@ -103,13 +97,7 @@ def make_generator(
 
 
 def welcome_of(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> Welcome:
-    """What generators need that join a run.
-
-    Args:
-        spec: the generator that is asked for.
-        handle: the model that is trained.
-        tokenizer: the model's tokenizer.
-    """
+    """Returns the settings for generators that join a run."""
     assert isinstance(spec.choice, JoinedGeneratorConfig)
     writing = Writing(tokenizer, spec.choice.batch_size, _ends(spec, handle, tokenizer))
     options, timeout = _options_of_model(spec, handle, tokenizer), spec.weight_sync.timeout
@@ -117,24 +105,16 @@ def welcome_of(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTo
 
 
 def without_generator(spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks) -> Transport | None:
-    """The transport of a rank whose generator does not start again, with which others get weights nevertheless.
-
-    Args:
-        spec: the generator that was asked for.
-        handle: the model that is trained.
-        ranks: the ranks that lead generators, and those that share this rank's.
-
-    Returns:
-        None if there is none for generators of this kind.
-    """
+    """Returns the transport for a rank whose generator does not restart, to take part in weight syncs of the others;
+    None if it is not needed."""
     if isinstance(spec.choice, VllmSamplerConfig):
         return _vllm_transport(NoGenerator(), spec, handle, ranks)
     return None
 
 
 def _check_base(spec: GeneratorSpec, handle: ModelHandle) -> None:
-    """Refuses a base of which generators have other weights than the trainer. Some files in nf4 have plain weights, or
-    blocks of other sizes."""
+    """Raises InputError if generators would have another base than the trainer: some files in nf4 contain plain
+    weights, or blocks of other sizes."""
     if spec.weight_sync.adapters == "alone" and handle.quantized_here:
         raise InputError(
             f"weight_sync.adapters=alone with model.lora.base=nf4: {handle.quantized_here[0]} is not in nf4 in blocks "
@@ -171,13 +151,11 @@ def _copy(spec: GeneratorSpec, handle: ModelHandle) -> ModelCopy:
 
 
 def _ends(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a completion."""
     own = completion_ends(handle.source, handle.whole_config, tokenizer, spec.template_variables)
     return with_asked(own, spec.stop_token_ids, handle.config.vocab_size)
 
 
 def _check_devices(devices: Sequence[int]) -> None:
-    """Refuses too few devices of their own for the generators of a machine's ranks."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if devices and len(devices) < local_ranks:
         raise InputError(
@@ -187,12 +165,10 @@ def _check_devices(devices: Sequence[int]) -> None:
 
 
 def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -> GeneratorProcess:
-    """Starts a transformers generator in a process of its own.
+    """Starts a transformers generator in its own process.
 
     Args:
-        copy: the generator's model.
-        writing: how it writes completions.
-        visible: the process's CUDA_VISIBLE_DEVICES: one device, on which it then computes. None to inherit it.
+        visible: its CUDA_VISIBLE_DEVICES: the one device on which it computes. None to inherit it.
 
     Raises:
         InputError: the generator does not start.
@@ -248,7 +224,6 @@ def _vllm_options(
     tokenizer: PreTrainedTokenizerBase,
     ranks: EngineRanks,
 ) -> dict[str, Any]:
-    """Arguments of vllm.LLM."""
     drafts = choice.drafts if isinstance(choice, VllmGeneratorConfig) else 0
     device = handle.layout.device
     origin = handle.adapter_origin if spec.weight_sync.adapters == "alone" else None
@@ -268,7 +243,7 @@ def _vllm_options(
 
 
 def _options_of_model(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Arguments of vllm.LLM that follow from the model and from what is to be written, wherever it runs."""
+    """Returns vLLM options that follow from the model and the run, wherever vLLM runs."""
     needs_tokenizer = spec.has_stop_texts or handle.has_encoder
     on_cpu = handle.layout.device.type == "cpu"
     return {
@@ -278,13 +253,13 @@ def _options_of_model(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTr
         **({"tokenizer": str(tokenizer.name_or_path)} if needs_tokenizer else {"skip_tokenizer_init": True}),
         **(reads_images(spec.pixels) if handle.has_encoder else {}),
         **({"enable_return_routed_experts": True} if spec.reports_routes else {}),
-        # States of prompts are only kept where prompts come in chunks.
+        # States of prompts are cached only if prompts come in chunks.
         **({"enable_prefix_caching": False} if on_cpu and num_mixed_layers(handle.config) else {}),
     }
 
 
 def _cache_of_replica(choice: VllmSamplerConfig, handle: ModelHandle) -> dict[str, int]:
-    """The argument of vllm.LLM for the size of its cache, if several start at the same time on one GPU."""
+    """Returns the vLLM option for the cache size if several replicas start on one GPU at the same time."""
     device, replicas = handle.layout.device, _num_replicas(choice)
     if replicas == 1 or device.type != "cuda" or "kv_cache_memory_bytes" in choice.options:
         return {}
@@ -311,32 +286,17 @@ def _vllm_transport(
 
 
 def adapter_options(rank: int, places: int) -> dict[str, Any]:
-    """Arguments of vllm.LLM for adapters.
-
-    Args:
-        rank: their largest rank.
-        places: number of adapters at once: a new one, and those that completions are still written with.
-    """
+    """Returns vLLM options for adapters. `places` are in use at a time: a new one, and those of running completions."""
     largest = next(size for size in VLLM_RANKS if size >= rank)
     return {"enable_lora": True, "max_lora_rank": largest, "max_loras": places, "max_cpu_loras": places}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """vLLM's name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def with_asked(own: set[int], asked: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a completion.
-
-    Args:
-        own: those of the model.
-        asked: those of the run's config.
-        vocab_size: size of the model's vocabulary.
-
-    Raises:
-        InputError: an id that the run asks for is not one of the model's.
-    """
+    """Returns the tokens that end a completion, of model and config. Raises InputError if the vocabulary lacks one."""
     if asked and max(asked) >= vocab_size:
         raise InputError(
             f"rollout.stop_token_ids={[*asked]}: the model's vocabulary has {vocab_size} tokens, so ids are below "

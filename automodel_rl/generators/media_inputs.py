@@ -1,5 +1,4 @@
-"""Media of prompts, as the copy of the model takes them: pixels, spectrograms, and positions that follow an image's
-grid."""
+"""Media of prompts as inputs of the model copy: pixels, spectrograms, and positions that follow an image's grid."""
 
 import functools
 from collections.abc import Sequence
@@ -14,16 +13,11 @@ from automodel_rl.families.known import encoder_families, multimodal_family
 from automodel_rl.generator_messages import PromptMedia, Request
 
 IN_A_PROMPT = "a prompt"
-"""Place of an image or clip in the data, for error messages. The trainer has opened it before."""
+"""Source of media in error messages."""
 
 
 class MediaInputs:
-    """Arguments of a transformers model for the media of prompts.
-
-    Args:
-        config: the config of the whole model.
-        readers: read files; None for a model that reads text only.
-    """
+    """Inputs of a transformers model for the media of prompts. Without `readers` it is text-only."""
 
     def __init__(self, config: PretrainedConfig, readers: MediaReaders | None):
         self.config, self.readers = config, readers
@@ -31,12 +25,11 @@ class MediaInputs:
         self.rotary = None if family is None else family.rotary_grid(config)
 
     def of(self, requests: Sequence[Request], ids: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The arguments for the media of a batch, for the forward of its prompts.
+        """Returns the media arguments for the forward of a batch of prompts.
 
         Args:
-            requests: the batch, row by row.
-            ids: token ids of the prompts, padded on the left to one length, on the device of the pixels.
-            dtype: that of pixels and spectrograms.
+            ids: left-padded token ids, on the device for the pixels.
+            dtype: of pixels and spectrograms.
         """
         media = [self._item(item) for request in requests for item in request.media]
         found: dict[str, Tensor] = {}
@@ -47,8 +40,8 @@ class MediaInputs:
         return found
 
     def positions(self, requests: Sequence[Request], longest: int) -> Tensor:
-        """Positions of the tokens of prompts padded on the left to one length: int64 [B, n], or [3, B, n] for a model
-        with M-RoPE. Pads have 0."""
+        """Returns the positions of left-padded prompts: int64 [B, n], or [3, B, n] for a model with M-RoPE. Pads have
+        0."""
         axes = () if self.rotary is None else (3,)
         positions = torch.zeros(*axes, len(requests), longest, dtype=torch.int64)
         for row, request in enumerate(requests):
@@ -73,16 +66,16 @@ class MediaInputs:
 
 
 def next_positions(positions: Tensor) -> Tensor:
-    """The positions of the tokens that come after the last ones: [B, 1], or [3, B, 1], the same on all axes."""
+    """Returns the positions after the last ones: [B, 1], or [3, B, 1], equal on all axes."""
     last = positions[..., -1:]
     return last + 1 if last.ndim == 2 else last.amax(0, keepdim=True).expand_as(last) + 1
 
 
 def prompt_media(media: Sequence[Media]) -> tuple[PromptMedia, ...]:
-    """A prompt's media as a generator gets them."""
+    """Converts a prompt's media for a generator."""
     found = []
     for item in media:
-        assert item.source is not None  # a `MediaReader` has made it
+        assert item.source is not None  # a `MediaReader` sets it
         interval = item.interval if isinstance(item, Video) else 1.0
         framed = isinstance(item, Image) and item.framed
         kind = part_type(item)

@@ -1,4 +1,4 @@
-"""The meeting of a program with the ranks that lead its generators."""
+"""Connections between the program and the ranks that lead its generators."""
 
 import secrets
 import threading
@@ -10,14 +10,7 @@ from automodel_rl.launch.door import LONGEST_WAIT, Door, DoorAddress
 
 
 class Meeting:
-    """Takes the connections of ranks in a thread, until it is closed. A context manager.
-
-    Args:
-        host: the name of this machine for the ranks.
-
-    Attributes:
-        address: what ranks need to come.
-    """
+    """Listener for the connections of ranks, in a thread. `host` is this machine's name for them."""
 
     def __init__(self, host: str):
         self._come: dict[int, AuthenticatedConnection] = {}
@@ -32,11 +25,7 @@ class Meeting:
         self._door.close()
 
     def connection(self, rank: int) -> AuthenticatedConnection:
-        """The connection of a rank that has come, or that comes soon.
-
-        Raises:
-            RolloutError: it does not come.
-        """
+        """Waits for the connection of a rank. Raises RolloutError if it does not connect."""
         with self._news:
             if not self._news.wait_for(lambda: rank in self._come, LONGEST_WAIT):
                 raise RolloutError(f"rank {rank} could not reach the program at {self.address.host}")
@@ -54,15 +43,7 @@ class Meeting:
 
 
 def meet(address: DoorAddress, rank: int) -> AuthenticatedConnection:
-    """A rank's connection to the program.
-
-    Args:
-        address: where the program waits.
-        rank: this rank.
-
-    Raises:
-        InputError: the program cannot be reached.
-    """
+    """Connects this rank to the program. Raises InputError if it cannot be reached."""
     try:
         connection = address.knock()
         connection.send(rank)

@@ -1,4 +1,4 @@
-"""The copy of the model that a transformers generator samples from: builds it, and lists its tensors for syncs."""
+"""The model copy of a transformers generator: builds it, and lists its tensors for weight syncs."""
 
 import re
 from dataclasses import dataclass
@@ -27,17 +27,16 @@ from automodel_rl.support.description import describe_model
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """A description of the copy: which model it is, and where it computes.
+    """Description of the copy.
 
     Attributes:
-        config: the trained model's config, of the whole model if it has an encoder.
-        family: the trained model's family, with the names that weight syncs have.
-        dtype: the dtype in which the copy computes.
-        device: the device on which it computes.
-        adapters: if only adapters are synced, their config and the checkpoint of the frozen model, from which the
-            copy loads its weights. Else None, and the copy has no weights until the first weight sync.
-        capture_routes: whether to note which experts tokens go to.
-        media: reads the media of prompts; None for a model that reads text only.
+        config: of the whole trained model.
+        family: the trained model's, whose names weight syncs use.
+        dtype: compute dtype.
+        adapters: if only adapters are synced: their config, and the checkpoint of the frozen model to load.
+            Otherwise the copy has no weights until the first weight sync.
+        capture_routes: record the experts of tokens.
+        media: reads the media of prompts; None for a text-only model.
     """
 
     config: PretrainedConfig
@@ -50,18 +49,16 @@ class ModelCopy:
 
 
 def build_model(copy: ModelCopy) -> Any:
-    """Builds the copy on its device.
-
-    Raises:
-        InputError: the device has no room for it.
-    """
-    config = type(copy.config).from_dict(copy.config.to_dict())  # the trained model's config names its own attention
+    """Builds the copy on its device. Raises InputError if memory is insufficient."""
+    config = type(copy.config).from_dict(
+        copy.config.to_dict()
+    )  # a copy: the trained model's config names its own attention
     # transformers' sdpa ignores soft caps and sinks, and its grouped_mm does not support float64.
     kernels: dict[str, Any] = {"attn_implementation": "eager" if describe_model(config).lacks_sdpa else "sdpa"}
     whole = AutoModelForCausalLM if copy.media is None else AutoModelForMultimodalLM
     if copy.family.file_names.turns_experts:
         register_experts()
-        kernels["experts_implementation"] = {"text_config": EXPERTS}  # the one that takes them as files have them
+        kernels["experts_implementation"] = {"text_config": EXPERTS}  # accepts experts in the layout of files
     elif copy.family.language.is_moe and copy.dtype == torch.float64:
         kernels["experts_implementation"] = "eager"
     with torch.device("meta"):
@@ -77,7 +74,7 @@ def build_model(copy: ModelCopy) -> Any:
     lora, base = copy.adapters
     if lora.has_experts:
         register_experts()
-        kernels["experts_implementation"] = EXPERTS  # the one that knows of adapters
+        kernels["experts_implementation"] = EXPERTS  # supports adapters
     model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=copy.dtype, **kernels).eval()
     add_adapters(model, lora)
     model.to(copy.device)
@@ -87,14 +84,13 @@ def build_model(copy: ModelCopy) -> Any:
 
 
 def _without_ep(model: nn.Module) -> None:
-    """Says to `experts_forward` that all experts are here."""
+    """Turns off expert parallelism in `experts_forward`."""
     for experts in experts_of(model):
         experts.ep_group = None
 
 
 def synced_tensors(model: nn.Module, copy: ModelCopy) -> dict[str, Tensor]:
-    """The tensors that weight syncs write, by their Hugging Face names: only the adapters if only they are synced, else
-    all."""
+    """Returns the tensors that weight syncs write, by their Hugging Face names."""
     return {
         piece: view
         for name, tensor in persistent_tensors(model)
@@ -104,17 +100,13 @@ def synced_tensors(model: nn.Module, copy: ModelCopy) -> dict[str, Tensor]:
 
 
 def _in_parts(name: str) -> str:
-    """The name of a tensor in the trained model's parts. There the language model of a multimodal model has the names
-    of a causal language model, and encoders are below `model`."""
+    """Returns a tensor's name in the trained model, where the language model of a multimodal model has the names of a
+    causal language model, and encoders are below `model`."""
     return re.sub(r"^(visual|audio_tower)\.", r"model.\1.", re.sub(r"^model\.language_model\.", "model.", name))
 
 
 class RouteRecorder:
-    """Notes which experts the routers of a model choose.
-
-    Args:
-        routers: routers by the number of their layer.
-    """
+    """Records the choices of a model's routers."""
 
     def __init__(self, routers: dict[int, Any]):
         self._chosen: list[Tensor] = []
@@ -123,7 +115,6 @@ class RouteRecorder:
 
     @classmethod
     def of(cls, model: Any, family: CheckpointFamily) -> "RouteRecorder | None":
-        """Makes a recorder of all routers of a model of a family; None if it has none."""
         routers = routers_of(numbered_layers(language_model(model)), family.language)
         return cls(routers) if routers else None
 
@@ -131,11 +122,8 @@ class RouteRecorder:
         self._chosen.append(in_order(output)[2])
 
     def take(self, num_sequences: int) -> np.ndarray:
-        """The experts chosen in the last forward, over `num_sequences` sequences of n tokens.
-
-        Returns:
-            int16 [sequences, n, M, K], for M layers with routers and K experts for each token.
-        """
+        """Returns the experts of the last forward: int16 [sequences, n, M, K], for sequences of n tokens, M layers
+        with routers and K experts per token."""
         chosen = torch.stack(self._chosen, 1).short().cpu().numpy()
         self._chosen.clear()
         return chosen.reshape(num_sequences, -1, *chosen.shape[1:])

@@ -1,4 +1,4 @@
-"""The place of a run that a generator joins: a folder that they share, or the run's address and a key."""
+"""Location of a run that a generator joins: a folder that they share, or the run's address and key."""
 
 import json
 import os
@@ -14,48 +14,33 @@ from automodel_rl.weight_sync.version_files import VersionFiles
 from automodel_rl.weight_sync.version_server import RequestSigner
 
 JOIN_FILE = "join.json"
-"""Name of the file with a run's address, in the folder of its published weights. Only its owner can read it: whoever
-has its key can run code on both sides."""
+"""Name of the file with a run's join address, in the folder of its published weights. Readable by its owner only: with
+the key, others could pose as the run and execute code on generators."""
 
 KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
 class WeightsGiven:
-    """How a run gives its published weights over HTTP.
-
-    Attributes:
-        port: the port on its machine.
-        salt: what readers need to sign requests, besides the run's key.
-    """
+    """HTTP server of a run's published weights: port on the run's machine, and salt of its `RequestSigner`."""
 
     port: int
     salt: str
 
 
 class RunPlace(Protocol):
-    """The place of a run."""
-
     def address(self) -> DoorAddress | None:
-        """The address at which generators join it; None if there is none at the moment."""
+        """Returns the run's join address; None if there is none at the moment."""
         ...
 
     def files(self, given: WeightsGiven | None) -> VersionFiles:
-        """Its published weights.
-
-        Args:
-            given: how the run gives them over HTTP; None if it does not.
-        """
+        """Returns the published weights. `given` is their HTTP server, if any."""
         ...
 
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """A folder to which the run publishes its weights, and its address.
-
-    Attributes:
-        folder: the folder.
-    """
+    """The folder to which the run publishes its weights, with its join address."""
 
     folder: Path
 
@@ -71,13 +56,8 @@ class SharedFolder:
 
 @dataclass(frozen=True)
 class DistantRun:
-    """A run with which a generator shares nothing but a key.
-
-    Attributes:
-        host, port: its address.
-        key: the key.
-        weights: HOST:PORT at which its weights are read, if not at its host and the port that it tells.
-    """
+    """A run that shares only a key with the generator. `weights` is HOST:PORT of its weights if not the run's
+    default."""
 
     host: str
     port: int
@@ -101,15 +81,15 @@ class DistantRun:
 
 
 def place_of(given: str, key: Path | None, weights: str | None) -> RunPlace:
-    """The place of a run, as a command is told.
+    """Returns the location of a run from command line options.
 
     Args:
         given: a folder, or HOST:PORT.
-        key: the file of the run's key, with an address.
-        weights: HOST:PORT at which weights are read, with an address; None for what the run tells.
+        key: file of the run's key, required with an address.
+        weights: HOST:PORT of the weights, with an address; None for what the run reports.
 
     Raises:
-        InputError: an address needs a key, a folder none; or the key cannot be read.
+        InputError: options do not fit together, or the key cannot be read.
     """
     if "://" in given:
         raise InputError(f"--join {given}: is a URL: give HOST:PORT alone, or a folder")
@@ -129,7 +109,6 @@ def place_of(given: str, key: Path | None, weights: str | None) -> RunPlace:
 
 
 def _host_and_port(given: str) -> tuple[str, int] | None:
-    """The parts of an address; None for what is none."""
     host, _, port = given.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         return None
@@ -141,14 +120,10 @@ def _in_url(host: str) -> str:
 
 
 def read_key(file: Path, named: str) -> bytes:
-    """A key in a file, of hexadecimal digits.
-
-    Args:
-        file: the file, which nobody but its owner may read.
-        named: what the user gave, for the message.
+    """Reads a key in hexadecimal digits. `named` is the setting, for errors.
 
     Raises:
-        InputError: it cannot be read, others can read it, or it holds no key.
+        InputError: the file cannot be read, others can access it, or it holds no key.
     """
     try:
         with file.open() as opened:
@@ -162,13 +137,10 @@ def read_key(file: Path, named: str) -> bytes:
 
 
 def run_key(file: Path | None) -> bytes:
-    """The key of a run: that of a file, which is made if it is not there, or one for this start.
-
-    Args:
-        file: the file; None for a key of this start.
+    """Returns the key of a run: that of `file`, which is created if missing, or without one a new key.
 
     Raises:
-        InputError: the file is not a key, or cannot be made.
+        InputError: the file holds no key, or cannot be created.
     """
     key = secrets.token_bytes(KEY_BYTES)
     if file is None:
@@ -178,14 +150,14 @@ def run_key(file: Path | None) -> bytes:
         try:
             write_for_owner(file, f"{key.hex()}\n", replaces=False)
         except FileExistsError:
-            pass  # another run has made it since
+            pass  # another run has created it meanwhile
         except OSError as error:
             raise InputError(f"{named}: cannot be written ({error.strerror}): choose another file") from None
     return read_key(file, named)
 
 
 def address_in(folder: Path) -> DoorAddress | None:
-    """The address of the run that publishes to a folder; None if none does at the moment."""
+    """Returns the join address of the run that publishes to a folder; None if there is none at the moment."""
     try:
         with (folder / JOIN_FILE).open() as file:
             _check_owner(file.fileno())

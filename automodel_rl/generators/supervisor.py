@@ -1,12 +1,13 @@
-"""The supervisor of a rank's generator: starts it, gives it weights, restarts it when it fails, and closes it.
+"""Supervisor of a rank's generator: starts it, sends it weights, restarts it after failures, and closes it.
 
-A generator on the trainer's device may share its memory in turns, as `memory.offload` and `rollout.generator.sleep`
-ask:
+A generator may take turns with the trainer in using the GPU's memory, as configured by `memory.offload` and
+`rollout.generator.sleep`:
 
-    wake   moments to the host, vLLM's weights awake, weight sync, trainer's weights to the host, vLLM's cache awake
-    rest   vLLM asleep, trainer's weights back on the device; moments come back for the next optimizer step
+    wake   optimizer moments to the host, wake vLLM's weights, weight sync, trainer's weights to the host, wake vLLM's
+           cache
+    rest   put vLLM to sleep, trainer's weights back to the GPU; moments return for the next optimizer step
 
-`rest` is two calls where something may come before the trainer's weights: `sleep` and `offload.restore`.
+`rest` is `sleep` and `offload.restore`, which are separate where something may come in between.
 """
 
 import datetime
@@ -34,38 +35,34 @@ from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
 
 PATIENCE = datetime.timedelta(hours=12)
-"""Longest time that ranks wait for a rank whose generator is slow. A rank that dies is noticed at once."""
+"""Timeout of ranks for a slow generator of another rank. A rank that dies is noticed at once."""
 
 
 PUBLISH_ATTEMPTS = 2
-"""Attempts at writing a version. A file system that was away for a moment may be back."""
+"""Attempts to write a version, in case a file system is unavailable for a moment."""
 
 
 class _AgreedError(InputError):
-    """A problem of one rank, which all of them know of."""
+    """Error of one rank that is raised on all."""
 
 
 class GeneratorSupervisor:
     """Owns this rank's generator and its weight syncs. Methods are collectives of all ranks.
 
     Args:
-        spec: the generator that is asked for.
-        engine: trains the model whose weights the generator gets.
-        tokenizer: the model's tokenizer.
-        prepare: called with every generator that is started and its transport, before it gets weights.
+        prepare: called with every generator that starts and its transport, before it gets weights.
         meanwhile: called on every rank while the first generators start.
 
     Raises:
         InputError: the generator does not start.
 
     Attributes:
-        generator: this rank's generator; None after it could not be restarted.
-        problem: why the generator cannot write, "" if it can. `restart` repairs it.
-        policy_version: the policy version that generators got last, or get when they wake, from 1 on.
-        offload: the trainer's memory, which generators have during rollouts.
-        ranks: the ranks that lead generators, and those that share this rank's.
-        published: the version that was published last, and its hash; None if it could not be.
-        world: a process group of all ranks. Its collectives may take as long as generators do.
+        generator: None after a failed restart.
+        problem: why the generator cannot write; empty if it can. Cleared by `restart`.
+        policy_version: the version sent last, or to be sent at the next `wake`.
+        offload: moves the trainer's memory to the host during rollouts.
+        published: the last published version and its hash; None if it could not be written.
+        world: process group of all ranks with a long timeout, for waiting for generators.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class GeneratorSupervisor:
         self._is_awake = False
         self.published: tuple[int, str] | None = None
         self.problem, self._noting = "", threading.Lock()
-        self.offload.after_sync()  # the generator starts in the memory that it will have
+        self.offload.after_sync()  # the generator starts in the memory it will have later
         self.generator: RankGenerator | None
         self.generator, transport = self._start_with_others(meanwhile)
         self.offload.restore()
@@ -96,12 +93,11 @@ class GeneratorSupervisor:
         self._policy_version_of: dict[int, int] = {0: 0}  # by the number of the weight sync
 
     def load_weights(self, policy_version: int, needed: int | None = None) -> None:
-        """Gives all generators the weights that the model has now. Those that sleep get them when they wake.
+        """Sends the model's current weights to all generators, or at `wake` if they sleep.
 
         Args:
-            policy_version: the policy version of these weights, the same on all ranks; 0 of weights that no step
-                made.
-            needed: number of the oldest published version that somebody still reads; None if there is none.
+            policy_version: the same on all ranks; 0 for weights that no step made.
+            needed: oldest published version still being read, if any.
         """
         self.policy_version = policy_version
         if self._publisher is not None:
@@ -113,11 +109,11 @@ class GeneratorSupervisor:
             self._send()
 
     def wake(self) -> None:
-        """Lets generators write, in the memory that they share with the trainer, until `rest`."""
+        """Prepares generators to write, in the memory shared with the trainer, until `rest`."""
         self._is_awake = True
         self.offload.before_sync()
         self._free_unused()
-        self.ranks.meet()  # the generator may use the devices of all of them
+        self.ranks.meet()  # the generator may use the GPUs of all of them
         if self.spec.sleep_level:
             self._ask(lambda generator: generator.wake("weights", self.spec.weight_sync.timeout))
             self._send()
@@ -128,13 +124,12 @@ class GeneratorSupervisor:
             self._ask(lambda generator: generator.wake("kv_cache", self.spec.weight_sync.timeout))
 
     def rest(self) -> None:
-        """Gives the shared memory back to the trainer, whose weights then are there. Does nothing if generators have
-        none of it."""
+        """Returns the shared memory, if any, to the trainer, and restores its weights."""
         self.sleep()
         self.offload.restore()
 
     def sleep(self) -> None:
-        """Lets generators give the shared memory back. The trainer's weights stay where they are."""
+        """Puts generators to sleep, which frees the shared memory."""
         if not self._is_awake:
             return
         if self.spec.sleep_level:
@@ -145,27 +140,19 @@ class GeneratorSupervisor:
         self._is_awake = False
 
     def lose(self, generator: RankGenerator | None, problem: str) -> None:
-        """Notes why a generator cannot write, unless another one has taken its place. Any thread may call it.
-
-        Args:
-            generator: the generator.
-            problem: why.
-        """
+        """Records why a generator cannot write, unless it has been replaced. May be called from any thread."""
         with self._noting:
             if generator is self.generator:
                 self.problem = self.problem or problem
 
     def policy_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
-        """The policy versions that two weight syncs sent. A sync after a failure sends the same version again."""
+        """Maps the numbers of two weight syncs to policy versions. A sync after a failure resends the same version."""
         oldest, newest = versions
         return self._policy_version_of[oldest], self._policy_version_of[newest]
 
     def restart(self, failed: bool) -> None:
-        """Restarts generators that failed, and gives all the newest weights. What still fails becomes `problem`.
-
-        Args:
-            failed: whether this rank's generator failed. It is then closed, and a new one started.
-        """
+        """Restarts failed generators, this rank's if `failed`, and sends the newest weights to all. Remaining failures
+        are in `problem`."""
         if failed:
             self._replace()
         else:
@@ -181,13 +168,12 @@ class GeneratorSupervisor:
             self.wake()
 
     def close(self) -> None:
-        """Ends the generator."""
         self.sync.disconnect()
         if self.generator is not None:
             self.generator.close()
 
     def _look_for_servers(self) -> None:
-        """Lets the next weight sync go to the servers that are there now, if others have gone or come."""
+        """Reconnects before the next weight sync if servers have come or gone."""
         if not isinstance(self.spec.choice, VllmServersConfig):
             return
         have_changed = isinstance(self.generator, VllmServers) and self.generator.have_changed
@@ -195,8 +181,8 @@ class GeneratorSupervisor:
             self.sync.disconnect()
 
     def _ask(self, ask: Callable[[GeneratorProcess | VllmReplicas], None]) -> None:
-        """Asks the generator to sleep or to wake, unless it has failed. A failure becomes `problem`."""
-        if self.problem or not isinstance(self.generator, GeneratorProcess | VllmReplicas):  # else it has no memory
+        """Makes the generator sleep or wake, unless it has failed. A failure becomes `problem`."""
+        if self.problem or not isinstance(self.generator, GeneratorProcess | VllmReplicas):  # only these share memory
             return
         try:
             ask(self.generator)
@@ -204,13 +190,10 @@ class GeneratorSupervisor:
             self.problem = str(problem)
 
     def _start_with_others(self, meanwhile: Callable[[], None]) -> tuple[RankGenerator, Transport]:
-        """Starts this rank's generator, and waits until all generators on this rank's device sleep.
+        """Starts this rank's generator, and waits for all ranks. Raises InputError on all ranks if one does not start.
 
         Args:
-            meanwhile: what to do while processes start, once all of them are there. Ranks may meet in it.
-
-        Raises:
-            InputError: on all ranks; a generator does not start.
+            meanwhile: called while processes start, once all of them exist. May call collectives.
         """
         have_met = False
 
@@ -229,7 +212,7 @@ class GeneratorSupervisor:
         except InputError as error:
             problem = str(error)
             meet(problem)
-        meet()  # where there was no process to wait for
+        meet()  # if there was no process to wait for
         try:
             self._agree(problem)
         except _AgreedError:
@@ -240,13 +223,13 @@ class GeneratorSupervisor:
         return started
 
     def _agree(self, problem: str) -> None:
-        """Raises InputError on all ranks if one of them has a problem. A collective."""
+        """Raises InputError on all ranks if one has a problem. A collective."""
         problem = next((text for text in gather_objects(problem, self.world) if text), "")
         if problem:
             raise _AgreedError(problem)
 
     def _start(self, is_first: bool, meanwhile: Callable[[], None] = lambda: None) -> tuple[RankGenerator, Transport]:
-        """Starts this rank's generator, which then sleeps if it shares memory."""
+        """Starts this rank's generator, and puts it to sleep if it shares memory."""
         generator, transport = make_generator(self.spec, self.handle, self.tokenizer, self.ranks, is_first, meanwhile)
         if self.spec.sleep_level and isinstance(generator, GeneratorProcess | VllmReplicas):
             try:
@@ -258,7 +241,7 @@ class GeneratorSupervisor:
         return generator, transport
 
     def _publish(self, publisher: Publisher) -> None:
-        """Publishes the weights after so many optimizer steps. What cannot be written does not end the run."""
+        """Publishes the weights of the current optimizer step. A failure does not end the run."""
         step = self._tried_to_publish = self.engine.step
         self.published = None
         for attempt in range(1, PUBLISH_ATTEMPTS + 1):
@@ -274,21 +257,21 @@ class GeneratorSupervisor:
                     )
 
     def _send(self) -> None:
-        if not self.ranks.leaders:  # generators that have joined read what is published
+        if not self.ranks.leaders:  # joined generators read published versions
             return
         self._policy_version_of[self.sync.version + 1] = self.policy_version
         try:
             self.sync.send()
         except WeightSyncError as problem:
-            self.problem = self.problem or str(problem)  # what failed first is the cause
+            self.problem = self.problem or str(problem)  # the first failure is the cause
 
     def _free_unused(self) -> None:
-        """Frees memory of the device that this process keeps for later: generators need it."""
+        """Releases torch's cached GPU memory, for generators."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _replace(self) -> None:
-        with self._noting:  # before it is closed: what that ends must not be held against the next one
+        with self._noting:  # before closing it: errors caused by that must not count against the next one
             lost, self.generator, self.problem = self.generator, None, ""
         if lost is not None:
             lost.close()

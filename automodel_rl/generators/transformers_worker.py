@@ -1,8 +1,8 @@
-"""The process that runs a transformers generator. It writes completions, and takes weights between two tokens.
+"""Process of a transformers generator. It writes completions, and takes weights between two tokens.
 
-python -m automodel_rl.generators.transformers_worker DESCRIPTOR
+    python -m automodel_rl.generators.transformers_worker DESCRIPTOR
 
-The rank's messages (`generator_messages`) come over the connection with that file descriptor. `Start` carries a
+The connection with that file descriptor delivers the rank's messages (`generator_messages`). `Start` contains a
 `ModelCopy` and a `Writing`.
 """
 
@@ -46,13 +46,6 @@ def main() -> None:
 
 
 class TransformersWorker:
-    """Takes turns between completions and weights.
-
-    Args:
-        generator: the generator that writes and gets weights.
-        connection: the connection to the rank.
-    """
-
     def __init__(self, generator: TransformersGenerator, connection: Connection):
         self.generator, self.connection = generator, connection
         self.weights: queue.Queue[Message] = queue.Queue()
@@ -61,7 +54,6 @@ class TransformersWorker:
         self.end = GeneratorEnd(generator.receiver, generator.copy.device, self.weights, connection.send)
 
     def run(self) -> None:
-        """Works until the rank is gone."""
         threading.Thread(target=self._read, daemon=True, name="messages").start()
         while True:
             self.something.acquire()
@@ -70,7 +62,7 @@ class TransformersWorker:
                 self._generate(self.batches.get())
 
     def take_weights(self) -> None:
-        """Handles messages about weights that have come. A weight sync that has begun is handled to its end."""
+        """Handles pending messages about weights. Completes a weight sync that has begun."""
         while not self.weights.empty():
             self.end.handle(self.weights.get())
 
@@ -84,7 +76,7 @@ class TransformersWorker:
             self.connection.send(Failed(order.number, innermost(error)))
 
     def _read(self) -> None:
-        """Reads messages in a thread. So they wait in memory while the generator works; the pipe has little room."""
+        """Receives messages in a thread, as the pipe holds few while the generator is busy."""
         while True:
             try:
                 message = self.connection.recv()

@@ -1,4 +1,4 @@
-"""The GPUs that a generator's process sees, from its start: libraries may look for them as it imports them."""
+"""GPUs visible to a generator's process. Set at its start: libraries may look for GPUs when imported."""
 
 import os
 from collections.abc import Sequence
@@ -9,25 +9,22 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def local_rank() -> int:
-    """This rank's number on its machine, which is that of its device."""
+    """Returns this rank's number on its machine, which is also that of its device."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def visible_devices(devices: Sequence[int], own: int, count: int = 1) -> str:
-    """CUDA_VISIBLE_DEVICES for this rank's generator.
+    """Returns CUDA_VISIBLE_DEVICES for this rank's generator. Raises InputError if ranks do not see these devices.
 
     Args:
-        devices: the generators' own devices, by number among those that ranks see; empty if each shares its rank's.
-        own: the number of this rank's device among those that it sees. Where there are no GPUs any number will do.
-        count: number of devices of the generator: of its own, or of this rank and those after it.
-
-    Raises:
-        InputError: ranks do not see these devices.
+        devices: the generators' own, as numbers among those visible to ranks; empty if each shares its rank's.
+        own: number of this rank's device among the visible ones. Ignored without GPUs.
+        count: devices per generator: of its own, or those of this rank and the next ones.
     """
     visible = os.environ.get(VISIBLE)
     names = None if visible is None else [name for name in visible.split(",") if name not in ("", "-1")]
     if visible is not None and names is not None and not devices and (not names or (count == 1 and own >= len(names))):
-        return visible  # a job on CPUs: a rank has a GPU that it sees
+        return visible  # a job on CPUs: otherwise a rank sees its GPU
     if devices:
         first = local_rank() * count
         numbers: Sequence[int] = devices[first : first + count]

@@ -1,4 +1,4 @@
-"""Checks of a vLLM server before a run uses it."""
+"""Checks of vLLM servers before a run uses them."""
 
 import json
 from collections.abc import Sequence
@@ -14,18 +14,12 @@ SERVE = (
 
 
 FILE = "file:"
-"""What a file with URLs begins with where a server's URL may stand."""
+"""Prefix that marks a URL as a file that lists servers."""
 
 
 def listed(urls: Sequence[str]) -> list[VllmServer]:
-    """The servers at URLs, and at the URLs that files list now; each server once.
-
-    Args:
-        urls: addresses of servers, and of files with one such address a line.
-
-    Raises:
-        InputError: a file cannot be read, or there is no server.
-    """
+    """Returns the servers at URLs, or at those that files list, one per line, without duplicates. Raises InputError if
+    a file cannot be read, or there is no server."""
     found: list[str] = []
     for url in urls:
         if not url.startswith(FILE):
@@ -42,12 +36,11 @@ def listed(urls: Sequence[str]) -> list[VllmServer]:
 
 
 def connect_servers(urls: Sequence[str], routes: bool, *, some_may_be_gone: bool = False) -> list[VllmServer]:
-    """Connects to servers and checks them.
+    """Connects to `listed` servers, and checks them.
 
     Args:
-        urls: the servers' addresses, or those of files that list them.
-        routes: whether they must report which experts tokens go to.
-        some_may_be_gone: whether one that can be used is enough, as later in a run.
+        routes: they must report routes.
+        some_may_be_gone: one usable server is enough, as later in a run.
 
     Raises:
         InputError: a server cannot be used; the text says how to start it.
@@ -64,7 +57,7 @@ def connect_servers(urls: Sequence[str], routes: bool, *, some_may_be_gone: bool
 
 
 def check_server(server: VllmServer, routes: bool) -> None:
-    """Raises InputError if a server cannot be used; the text says how to start it."""
+    """Raises InputError if a server cannot be used."""
     what = f"rollout.generator.urls: {server.url}"
     if server.is_exposed:
         raise InputError(

@@ -1,8 +1,5 @@
-"""vLLM's process. It is started before the run needs it, and imports vLLM while this process imports torch and loads
-its model: each takes a quarter of a minute, on another core.
-
-This file imports little, so that it can do that.
-"""
+"""vLLM's process. It starts early, to import vLLM while this process imports torch and loads its model: each takes a
+quarter of a minute, on another core. For the same reason, this file imports little."""
 
 import atexit
 import contextlib
@@ -19,27 +16,24 @@ from automodel_rl.generators.visible_devices import VISIBLE, local_rank, visible
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
 _RANK_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-"""Beginnings of environment variables of this job, which vLLM would take for its own."""
+"""Prefixes of this job's environment variables that vLLM would use as its own."""
 
 _ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 EXPANDABLE = "expandable_segments"
-"""An option of torch's allocator with which vLLM's sleep frees nothing."""
+"""Option of torch's allocator with which vLLM's sleep frees nothing."""
 
 _Key = tuple[str, bool, str | None]
-"""Interpreter, whether vLLM is to sleep, and the devices that it sees."""
+"""Interpreter, whether vLLM sleeps, and its CUDA_VISIBLE_DEVICES."""
 
 _early: dict[_Key, list[ChildProcess]] = {}
 
 
 def start_early(spec: GeneratorSpec) -> None:
-    """Starts the processes of this rank's generator, if it is a vLLM that this rank is sure to lead.
+    """Starts the processes of this rank's generator, if it is a vLLM that this rank is certain to lead.
 
-    An interpreter that cannot be started, and devices that are not there, are told of when the generator starts. A
-    process that nobody has taken ends with this one, or notices within a second that this one is gone.
-
-    Args:
-        spec: the generator that is asked for.
+    Errors are reported later, when the generator starts. An unused process ends with this one, or within a second of
+    its end.
     """
     choice = spec.choice
     if not isinstance(choice, VllmGeneratorConfig) or _early:
@@ -57,19 +51,16 @@ def start_early(spec: GeneratorSpec) -> None:
 
 
 def vllm_child(python: str, sleeps: bool, visible: str | None) -> ChildProcess:
-    """A process that was started early, or a new one.
+    """Returns a process that was started early, or a new one. Raises OSError if it cannot start.
 
     Args:
-        python: the interpreter of an environment that has vLLM.
-        sleeps: whether vLLM is to give its memory back between rollouts.
-        visible: the process's CUDA_VISIBLE_DEVICES; None to inherit it.
-
-    Raises:
-        OSError: it cannot be started.
+        python: interpreter with vLLM.
+        sleeps: vLLM frees its memory between rollouts.
+        visible: its CUDA_VISIBLE_DEVICES; None to inherit it.
     """
     key = (python, sleeps, visible)
     children = _early.pop(key, [])
-    while _early:  # of other settings than the generator has in the end
+    while _early:  # started with settings that have changed since
         for child in _early.popitem()[1]:
             child.close()
     if not children:
@@ -81,18 +72,17 @@ def vllm_child(python: str, sleeps: bool, visible: str | None) -> ChildProcess:
 
 
 def _start(python: str, sleeps: bool, visible: str | None) -> ChildProcess:
-    """Starts a process. It sees its devices from the start, as it imports vLLM, which may look for them, before it is
-    told what to do."""
+    """Starts a process. Its devices are set from the start, because importing vLLM may look for them."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_RANK_VARIABLES)}
     if visible is not None:
         environment[VISIBLE] = visible
-    # With processes of its own, a killed worker would leave a child behind.
+    # Otherwise vLLM starts a process of its own, which outlives a killed worker.
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if sleeps:
         for name in _ALLOCATOR_VARIABLES & environment.keys():
             parts = environment.pop(name).split(",")
-            if kept := [part for part in parts if EXPANDABLE not in part]:  # even an empty one hides the other
+            if kept := [part for part in parts if EXPANDABLE not in part]:  # even an empty one overrides the other
                 environment[name] = ",".join(kept)
-    # CUDA may be initialised where vLLM starts its workers, and must not be forked then.
+    # CUDA may be initialised when vLLM starts its workers, so that it must not fork.
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     return ChildProcess([python, str(WORKER)], environment)

@@ -1,4 +1,4 @@
-"""HTTP requests to a vLLM server: with its token, without redirects, and with limits on an answer's length and time."""
+"""HTTP requests to a vLLM server: with its token, without redirects, and with limits on an answer's size and time."""
 
 import json
 import os
@@ -11,26 +11,19 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TOKEN_VARIABLE = "VLLM_API_KEY"
-"""Environment variable with the servers' token. vLLM reads it, too."""
+"""Environment variable with the servers' token, which vLLM reads as well."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 ANSWER_SECONDS = 3600.0
-"""Longest wait for an answer."""
-
 PROBE_SECONDS = 15.0
-"""Longest wait for the answer of a server that may be gone."""
+"""Timeout of a request to a server that may be gone."""
 
 ANSWER_BYTES = 2**30
-"""Most bytes of an answer."""
 
 
 class VllmServer:
-    """One server that was started with `vllm serve`. Two with one address are equal.
-
-    Args:
-        url: the server's address.
-    """
+    """A server started with `vllm serve`. Servers with the same URL are equal."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
@@ -43,16 +36,12 @@ class VllmServer:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether the server is on another machine and this process has no token for it."""
+        """Whether the server is on another machine, and this process has no token for it."""
         host = urllib.parse.urlsplit(self.url).hostname or ""
         return host not in LOOPBACK and TOKEN_VARIABLE not in os.environ
 
     def get(self, path: str, seconds: float = ANSWER_SECONDS) -> Any:
-        """The JSON at a path.
-
-        Args:
-            path: the path, with the query.
-            seconds: longest wait.
+        """Returns the JSON at a path with query.
 
         Raises:
             HTTPError: the server answers with an error.
@@ -62,7 +51,7 @@ class VllmServer:
         return self._answer(urllib.request.Request(self.url + path, headers=_authorization()), seconds)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON answer to a body that is posted to a path; None if the answer is empty. Raises like `get`."""
+        """Posts JSON, and returns the answer; None if it is empty. Raises as `get` does."""
         headers = {"Content-Type": "application/json", **_authorization()}
         return self._answer(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), ANSWER_SECONDS)
 
@@ -75,13 +64,13 @@ class VllmServer:
 
 
 def at_once(work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
-    """Calls a function with each set of arguments, all at once, and returns the results. Raises the first error."""
+    """Calls a function with each set of arguments concurrently. Raises the first error."""
     with ThreadPoolExecutor(len(arguments[0])) as pool:
         return list(pool.map(work, *arguments))
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, so that a server cannot send the token elsewhere."""
+    """Does not follow redirects, so that a server cannot send the token elsewhere."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

@@ -1,6 +1,6 @@
-"""Generation by vLLM in a process beside this rank.
+"""vLLM generators in processes beside this rank.
 
-vLLM is asked for *processed* log-probabilities. Its default, raw ones, are those of temperature 1.
+Log-probabilities are *processed* ones. The default of vLLM, raw ones, are those of temperature 1.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from automodel_rl.generators.vllm_child import vllm_child
 from automodel_rl.generators.vllm_replicas import VllmReplicas
 
 END_SECONDS = 15.0
-"""Longest wait for a split vLLM to end by itself, and with it to give back the shared memory of its processes."""
+"""Time for a tensor-parallel vLLM to end by itself, which frees the shared memory of its processes."""
 
 
 def start_vllm(
@@ -25,20 +25,18 @@ def start_vllm(
     num_replicas: int = 1,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> GeneratorProcess | VllmReplicas:
-    """Starts vLLM's offline engine in a process of its own, or several.
+    """Starts vLLM's offline engine in one process, or in `num_replicas`.
 
     Args:
-        python: the interpreter of an environment that has vLLM; None for this process's interpreter.
-        settings: options of vLLM and of its sampling.
-        visible: the process's CUDA_VISIBLE_DEVICES; None to inherit it.
-        num_replicas: number of replicas.
-        meanwhile: called while it starts.
+        python: interpreter with vLLM; None for this process's.
+        visible: CUDA_VISIBLE_DEVICES; None to inherit it.
+        meanwhile: called while they start.
 
     Raises:
         InputError: vLLM does not start.
     """
-    # vLLM 0.32 overwrites the logits of drafted tokens before it makes processed log-probabilities. Of temperature 1,
-    # without limits, raw ones are the same.
+    # vLLM 0.32 overwrites the logits of drafted tokens before it computes processed log-probabilities. At temperature
+    # 1, without top-p or top-k, raw ones are the same.
     drafts = "speculative_config" in settings.options
     options = {**settings.options, "logprobs_mode": "raw_logprobs" if drafts else "processed_logprobs"}
     num_workers = int(options.get("tensor_parallel_size", 1))

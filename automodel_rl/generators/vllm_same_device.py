@@ -1,8 +1,8 @@
-"""A weight transfer for vLLM from a process on the same device: tensors in packed buffers, opened by CUDA IPC handles
-(on a CPU as files in memory).
+"""Weight transfer into vLLM from a process on the same device: packed buffers, shared by CUDA IPC handles, or on a CPU
+by files in shared memory.
 
-vLLM loads this file by its extension point for weight transfers; like the worker, it imports nothing of this package.
-vLLM's own IPC backend does the same, but needs ray and answers before its copies are made.
+vLLM loads this file through its extension point for weight transfers, so it imports nothing of this package. vLLM's
+own IPC backend needs ray, and answers before its copies are complete.
 """
 
 import os
@@ -20,19 +20,19 @@ from vllm.distributed.weight_transfer.base import (
 from vllm_versions import Weights, begin_reload, end_reload, load
 
 DEVICE_ARGUMENT = 6
-"""Place of the device's number among the arguments of rebuild_cuda_tensor. It differs between processes."""
+"""Index of the device among the arguments of rebuild_cuda_tensor. Processes may number devices differently."""
 
 
 @dataclass
 class SameDeviceInit(WeightTransferInitInfo):
-    """The arguments of rebuild_cuda_tensor, or the path of a file in memory, for each buffer of each worker."""
+    """Arguments of rebuild_cuda_tensor, or the path of a file in shared memory, for each buffer of each worker."""
 
     buffers: list[list[tuple[Any, ...]]]
 
 
 @dataclass
 class SameDeviceUpdate(WeightTransferUpdateInfo):
-    """The contents of a filled buffer: its number, and the tensors in it, back to back and all of one dtype."""
+    """A filled buffer: its index, and the tensors in it, contiguous and of one dtype."""
 
     buffer: int
     names: list[str]
@@ -41,8 +41,6 @@ class SameDeviceUpdate(WeightTransferUpdateInfo):
 
 
 class SameDeviceEngine(WeightTransferEngine[SameDeviceInit, SameDeviceUpdate]):
-    """Loads weights from filled buffers."""
-
     init_info_cls = SameDeviceInit
     update_info_cls = SameDeviceUpdate
     buffers: list[torch.Tensor]
@@ -63,7 +61,7 @@ class SameDeviceEngine(WeightTransferEngine[SameDeviceInit, SameDeviceUpdate]):
         for name, shape, dtype in zip(update_info.names, update_info.shapes, update_info.dtype_names, strict=True):
             like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             size = like.numel() * like.element_size()
-            # A copy: vLLM keeps what it gets until a layer is complete, and the buffer is soon filled anew.
+            # A copy: vLLM keeps tensors until a layer is complete, and the buffer is reused before that.
             tensors.append((name, rest[:size].view(like.dtype).view(shape).clone()))
             rest = rest[size:]
         if torch.accelerator.is_available():
@@ -79,7 +77,7 @@ class SameDeviceEngine(WeightTransferEngine[SameDeviceInit, SameDeviceUpdate]):
 
 
 def open_buffer(arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Opens a buffer, as uint8: a file in memory if its path is all that is given, else by CUDA IPC."""
+    """Opens a buffer, as uint8. A single argument is the path of a file."""
     if len(arguments) == 1:
         (file,) = arguments
         return torch.from_file(file, shared=True, size=os.path.getsize(file), dtype=torch.uint8)

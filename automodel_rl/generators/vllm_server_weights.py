@@ -1,4 +1,4 @@
-"""The weight channel to vLLM servers: the first rank sends messages over HTTP, the other ranks only count versions."""
+"""Weight channel to vLLM servers: the first rank sends messages over HTTP, the others only count versions."""
 
 import itertools
 from collections import deque
@@ -12,19 +12,17 @@ from automodel_rl.generators.vllm_http import PROBE_SECONDS, VllmServer, at_once
 
 
 class ServerWeights:
-    """A `VllmChannel` to all servers of a run. It handles messages in the background, one after the other.
+    """A `VllmChannel` to all servers of a run. Handles messages in order, in the background.
 
-    If a weight sync fails, servers have no complete weights, and must be restarted.
+    After a failed weight sync the servers have no complete weights, and must be restarted.
 
     Args:
-        servers: the run's servers. Those that are there when weights are first sent, or sent after `close` of a
-            transport, get them from then on.
-        leads: whether this rank sends to the servers. Other ranks only count versions.
+        leads: this rank sends to the servers. Other ranks only count versions.
 
     Attributes:
-        version: the version of the weights that the servers have.
-        members: the servers that get weights.
-        is_broken: whether a weight sync failed, so that servers have no complete weights.
+        version: of the servers' weights.
+        members: the servers that get weights. `num_workers` chooses those that answer.
+        is_broken: a weight sync has failed.
     """
 
     def __init__(self, servers: Sequence[VllmServer], leads: bool):
@@ -38,11 +36,8 @@ class ServerWeights:
 
     @property
     def num_workers(self) -> int:
-        """Number of processes of the servers that are there; 0 on ranks that do not lead.
-
-        Raises:
-            OSError: none is there.
-        """
+        """Number of processes of the servers that answer; 0 on ranks that do not lead. Raises OSError if none
+        answers."""
         if not self.leads:
             return 0
         self.members = [server for server in self.servers if is_there(server)]
@@ -52,7 +47,7 @@ class ServerWeights:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the servers that get weights, which other ranks learn from the rank that leads."""
+        """URLs of the members, which the leading rank shares with the others."""
         return [server.url for server in self.members]
 
     def send(self, message: Message) -> None:
@@ -71,11 +66,11 @@ class ServerWeights:
         return self._answers.popleft()
 
     def close(self) -> None:
-        """Drops messages that are not sent yet."""
+        """Drops unsent messages."""
         self._orders.shutdown(wait=False, cancel_futures=True)
 
     def _pass_on(self, message: Message) -> None:
-        """Does on all servers what a message asks for. Running requests pause while a weight sync runs."""
+        """Handles a message on all servers. Running requests pause during a weight sync."""
         try:
             match message:
                 case Call("init_transfer", (info,)):
@@ -102,7 +97,6 @@ class ServerWeights:
             self._answers.append(Failure(innermost(error)))
 
     def _count(self, message: Message) -> None:
-        """Counts versions, and answers in place of the servers."""
         match message:
             case Call("init_transfer", (info,)):
                 self.members = [VllmServer(url) for url in info.get("servers", self.addresses)]
@@ -120,7 +114,7 @@ class ServerWeights:
                 raise unknown(message)
 
     def _init(self, info: dict[str, Any]) -> None:
-        if "buffers" in info:  # in this machine's memory
+        if "buffers" in info:  # in shared memory
             self._to_all("/init_weight_transfer_engine", {"init_info": info})
             return
         info = {key: value for key, value in info.items() if key != "servers"}
@@ -140,7 +134,7 @@ class ServerWeights:
 
 
 def is_there(server: VllmServer) -> bool:
-    """Whether a server answers, and no weight sync to it has failed."""
+    """Returns whether a server answers, and no weight sync to it has failed."""
     try:
         return not server.get("/is_paused", PROBE_SECONDS)["is_paused"]
     except (OSError, ValueError):

@@ -1,11 +1,11 @@
-"""What differs between versions and builds of vLLM, for the files that run in its environment.
+"""Differences between versions and builds of vLLM, for the files that run in its environment.
 
     before 0.25   vLLM's worker begins and ends a reload of the layers, and gives the weight transfer a `load_weights`
     from 0.25     the weight transfer does both, and loads into its own `model`
-    from 0.28     a tied head is a layer of its own, which a reload passes by; on a CPU it computes with packed weights
-    from 0.32     a model with layers for multi-token prediction refuses a part of its weights, unless told not to
+    from 0.28     a tied head is a layer of its own, which a reload skips; on a CPU it computes with packed weights
+    from 0.32     a model with layers for multi-token prediction rejects a partial load, unless the check is disabled
 
-Checked with the sources of vLLM 0.23 to 0.33; 0.23 and 0.33 were run on GPUs and 0.32 on a CPU. Like the files that
+Checked against the sources of vLLM 0.23 to 0.33; 0.23 and 0.33 were run on GPUs, 0.32 on a CPU. Like the files that
 use it, this one imports nothing of this package.
 """
 
@@ -23,13 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 TESTED = ((0, 23), (0, 33))
-"""The first and the last version that this package was checked with."""
-
 Weights = list[tuple[str, "torch.Tensor"]]
 
 
 def untested(version: str) -> str:
-    """A warning about a version of vLLM that this package was not checked with; empty if it was."""
+    """Returns a warning about an untested version; empty for a tested one."""
     parts = version.split(".")
     known = len(parts) > 1 and all(part.isdecimal() for part in parts[:2])
     if known and TESTED[0] <= (int(parts[0]), int(parts[1])) <= TESTED[1]:
@@ -39,12 +37,8 @@ def untested(version: str) -> str:
 
 
 def know_model(folder: str) -> None:
-    """Imports the class of a checkpoint's model. vLLM would else ask a process of its own about it, which imports
-    everything anew; with an empty cache that takes a quarter of a minute. What goes wrong, vLLM tells by itself.
-
-    Args:
-        folder: the checkpoint's folder.
-    """
+    """Imports the class of a checkpoint's model. Otherwise vLLM inspects it in another process, which with an empty
+    cache takes a quarter of a minute. Errors are left for vLLM to report."""
     with contextlib.suppress(Exception):
         registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
         for name in json.loads(Path(folder, "config.json").read_text())["architectures"]:
@@ -52,9 +46,9 @@ def know_model(folder: str) -> None:
 
 
 def be_quiet() -> None:
-    """Leaves out what vLLM, once started, would say in every weight sync: that its cache is empty, and that layers
-    "Failed to load weights" that syncs pass by, such as tied heads, tables of positions and frozen layers. Whether it
-    computes with the right weights is seen from its log-probabilities."""
+    """Suppresses vLLM's messages in every weight sync: that its cache is empty, and that layers "Failed to load
+    weights" that syncs skip, such as tied heads, position tables and frozen layers. Its log-probabilities show whether
+    its weights are right."""
     if "VLLM_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("vllm").setLevel(logging.WARNING)
     reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -62,14 +56,14 @@ def be_quiet() -> None:
 
 
 def begin_reload(model: "torch.nn.Module") -> None:
-    """Lets the layers of a model take weights as they are in checkpoints. From 0.25 on."""
+    """Makes layers accept weights in the format of checkpoints. For vLLM from 0.25 on."""
     if _is_on_cpu():
         _forget_kernels(model)
     importlib.import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(model)
 
 
 def end_reload(model: "torch.nn.Module", model_config: Any) -> None:
-    """Brings the layers of a model into the form in which they compute. From 0.25 on."""
+    """Converts layers to the format in which they compute. For vLLM from 0.25 on."""
     importlib.import_module("vllm.model_executor.model_loader.reload").finalize_layerwise_reload(model, model_config)
     if _is_on_cpu():
         _pack_heads(model)
@@ -80,8 +74,8 @@ def _is_on_cpu() -> bool:
 
 
 def _forget_kernels(model: "torch.nn.Module") -> None:
-    """Lets mixtures make their kernels anew. Only with a new one a CPU pads and packs the weights of experts; an old
-    one would take plain weights for packed ones (0.32)."""
+    """Makes MoE layers create their kernels anew. A CPU pads and packs the weights of experts only with a new kernel;
+    an old one would use plain weights as packed ones (0.32)."""
     methods = importlib.import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
     for module in model.modules():
         if isinstance(module, methods.UnquantizedFusedMoEMethod):
@@ -89,7 +83,7 @@ def _forget_kernels(model: "torch.nn.Module") -> None:
 
 
 def _pack_heads(model: "torch.nn.Module") -> None:
-    """Packs the weights of heads for a CPU anew. A tied head gets none in a reload, and would keep its first copy."""
+    """Packs the weights of heads for a CPU. A reload skips a tied head, which would keep its first copy."""
     heads = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding").ParallelLMHead
     for layer in model.modules():
         if isinstance(layer, heads):
@@ -97,13 +91,7 @@ def _pack_heads(model: "torch.nn.Module") -> None:
 
 
 def load(weights: Weights, model: "torch.nn.Module", load_weights: Callable[[Weights], Any] | None) -> None:
-    """Loads some of a model's weights.
-
-    Args:
-        weights: names as in checkpoints, and tensors.
-        model: the model, from 0.25 on.
-        load_weights: what vLLM's worker gives before 0.25; None later.
-    """
+    """Loads some of a model's weights, by checkpoint names. `load_weights` is from vLLM's worker before 0.25."""
     if load_weights is not None:
         load_weights(weights)
         return
@@ -112,7 +100,6 @@ def load(weights: Weights, model: "torch.nn.Module", load_weights: Callable[[Wei
 
 
 def _of_a_part() -> AbstractContextManager[Any]:
-    """A block in which a model takes a part of its weights."""
     try:
         module = importlib.import_module("vllm.model_executor.model_loader.mtp_validation")
     except ModuleNotFoundError:  # before 0.32

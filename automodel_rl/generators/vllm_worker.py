@@ -1,9 +1,10 @@
-"""The process in which vLLM runs. It imports nothing of this package, which vLLM's environment may not have.
+"""Process of a vLLM generator. Imports nothing of this package, which vLLM's environment may not have.
 
-python vllm_worker.py DESCRIPTOR
+    python vllm_worker.py DESCRIPTOR
 
-The rank's messages (generator_messages.py) come over the connection with that file descriptor. `Start` carries
-`VllmSettings`; vLLM is imported before it comes. Weights come by vLLM's own weight transfer, also while requests run.
+The connection with that file descriptor delivers the rank's messages (generator_messages.py). vLLM is imported before
+the first one, `Start`, which contains `VllmSettings`. Weights come by vLLM's own weight transfer, also while requests
+run.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ PACKAGE = "automodel_rl"
 
 
 def load_messages() -> types.ModuleType:
-    """Loads generator_messages.py by its path, under its name in the package, which pickles refer to."""
+    """Loads generator_messages.py by its path, under its name in the package, to which pickles refer."""
     name = f"{PACKAGE}.generator_messages"
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "generator_messages.py")
     assert spec is not None
@@ -36,12 +37,12 @@ def load_messages() -> types.ModuleType:
 
 def main() -> None:
     messages: Any = load_messages()
-    sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the weight transfer by the name of its file
+    sys.path.insert(0, str(Path(__file__).parent))  # vLLM imports the weight transfer by its file name
     connection = Connection(int(sys.argv[-1]))
     worker = VllmWorker(connection, messages)
     is_waiting = threading.Event()
     threading.Thread(target=end_with, args=(os.getppid(), is_waiting), daemon=True).start()
-    with contextlib.suppress(Exception):  # told of when vLLM starts, which imports it again
+    with contextlib.suppress(Exception):  # reported by `start`, which imports it again
         importlib.import_module("vllm").LLM  # noqa: B018 (modules behind it)
     is_waiting.set()
     try:
@@ -64,24 +65,14 @@ def main() -> None:
 
 
 def end_with(rank: int, is_waiting: threading.Event) -> None:
-    """Ends this process when the rank is gone, until it waits for the rank's messages, which tell it, too.
-
-    Args:
-        rank: the rank's process.
-        is_waiting: set when this process waits.
-    """
+    """Ends this process when the rank is gone. Stops watching once `is_waiting`: then the connection shows it."""
     while not is_waiting.wait(1.0):
         if os.getppid() != rank:
             os._exit(0)
 
 
 class VllmWorker:
-    """Generates, and takes weights between two steps of vLLM.
-
-    Args:
-        connection: the connection to the rank.
-        messages: the module generator_messages.
-    """
+    """Generates, and takes weights between two steps of vLLM. `messages` is the module generator_messages."""
 
     def __init__(self, connection: Connection, messages: Any):
         self.connection, self.messages = connection, messages
@@ -90,12 +81,12 @@ class VllmWorker:
         self.ends: tuple[int, ...] = ()
         self.version: int | None = 0  # 0 is the checkpoint; None in the middle of a weight sync
         self.coming: int | None = None
-        self.held: list[Any] = []  # orders to write that came in the middle of a weight sync
-        self.left: dict[int, int] = {}  # number of completions that are still written, by the number of their Generate
+        self.held: list[Any] = []  # Generate messages received during a weight sync
+        self.left: dict[int, int] = {}  # number of unfinished completions, by number of their Generate
         self.oldest: dict[str, int | None] = {}
         self.is_asleep = False
         self.prompts: dict[str, list[int]] = {}  # of requests with images
-        self.adapters: dict[int, Any] = {}  # the LoRARequest of each adapter that vLLM has, by its weight sync
+        self.adapters: dict[int, Any] = {}  # LoRARequests of loaded adapters, by weight sync
 
     def start(self, settings: Any) -> None:
         from vllm import LLM, __version__
@@ -108,10 +99,10 @@ class VllmWorker:
         self.engine, self.ends = LLM(**settings.options), settings.ends
         be_quiet()
         if settings.options.get("enable_lora"):
-            self.version = None  # nothing is written without an adapter
+            self.version = None  # requests need an adapter
 
     def turn(self) -> None:
-        """Handles a message if one has come, else lets vLLM take a step. Waits for a message if there is no work."""
+        """Handles a pending message, or else runs a step of vLLM. Waits for a message if there is no work."""
         idle = not self.left or self.version is None
         if idle or self.connection.poll():
             self.handle(self.connection.recv())
@@ -119,7 +110,7 @@ class VllmWorker:
             self.step()
 
     def handle(self, message: Any) -> None:
-        """Does what a message asks for. After a failed weight sync, this process never has complete weights again."""
+        """Handles a message. After a failed weight sync, this process never has complete weights again."""
         known = self.messages
         try:
             match message:
@@ -147,7 +138,7 @@ class VllmWorker:
                 case known.Call("give_up"):
                     self.give_up()
                 case known.Call("load_weights" | "commit"):
-                    pass  # left over from a weight sync that failed; only a new process gets complete weights
+                    pass  # left over from a failed weight sync; only a new process gets complete weights
                 case _:
                     raise known.unknown(message)
         except Exception as error:
@@ -164,12 +155,12 @@ class VllmWorker:
             text = f"the generator has no complete weights or no cache: {why}"
             self.connection.send(self.messages.Failed(order.number, text))
             return
-        pictures: dict[Any, Any] = {}  # those of this order, which completions of one prompt share
+        pictures: dict[Any, Any] = {}  # images of this message, shared by completions of one prompt
         self.left[order.number] = len(order.requests)
         for place, request in enumerate(order.requests):
             try:
                 self.add(f"{order.number}/{place}", request, pictures)
-            except Exception as error:  # vLLM refuses this one, such as a prompt that is too long
+            except Exception as error:  # vLLM rejects this request, for example for its length
                 traceback.print_exc()
                 self.send_finished(order.number, place, self.messages.Written([], [], describe(error)))
 
@@ -193,7 +184,8 @@ class VllmWorker:
         self.connection.send(self.messages.Finished(number, place, written))
 
     def sleep(self, level: int) -> None:
-        """Frees device memory when all is written. Level 2 drops the weights: nothing is written before a commit."""
+        """Finishes all requests, and frees GPU memory. Level 2 drops the weights: requests fail until the next
+        commit."""
         while self.left and self.version is not None:
             self.step()
         if level == 2:
@@ -204,7 +196,7 @@ class VllmWorker:
         self.answer("sleep")
 
     def wake(self, what: str) -> None:
-        """Takes memory again: first for the weights, for vLLM restores buffers at its first wake-up."""
+        """Allocates memory again: first for the weights, as vLLM restores buffers at the first call."""
         self.engine.wake_up([what])
         self.is_asleep = what == "weights"
         self.answer("wake")
@@ -216,7 +208,7 @@ class VllmWorker:
             traceback.print_exc()
             for number in self.left:
                 self.connection.send(self.messages.Failed(number, describe(error)))
-            raise SystemExit(1) from None  # else what vLLM still has of these requests would be taken for others
+            raise SystemExit(1) from None  # vLLM may still hold these requests, and mix them up with later ones
         for output in outputs:
             if output.finished:
                 self.finish(output)
@@ -237,7 +229,7 @@ class VllmWorker:
         self.send_finished(number, place, written)
 
     def finish_of(self, output: Any) -> str:
-        """Why a completion ended: also if vLLM made other image tokens of its prompt's images than the trainer."""
+        """Returns why a completion ended. It is an error if vLLM's prompt has other image tokens than the trainer's."""
         asked = self.prompts.pop(output.request_id, None)
         if asked is None or asked == (found := list(output.prompt_token_ids)):
             return str(output.outputs[0].finish_reason)
@@ -247,10 +239,10 @@ class VllmWorker:
         )
 
     def load_adapter(self, version: int, folder: str) -> None:
-        """Adds an adapter, and removes those that no completion is written with any more."""
+        """Adds an adapter, and removes those that no running completion uses."""
         from vllm.lora.request import LoRARequest
 
-        # A name of its own: vLLM tells cached keys and values of adapters apart by their names.
+        # A unique name: vLLM distinguishes cached keys and values of adapters by name.
         request = LoRARequest(f"version_{version}", version, folder)
         for old in self.adapters.keys() - {*self.oldest.values()}:
             self.engine.llm_engine.remove_lora(old)
@@ -263,16 +255,16 @@ class VllmWorker:
 
     def commit(self) -> None:
         self.engine.finish_weight_update()
-        # The cache has keys and values of the old weights. Running requests are computed again up to their last token.
+        # The cache has keys and values of the old weights. Running requests are recomputed up to their last token.
         if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.left)):
             raise RuntimeError("vLLM keeps its cache of keys and values of the old weights")
-        self.engine.llm_engine.reset_encoder_cache()  # it has embeddings of images
+        self.engine.llm_engine.reset_encoder_cache()  # of image embeddings
         self.version, self.coming = self.coming, None
         self.answer("commit", self.messages.Committed(self.version))
         self._take_held()
 
     def give_up(self) -> None:
-        """Ends a weight sync that has failed. What was to be written with its weights fails."""
+        """Ends a failed weight sync. Requests held for its weights fail."""
         self.coming = None
         self._take_held()
 
@@ -283,12 +275,8 @@ class VllmWorker:
 
 
 def prompt_of(request: Any, pictures: dict[Any, Any]) -> dict[str, Any]:
-    """A request's prompt as vLLM takes it: with a single token for each image, which vLLM's image processor replaces.
-
-    Args:
-        request: the request.
-        pictures: pictures that are open, by their source; others are added.
-    """
+    """Converts a request's prompt for vLLM, whose image processor expands a single token per image. `pictures` is a
+    cache by source."""
     if not request.media:
         return {"prompt_token_ids": request.prompt}
     from PIL import Image

@@ -1,12 +1,12 @@
-"""The probe of generators' weights: what a generator computes must be what the trained model computes, token by token.
+"""Probe of generators' weights: compares the log-probabilities of a generator with those of the trained model.
 
-A weight sync can leave a weight of the generator as it was without any error, and rewards still rise. The probe lets
-every generator go on with fixed texts, and compares the log-probability that it reports for each of its tokens with the
-model's. At the start of a run the weights that are sent are changed ones, so that a weight that stays as it was in the
-checkpoint shows at once, and not when training has moved it far.
+A weight sync can leave weights of a generator unchanged without any error, and rewards still rise. The probe makes
+every generator continue fixed texts, and compares the log-probability that it reports for each of its tokens with the
+model's. At the start of a run the probe sends modified weights, so that one that keeps its value from the checkpoint
+shows at once, and not when training has moved it far.
 
-What rounding explains is known of most models. Where a difference is larger, noise tells what it explains of this one:
-roundings of a deep model carry further.
+The effect of rounding is known for most models. A larger difference is compared with the effect of noise on this
+model, as rounding errors grow in deep models.
 """
 
 import itertools
@@ -34,40 +34,29 @@ TEXTS = (
     "Q: A box holds 12 eggs. How many eggs are in 7 boxes?\nA: 12 * 7 = 84",
     '{"name": "Ada", "born": 1815, "languages": ["English", "French"]}',
 )
-"""What generators go on with. The texts say nothing that matters."""
+"""Prompts of the probe. Their content is irrelevant."""
 
 NUM_TOKENS = 32
-"""Number of tokens that a generator writes after each text."""
-
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Root mean square over tokens of what rounding explains of a difference of log-probabilities, by the coarser dtype of
-the two. Of a 135M model with changed weights, vLLM differs by 1e-5 in float32 and by 0.08 in bfloat16. If its head
-stays as it was, by 1.4, and if the queries of its last layer do, by 0.03 (benchmarks/README.md)."""
+"""Root mean square over tokens of the difference of log-probabilities that rounding explains, by the coarser of the
+two dtypes. vLLM with a 135M model and modified weights differs by 1e-5 in float32 and 0.08 in bfloat16; with an
+unchanged head by 1.4, with unchanged queries of the last layer by 0.03 (benchmarks/README.md)."""
 
 AS_NOISE = 3.0
-"""A right generator differs from the model by less than so many times what noise as large as rounding makes of the
-model's own log-probabilities (model/rounding_noise.py). Both of them round, which makes 1.4; 1.6 were seen of a 70B.
-This may be as much as other weights make: of 16 layers of a Qwen3-Next with random weights 2.3, and other weights 1.2.
-Then the probe says that it cannot tell."""
+"""Largest ratio of a correct generator's difference to the effect of rounding-size noise on the model's own
+log-probabilities (model/rounding_noise.py). Rounding in both makes 1.4; 1.6 was measured for a 70B. The bound may
+exceed the effect of other weights: for 16 layers of a Qwen3-Next with random weights it is 2.3, and other weights make
+1.2. The probe is then inconclusive."""
 
 AS_OTHER_WEIGHTS = 0.5
-"""A difference of more than so much of what other weights make shows nothing."""
+"""Differences above this share of the effect of other weights are inconclusive."""
 
 COARSER = 2.0
-"""Factor of the tolerance of mixtures, whose routers may choose other experts, and of layers that compute in fp8."""
+"""Factor on the tolerance for mixtures, whose routers may choose other experts, and for layers that compute in fp8."""
 
 
 class WeightProbe:
-    """Compares generators with the model.
-
-    Args:
-        config: the run's config.
-        policy: the model in training.
-        fleet: its generators.
-        handle: the model, for its dtype.
-        tokenizer: the model's tokenizer.
-        say: is told, once, that the probe cannot tell.
-    """
+    """Compares generators with the model. `say` is called at most once, if the probe is inconclusive."""
 
     def __init__(
         self,
@@ -82,37 +71,34 @@ class WeightProbe:
         self.num_tokens = min(NUM_TOKENS, config.longest_sequence // 2)
         room = config.longest_sequence - self.num_tokens
         self.prompts = [tokenizer.encode(text, add_special_tokens=False)[:room] for text in TEXTS]
-        self.written: dict[int, list[Completion]] = {}  # by the rank that leads the generator
+        self.written: dict[int, list[Completion]] = {}  # by the generator's leading rank
         self._has_said_that_it_cannot_tell = False
 
     def check_changed_weights(self) -> None:
-        """Sends changed weights to generators and compares. The model's own weights must be sent next.
-
-        Raises:
-            RolloutError: a generator does not compute what the model does.
-        """
+        """Sends modified weights to generators, and compares. The model's own weights must be sent next. Raises
+        RolloutError as `judge` does."""
         if isinstance(self.config.rollout.generator, JoinedGeneratorConfig):
-            return  # such generators read versions that are published, and compare checksums
+            return  # joined generators read published versions, and verify checksums
         with self.policy.with_changed_weights():
-            self.fleet.sync_again()  # as policy version 0, which is none of the run's
+            self.fleet.sync_again()  # as policy version 0, which is not of the run
             with self.fleet.awake():
                 self.ask()
             self.fleet.restore()
             self.judge()
 
     def ask(self) -> None:
-        """Lets generators write. They must be awake."""
+        """Makes the generators, which must be awake, continue the texts."""
         sampling = Sampling(self.num_tokens, stop_token_ids=())
         requests = [Request(prompt, number, sampling) for number, prompt in enumerate(self.prompts)]
         written = self.fleet.write_alike(requests)
         self.written = {rank: of for rank, of in written.items() if all(one.finish != "error" for one in of)}
 
     def judge(self) -> None:
-        """Compares what generators have written since the last call. The model's weights must be on the device.
+        """Compares completions since the last call. The model's weights must be on the device.
 
         Raises:
-            RolloutError: a generator does not compute what the model does: the root mean square over its tokens of the
-                difference of log-probabilities is more than rounding explains.
+            RolloutError: over a generator's tokens, the root mean square difference of log-probabilities is more
+                than rounding explains.
         """
         written, self.written = self.written, {}
         if not written:
@@ -126,8 +112,8 @@ class WeightProbe:
             self._judge_by_noise(batch, own, worst, of_writers[worst])
 
     def _judge_by_noise(self, batch: Batch, own: list[Tensor], writer: int, difference: float) -> None:
-        """Compares a writer's difference with what noise as large as rounding makes of the model's own
-        log-probabilities, and that with what other weights make."""
+        """Compares a generator's difference with the effect of rounding-size noise on the model's own
+        log-probabilities, and with that of other weights."""
         coarser = max(self._dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         with self.policy.with_rounding_noise(coarser):
             of_noise = self.distance(batch, self.policy.logprobs(batch), own)
@@ -159,25 +145,20 @@ class WeightProbe:
 
     @property
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of the model's computation and of what generators get."""
+        """Dtypes of computation and of sent weights."""
         return self.handle.dtype, sync_dtype(self.config.weight_sync, self.handle)
 
     def rows(self, completions: Sequence[Completion]) -> Batch:
-        """The rows of completions, which go on with the prompts in turn. Their "rollout_logprobs" are the writers'."""
+        """Returns sequences of completions, which cycle through the prompts. "rollout_logprobs" are the generators'."""
         prompts = itertools.cycle(self.prompts)
         return Batch(_sequence(next(prompts), completion) for completion in completions)
 
     def distance(self, batch: Batch, some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-        """The root mean square difference of log-probabilities of completions' tokens.
-
-        Args:
-            batch: rows of completions.
-            some, others: two log-probabilities of each token of each row.
-        """
+        """Returns the root mean square difference of two log-probabilities of completion tokens."""
         return self._squares(batch, some, others).mean().sqrt().item()
 
     def _squares(self, batch: Batch, some: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-        """The mean square difference of log-probabilities in each completion, [N]."""
+        """Returns the mean square difference of log-probabilities in each completion, [N]."""
         pairs = zip(some, others, strict=True)
         return batch.sums([(one.double() - other.double()).square() for one, other in pairs]) / self.num_tokens
 

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: names of their tensors, reading, writing, and buckets of tensors."""
+"""Hugging Face checkpoints: tensor names, reading, writing, and buckets of tensors."""

@@ -1,4 +1,4 @@
-"""Adapters by the tensors of a checkpoint's files: to merge them there, or to write those of experts one by one."""
+"""Adapters by checkpoint tensor, to merge them there, or to write experts' adapters one by one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from automodel_rl.lora.stacks import OWN
 
 @dataclass(frozen=True)
 class AdapterPiece:
-    """The adapter of one tensor of a checkpoint.
+    """The adapter of one checkpoint tensor.
 
     Attributes:
-        down: its `lora_A`, [rank, inputs], or a stack of these for a stack of experts.
-        up: its `lora_B`, [outputs, rank], or a stack of these.
+        down: `lora_A`, [rank, inputs], or a stack of these for stacked experts.
+        up: `lora_B`, [outputs, rank], or a stack of these.
         is_transposed: whether the tensor is a stack [experts, inputs, outputs].
-        lengths: the trained lengths of the tensor's rows, [outputs], if the adapter has them.
+        lengths: DoRA magnitudes of the tensor's rows, [outputs].
     """
 
     down: Tensor
@@ -32,17 +32,13 @@ class AdapterPiece:
     lengths: Tensor | None = None
 
     def merged_into(self, tensor: Tensor, scale: float) -> Tensor:
-        """The tensor with the adapter merged in, in fp32 or wider."""
+        """Returns the tensor with the adapter merged, in fp32 or wider."""
         return merged(tensor, self.down, self.up, scale, self.is_transposed, self.lengths)
 
 
 def adapter_pieces(adapters: Mapping[str, Tensor], family: CheckpointFamily) -> dict[str, AdapterPiece]:
-    """The adapters by the names of the checkpoint's tensors that they belong to.
-
-    Args:
-        adapters: adapters by the model's names; other tensors are left out.
-        family: the checkpoint's family, with the names that its files have.
-    """
+    """Returns the adapters by the names of their checkpoint tensors. `adapters` has the model's names; other tensors
+    are ignored."""
     found = {}
     for weight, layer in adapted_weights_by_name(adapters).items():
         down, up = (adapters[f"{layer}.{kind}.weight"] for kind in ADAPTER_NAMES)
@@ -57,13 +53,8 @@ def adapter_pieces(adapters: Mapping[str, Tensor], family: CheckpointFamily) -> 
 
 
 def one_by_one(adapters: Mapping[str, Tensor], family: CheckpointFamily) -> dict[str, Tensor]:
-    """Adapters with those of experts one by one, as vLLM wants them: `experts.3.gate_proj.lora_A.weight`. Gate and up
-    have a copy each of the A that they share.
-
-    Args:
-        adapters: adapters by the model's names; what belongs to no experts stays.
-        family: a family whose files have experts one by one.
-    """
+    """Splits experts' adapters into one per expert, as vLLM expects: `experts.3.gate_proj.lora_A.weight`. Gate and up
+    get a copy each of their shared A. Other adapters are unchanged."""
     of_experts = {name: tensor for name, tensor in adapters.items() if OWN.fullmatch(name)}
     single = {name: tensor for name, tensor in adapters.items() if name not in of_experts}
     for name, piece in adapter_pieces(of_experts, family).items():
@@ -74,13 +65,8 @@ def one_by_one(adapters: Mapping[str, Tensor], family: CheckpointFamily) -> dict
 
 
 def write_for_vllm(folder: Path, adapters: Mapping[str, Tensor], origin: AdapterOrigin) -> None:
-    """Writes adapters in PEFT's format; those of experts one by one, but for families whose files stack experts.
-
-    Args:
-        folder: a folder that exists.
-        adapters: all adapters, by the model's names.
-        origin: the model that they belong to.
-    """
+    """Writes adapters in PEFT's format to an existing folder, experts one by one unless the family's files stack
+    them."""
     if origin.family.file_names.experts is None:
         write_adapters(folder, dict(adapters), origin)
     else:

@@ -1,9 +1,9 @@
-"""Weights in the files of bitsandbytes, as transformers, Unsloth and others write them: nf4 is read, other kinds are
-refused.
+"""Weights in bitsandbytes files as transformers, Unsloth and others write them. nf4 is read, other kinds are
+rejected.
 
-A weight's codes are bytes without its shape. Beside them are the scales of its blocks, which may be quantized again
-(double quantization), and a state in JSON that says shape, dtype and sizes of blocks. What is in the files decides, not
-the list of skipped modules in config.json: mixed files exist.
+A weight's codes are stored as bytes without its shape. Beside them are the scales of its blocks, which may be
+quantized again (double quantization), and a state in JSON with shape, dtype and block sizes. The files' contents
+decide, not the list of skipped modules in config.json: mixed files exist.
 """
 
 import json
@@ -21,15 +21,15 @@ from automodel_rl.hf.stored import Opened, PlainTensor
 from automodel_rl.parallel.sharding import Box
 
 STATE = ".quant_state.bitsandbytes__"
-"""What the name of a state adds to that of its weight, before the kind."""
+"""Suffix of a state's name after its weight's, followed by the kind."""
 
 SCALES, NESTED_SCALES, NESTED_MAP = ".absmax", ".nested_absmax", ".nested_quant_map"
-"""What the names of scales add, of the scales of quantized scales, and of the values that these stand for."""
+"""Suffixes of scales, of the scales of quantized scales, and of the table of their values."""
 
 PARTS = (SCALES, NESTED_SCALES, NESTED_MAP, ".quant_map")
 
 INT8_SCALES = ".SCB"
-"""What the name of scales of 8-bit weights adds to that of the module."""
+"""Suffix of 8-bit weights' scales after the module's name."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,11 @@ class NF4Tensor:
     """A weight whose codes are stored in the order of its flattened values.
 
     Attributes:
-        codes: two codes in a byte.
-        scales: a scale for each block, float32; or a code of it in a byte.
-        nested: scales and values of these codes; None if scales are plain.
-        offset: what is added to scales that are quantized.
-        shape: the shape of the values.
-        block: number of values that share a scale.
-        nested_block: number of scales that share a scale.
-        dtype: the dtype of the weight that was quantized, to which values are rounded.
+        codes: two codes per byte.
+        scales: one per block, float32 or an 8-bit code.
+        nested: scales and value table of quantized scales, else None.
+        offset: added to quantized scales.
+        dtype: dtype of the original weight, to which values are rounded.
     """
 
     codes: PlainTensor
@@ -82,8 +79,8 @@ class NF4Tensor:
         return part(codes, 2), part(scales, self.block).contiguous().view(torch.uint8)
 
     def _blocks(self, opened: Opened, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Codes, uint8, and scales, float32, of consecutive blocks."""
-        # Other storage dtypes than bytes are views of the same bytes.
+        """Returns codes, uint8, and scales, float32, of consecutive blocks."""
+        # Storage dtypes other than bytes are views of the same bytes.
         num_values = math.prod(self.shape)
         per_element = num_values // math.prod(self.codes.shape)
         first, last = start * self.block // per_element, min(stop * self.block, num_values) // per_element
@@ -99,14 +96,10 @@ class NF4Tensor:
 
 
 def nf4_tensors(plain: Mapping[str, PlainTensor], opened: Opened) -> dict[str, tuple[NF4Tensor, set[str]]]:
-    """The nf4 weights of a checkpoint by name, each with the names of its parts.
-
-    Args:
-        plain: all tensors of the files.
-        opened: the files.
+    """Returns a checkpoint's nf4 weights by name, each with the names of its parts, given all plain tensors.
 
     Raises:
-        InputError: a weight is of another kind, or lacks a part.
+        InputError: a weight is of another kind, or a part is missing.
     """
     found = {}
     for name, tensor in plain.items():

@@ -1,8 +1,8 @@
 """Buckets: buffers that hold a stage's whole tensors under their Hugging Face names.
 
-A bucket holds stretches of tensors, back to back and of one dtype. `Plan` says which they are; a receiver needs nothing
-else to read a bucket. Each rank casts its shards first. Then one collective for each mesh axis that cuts the tensors
-fills the bucket, however many tensors there are.
+A bucket holds chunks of tensors of one dtype, back to back. A receiver needs only the `Plan` to read it. Each rank
+casts its shards first; then one collective per mesh axis that shards the tensors fills the bucket, however many there
+are.
 """
 
 import functools
@@ -34,13 +34,7 @@ from automodel_rl.parallel.sharding import (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A whole tensor of a checkpoint.
-
-    Attributes:
-        name: its name in the checkpoint.
-        shape: its whole shape.
-        dtype: the dtype in which it is sent.
-    """
+    """A whole tensor of a checkpoint; `dtype` is that in which it is sent."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,13 +50,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of a tensor in a bucket. All numbers are in elements.
+    """A contiguous range of a tensor in a bucket, in elements.
 
     Attributes:
-        tensor: the tensor's index in `Plan.tensors`.
-        start: the stretch's first element in the flattened tensor.
-        count: the length of the stretch.
-        offset: the stretch's first element in the bucket.
+        tensor: index in `Plan.tensors`.
+        start: first element in the flattened tensor.
+        count: number of elements.
+        offset: first element in the bucket.
     """
 
     tensor: int
@@ -73,14 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The content of a filled buffer, from its first byte on.
-
-    Attributes:
-        dtype: the dtype of all chunks.
-        numel: number of elements.
-        chunks: the chunks, in the order of their offsets and without gaps.
-        is_frozen: whether training never changes what it holds.
-    """
+    """The contents of a filled buffer, from its first byte."""
 
     dtype: torch.dtype
     numel: int
@@ -92,20 +79,20 @@ class Bucket:
         return self.numel * self.dtype.itemsize
 
     def elements(self, buffer: Tensor) -> Tensor:
-        """The filled part of a buffer (uint8) in the bucket's dtype, [numel]."""
+        """Returns the filled part of a buffer (uint8) in the bucket's dtype, [numel]."""
         return buffer[: self.num_bytes].view(self.dtype)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors that a sender sends, and its buckets in order. Together these hold every tensor exactly once."""
+    """The tensors that a sender sends, and its buckets in order, which hold every tensor exactly once."""
 
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[Bucket, ...]
 
     @property
     def largest_bucket(self) -> int:
-        """Size in bytes that a buffer needs."""
+        """Required buffer size in bytes."""
         return max((bucket.num_bytes for bucket in self.buckets), default=0)
 
     @property
@@ -118,10 +105,9 @@ class Source:
     """A tensor of the model on this rank.
 
     Attributes:
-        name: its name in the model.
-        tensor: the parameter or buffer; this rank holds a shard of it or all of it.
+        tensor: the parameter or buffer, sharded or whole.
         dtype: the dtype in which it is sent.
-        read: gives the values of this rank's shard, of any dtype.
+        read: returns the values of this rank's shard, in any dtype.
         is_frozen: whether training never changes the values.
     """
 
@@ -133,13 +119,13 @@ class Source:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: torch.dtype, *, is_frozen: bool = False) -> "Source":
-        """A source that sends the tensor's own values."""
+        """Returns a source that sends the tensor's own values."""
         return cls(name, tensor, dtype, functools.partial(local_tensor, tensor), is_frozen)
 
 
 @dataclass(frozen=True)
 class _Region:
-    """A box of a source that is one stretch of memory, and its offset in a bucket."""
+    """A box of a source that is contiguous in memory, and its offset in a bucket."""
 
     source: int
     box: Box
@@ -150,21 +136,13 @@ class _Region:
         return _sizes(self.box)
 
     def within(self, elements: Tensor) -> Tensor:
-        """The region's part of a bucket's elements."""
+        """Returns the region's part of a bucket's elements."""
         return elements[self.offset : self.offset + math.prod(self.shape)].view(self.shape)
 
 
 @dataclass
 class _OpenBucket:
-    """A bucket that is still being filled with regions.
-
-    Attributes:
-        axes: mesh axes that cut its tensors.
-        dtype: the dtype of all its tensors.
-        is_frozen: whether training changes none of its tensors, or all.
-        numel: number of elements so far.
-        regions, chunks: the regions and chunks so far.
-    """
+    """A bucket being filled. `axes` are the mesh axes that shard its tensors."""
 
     axes: tuple[str, ...]
     dtype: torch.dtype
@@ -175,7 +153,7 @@ class _OpenBucket:
 
 
 _Share = list[tuple[_Region, Box]]
-"""A rank's share of a bucket: regions, and the box of each that the rank holds. It sends these boxes back to back."""
+"""A rank's share of a bucket: regions, and the boxes of them that the rank holds and sends back to back."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +161,7 @@ class _Gathering:
     """How a bucket is filled from the shards of a stage's ranks.
 
     Attributes:
-        axes: mesh axes that cut its tensors.
-        shares: the share of every rank along the axes.
-        own: this rank's share, in order: the index of a source, and a box of this rank's shard of it.
+        own: this rank's share, in order: source indices, and boxes of this rank's shards.
     """
 
     axes: tuple[str, ...]
@@ -198,13 +174,8 @@ class StageBuckets:
 
     Args:
         sources: this rank's sources, in an order that all ranks of the stage share.
-        family: the model's family, with the names that files have.
-        layout: this rank's place.
-        most_bytes: largest size of a bucket. A larger tensor takes several, or with `whole` one of its own size.
-        whole: whether every tensor of the checkpoint has to be in one bucket.
-
-    Attributes:
-        plan: what the buckets hold.
+        most_bytes: maximum bucket size. A larger tensor takes several buckets, or with `whole` one of its own size.
+        whole: whether every checkpoint tensor must be in one bucket.
     """
 
     def __init__(
@@ -231,16 +202,12 @@ class StageBuckets:
         self.plan = Plan(tuple(tensors), tuple(Bucket(b.dtype, b.numel, tuple(b.chunks), b.is_frozen) for b in full))
 
     def reread(self, sources: Sequence[Source]) -> None:
-        """Takes new sources for the same tensors."""
+        """Replaces the sources, for the same tensors."""
         self.sources = list(sources)
 
     def targets(self, number: int, buffer: Tensor) -> list[Tensor]:
-        """Views of a buffer, into which `pack` writes a bucket. They may be kept as long as the buffer.
-
-        Args:
-            number: the bucket's index.
-            buffer: uint8, of at least `plan.largest_bucket` bytes, on the layout's device.
-        """
+        """Returns the views of a buffer that `pack` writes bucket `number` to, valid as long as the buffer. It is
+        uint8, of at least `plan.largest_bucket` bytes, on the layout's device."""
         whole = self.plan.buckets[number].elements(buffer)
         return [
             region.within(whole)[relative(box, region.box)]
@@ -250,12 +217,8 @@ class StageBuckets:
 
     @torch.no_grad()
     def pack(self, number: int, targets: list[Tensor]) -> None:
-        """Fills a buffer with a bucket, on all ranks of the stage. It is a collective of theirs if tensors are cut.
-
-        Args:
-            number: the bucket's index; every rank packs all buckets in order.
-            targets: what `targets` gave for this bucket and the buffer.
-        """
+        """Fills a buffer with bucket `number`, given its `targets`. Every rank of the stage packs all buckets in
+        order: packing sharded tensors is a collective."""
         gathering, bucket = self._gatherings[number], self.plan.buckets[number]
         own = list(self._own_shards(gathering))
         if not gathering.axes:
@@ -277,7 +240,7 @@ class StageBuckets:
     def _place(
         self, number: int, source: Source, names: "_Names", open_: dict[Any, _OpenBucket]
     ) -> Iterator[_OpenBucket]:
-        """Adds a source to the open bucket of its kind. Yields full buckets; one that is not full stays in `open_`."""
+        """Adds a source to the open bucket of its kind. Yields full buckets."""
         kind = sharded_axes(source.tensor), source.dtype, source.is_frozen
         capacity = self.most_bytes // source.dtype.itemsize
         shape = tuple(source.tensor.shape) or (1,)
@@ -301,7 +264,7 @@ class StageBuckets:
                 start = stop
 
     def _shares(self, regions: Sequence[_Region]) -> list[_Share]:
-        """The share of a bucket's regions that each rank along the axes holds."""
+        """Returns each rank's share of a bucket's regions."""
         num_ranks = len(self._boxes[regions[0].source])
         return [
             [
@@ -313,19 +276,19 @@ class StageBuckets:
         ]
 
     def _own(self, regions: Sequence[_Region]) -> list[tuple[int, Box]]:
-        """This rank's share of the regions: the index of a source, and a box of this rank's shard of it."""
+        """Returns this rank's share of the regions: source indices, and boxes of this rank's shards."""
         met = [(region.source, overlap(region.box, self._own_boxes[region.source])) for region in regions]
         return [(source, relative(box, self._own_boxes[source])) for source, box in met if box is not None]
 
     def _own_shards(self, gathering: _Gathering) -> Iterator[Tensor]:
-        """Tensors that this rank sends for a bucket. Each source is read only once, for a read may merge adapters."""
+        """Yields the tensors that this rank sends. Each source is read only once, since a read may merge adapters."""
         for source, group in itertools.groupby(gathering.own, key=lambda pair: pair[0]):
             shard = self.sources[source].read().detach()
             yield from (shard[box] for _, box in group)
 
 
 class _Names:
-    """The checkpoint's tensors that make up a source. They are stretches of its memory, in order."""
+    """The checkpoint tensors that make up a source: consecutive ranges of its memory."""
 
     def __init__(self, source: Source, family: CheckpointFamily, first: int):
         self.shape = tuple(source.tensor.shape)
@@ -336,7 +299,7 @@ class _Names:
         self.ends = list(itertools.accumulate(math.prod(piece.shape) for piece in found))
 
     def chunks(self, box: Box, offset: int) -> Iterator[Chunk]:
-        """Chunks in a box of the source. The box is one stretch of memory and begins at `offset` of a bucket."""
+        """Yields the chunks of a contiguous box of the source that starts at `offset` of a bucket."""
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         start = sum(part.start * stride for part, stride in zip(box, strides, strict=True))
         stop = start + math.prod(_sizes(box))
@@ -349,7 +312,7 @@ class _Names:
 
 
 def whole_tensors(sources: Iterable[Source], family: CheckpointFamily, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors of this rank's stages, on all ranks of the stage. A collective of these ranks."""
+    """Yields names and whole tensors of this rank's stages on all ranks of the stage. A collective of these ranks."""
     buckets = StageBuckets(list(sources), family, layout, block_sizes.bucket_bytes, whole=True)
     for number, bucket in enumerate(buckets.plan.buckets):
         buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=layout.device)
@@ -360,13 +323,13 @@ def whole_tensors(sources: Iterable[Source], family: CheckpointFamily, layout: L
 
 
 def _cut_dim(shape: Sequence[int], capacity: int) -> int:
-    """The dim along which to cut a tensor: the first of which one index fits into a bucket, else the last."""
+    """Returns the dim to cut a tensor along: the first of which one index fits into a bucket, else the last."""
     fitting = (dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= capacity)
     return next(fitting, len(shape) - 1)
 
 
 def _stretches(elements: Tensor, shapes: Iterable[Sequence[int]]) -> list[Tensor]:
-    """Views of elements as tensors of these shapes, back to back."""
+    """Returns consecutive views of `elements` in these shapes."""
     shapes = list(shapes)
     ends = itertools.accumulate(map(math.prod, shapes))
     return [elements[end - math.prod(shape) : end].view(shape) for end, shape in zip(ends, shapes, strict=True)]

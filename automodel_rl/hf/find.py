@@ -1,4 +1,4 @@
-"""Finds the files of a model: its checkpoint, and adapters for it, in folders or on the hub."""
+"""Locates a model's checkpoint and adapters, in folders or on the hub."""
 
 import os
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
 """Patterns of a checkpoint's files besides its weights."""
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""Patterns of a tokenizer's files. Where there are none, transformers opens an empty tokenizer without a word."""
+"""Patterns of tokenizer files. Without any, transformers silently opens an empty tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,8 @@ class ModelFiles:
     """The local files of a model.
 
     Attributes:
-        folder: the folder of its checkpoint.
-        name: the absolute path of the folder, or the checkpoint's hub id.
-        adapters: adapters for it; None without.
-        lora: the config of the adapters to train; None if weights are trained.
+        name: the folder's absolute path, or the hub id.
+        lora: config of the adapters to train; None if weights are trained.
     """
 
     folder: Path
@@ -40,34 +38,30 @@ class ModelFiles:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder with the tokenizer: that of the adapters if it has one, for they were trained with it."""
+        """The folder with the tokenizer: the adapters' if it has one, since they were trained with it."""
         if self.adapters is not None and (self.adapters.folder / "tokenizer_config.json").is_file():
             return self.adapters.folder
         return self.folder
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model has files of a tokenizer. A folder with config.json alone, to plan with, has none."""
+        """Whether the model has tokenizer files. A folder with only config.json, for planning, has none."""
         return any(path for pattern in TOKENIZERS for path in self.tokenizer_folder.glob(pattern))
 
     def described(self, model: ModelConfig) -> ModelConfig:
-        """A model's config with its local folder, and with the config of the adapters that are trained."""
+        """Returns a model's config with its local folder and the config of the adapters to train."""
         lora = self.lora
         if lora is not None and model.num_labels is not None and HEAD not in lora.modules_to_save:
-            lora = lora.model_copy(update={"modules_to_save": (*lora.modules_to_save, HEAD)})  # it begins at random
+            lora = lora.model_copy(update={"modules_to_save": (*lora.modules_to_save, HEAD)})  # starts random
         own = {"path": str(self.folder), "lora": lora, "adapters": None, "merge_adapters": False}
         return model.model_copy(update=own)
 
 
 def find_model(model: ModelConfig, with_weights: bool = True) -> ModelFiles:
-    """Finds a model's checkpoint and adapters. What has a hub id is downloaded (or found in the cache).
-
-    Args:
-        model: the model's config.
-        with_weights: whether to download the weights, too.
+    """Locates a model's checkpoint and adapters, downloading those with a hub id unless cached.
 
     Raises:
-        InputError: there is no such checkpoint, a file of it is not as it was exported, or its adapters contradict
+        InputError: there is no such checkpoint, a file differs from its export, or the adapters contradict
             `model.lora`.
     """
     folder, name = _fetch("model.path", model.path, with_weights), model.path
@@ -106,7 +100,7 @@ def find_model(model: ModelConfig, with_weights: bool = True) -> ModelFiles:
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether a folder holds a model or adapters, and not a checkpoint of a run."""
+    """Returns whether a folder holds a model or adapters rather than a checkpoint of a run."""
     return any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG, MANIFEST))
 
 
@@ -128,7 +122,7 @@ def _fetch(key: str, path: str, with_weights: bool) -> Path:
 
 
 def _lora_of(model: ModelConfig, adapters: AdapterFolder) -> LoraConfig | None:
-    """The config of the adapters to train."""
+    """Returns the config of the adapters to train."""
     if model.merge_adapters:
         if model.lora is not None:
             raise InputError(

@@ -1,4 +1,4 @@
-"""generation_config.json: the tokens at which transformers and vLLM stop, and the file of an exported model."""
+"""generation_config.json: the stop tokens of transformers and vLLM, and the file of an exported model."""
 
 import json
 import shutil
@@ -15,18 +15,14 @@ GENERATION = "generation_config.json"
 EOS = "eos_token_id"
 
 OF_CONFIG = "_from_model_config"
-"""Mark of a file that transformers may make anew of config.json."""
+"""Marks a file that transformers may regenerate from config.json."""
 
 KEPT_IDS = ("bos_token_id", "pad_token_id")
-"""Keys that transformers takes from config.json where there is no generation_config.json."""
+"""Keys that transformers takes from config.json if there is no generation_config.json."""
 
 
 def generation_ends(folder: Path, config: PretrainedConfig) -> list[int]:
-    """The tokens at which transformers stops: those of generation_config.json, or of config.json if it names none.
-
-    Args:
-        folder: the checkpoint's folder.
-        config: the config of the whole model.
+    """Returns transformers' stop tokens: those of generation_config.json, or of config.json if it names none.
 
     Raises:
         InputError: generation_config.json is damaged.
@@ -35,21 +31,15 @@ def generation_ends(folder: Path, config: PretrainedConfig) -> list[int]:
 
 
 def config_ends(config: PretrainedConfig) -> list[int]:
-    """The end tokens that config.json names, of a multimodal model also those of its language model."""
+    """Returns the stop tokens in config.json, including its text_config's."""
     values = config.to_dict()
     parts = [values, values.get("text_config") or {}]
     return [*dict.fromkeys(end for part in parts for end in _ids(part.get(EOS), Path("config.json")))]
 
 
 def write_generation(folder: Path, source: Path, config: PretrainedConfig, ends: Sequence[int]) -> None:
-    """Writes an exported model's generation_config.json: that of its source, which also stops at further tokens.
-
-    Args:
-        folder: the exported model's folder.
-        source: folder of the checkpoint that it came from.
-        config: the config of the whole model.
-        ends: tokens to stop at besides those of the source; empty to leave the file as it is, or not there.
-    """
+    """Writes an exported model's generation_config.json: the source checkpoint's, with additional stop tokens `ends`.
+    Without any, the file is copied as it is, if it exists."""
     if not ends:
         if (source / GENERATION).is_file():
             shutil.copy(source / GENERATION, folder / GENERATION)
@@ -62,7 +52,7 @@ def write_generation(folder: Path, source: Path, config: PretrainedConfig, ends:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The values of a folder's generation_config.json; empty if there is none."""
+    """Returns the contents of generation_config.json; empty if there is none."""
     file = folder / GENERATION
     if not file.is_file():
         return {}
@@ -76,7 +66,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _ids(value: Any, file: Path) -> list[int]:
-    """The ids of an entry that is a token id, a list of them, or nothing."""
+    """Returns the ids of an entry that is a token id, a list of them, or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         raise InputError(f"{file}: {EOS}={value!r} should be a token id or a list of them: correct it")

@@ -1,9 +1,8 @@
-"""What an exported model keeps of its source's config.json, for readers of older transformers.
+"""Entries of the source's config.json that an exported model keeps, for readers with older transformers.
 
-transformers 5 saves some settings under other names than transformers 4 reads: `rope_parameters` in place of
-`rope_theta` and `rope_scaling`, `dtype` in place of `torch_dtype`; and it leaves out values that its own classes have
-by default. A reader of the older names then takes its own defaults without a word. So names that the source had stay,
-beside the new ones.
+transformers 5 saves some settings under other names than transformers 4 reads (`rope_parameters` for `rope_theta` and
+`rope_scaling`, `dtype` for `torch_dtype`) and omits its own default values. Readers of the old names would then
+silently use their own defaults. So the source's names are kept beside the new ones.
 """
 
 import json
@@ -17,7 +16,7 @@ CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
 
 NOT_KEPT = frozenset((QUANTIZATION, "compression_config", "_name_or_path", "_commit_hash", "transformers_version"))
-"""Keys of a source that are not true of what is exported: its weights are plain, and others wrote its files."""
+"""Source keys that are not true of the export: its weights are plain, and another program wrote its files."""
 
 DTYPE, OLD_DTYPE = "dtype", "torch_dtype"
 
@@ -25,12 +24,8 @@ TEXT = "text_config"
 
 
 def keep_config(folder: Path, source: Path) -> None:
-    """Adds what only the source's config.json has to that of an exported model, if it is the same model then.
-
-    Args:
-        folder: the exported model's folder, with config.json.
-        source: folder of the checkpoint that the model came from.
-    """
+    """Adds entries of the source checkpoint's config.json to an exported model's, unless transformers then reads it
+    as another model."""
     written, original = (json.loads((of / CONFIG).read_text()) for of in (folder, source))
     merged = _merged(original, written, written.get(DTYPE))
     if merged == written:
@@ -47,9 +42,9 @@ def keep_config(folder: Path, source: Path) -> None:
 
 
 def _merged(original: dict[str, Any], written: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """The values that are written, and those that only the original has; in a nested config likewise."""
+    """Adds entries that only the original has, recursively."""
     merged, dtype = dict(written), written.get(DTYPE, dtype)
-    if TEXT in written and TEXT not in original:  # an older form, with the language model's settings at the top
+    if TEXT in written and TEXT not in original:  # older form, with the language model's settings at the top level
         inner = {key: value for key, value in original.items() if key not in written and not isinstance(value, dict)}
         old = {key: original[key] for key in ("rope_scaling",) if original.get(key)}
         at_top = {OLD_DTYPE: dtype} if OLD_DTYPE in original else {}
@@ -65,10 +60,10 @@ def _merged(original: dict[str, Any], written: dict[str, Any], dtype: str | None
 
 
 def _model_of(folder: Path) -> dict[str, Any] | None:
-    """All values of a folder's config, as this transformers reads them; None if it does not."""
+    """Returns all values of a folder's config as this transformers reads them; None if it cannot."""
     try:
         config = AutoConfig.from_pretrained(folder)
-    except Exception:  # config classes check their fields with errors of their own
+    except Exception:  # config classes raise errors of their own
         return None
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if key not in NOT_KEPT}

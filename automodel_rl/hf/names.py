@@ -1,4 +1,5 @@
-"""How a model's tensors become those of a Hugging Face checkpoint: by other names, and experts one by one."""
+"""Mapping from a model's tensors to those of a Hugging Face checkpoint, which have other names and may hold experts
+one by one."""
 
 import re
 from collections.abc import Iterator
@@ -15,19 +16,18 @@ FUSED = re.compile(r"(.*)\.\w+\.experts\.(gate_up_proj|up_proj|down_proj)$")
 
 
 def is_stack(name: str) -> bool:
-    """Whether a name of the model names the stacked weights of a layer's experts."""
+    """Returns whether a model name refers to a layer's stacked expert weights."""
     return FUSED.match(name) is not None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a checkpoint, and the box of the model's tensor that it fills.
+    """One checkpoint tensor, and the box of the model's tensor that it fills.
 
     Attributes:
-        name: its name in the checkpoint.
-        shape: its shape in the checkpoint.
-        expert: index in the first dim of the model's tensor, if the checkpoint has a tensor for each expert; else None.
-        rows: the rows of the model's tensor (or of its expert) that it fills, with all columns.
+        name, shape: in the checkpoint.
+        expert: index in the model tensor's first dim, if the checkpoint has a tensor per expert; else None.
+        rows: rows of the model's tensor (or of its expert) that it fills, with all columns.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Piece:
     rows: slice
 
     def overlap(self, box: Box) -> tuple[Box, Box] | None:
-        """The overlap with a box of the model's tensor: as a box of the piece, and as a box within that box."""
+        """Returns the overlap with a box of the model's tensor, as a box of the piece and as a box within `box`."""
         inner = box
         if self.expert is not None:
             if not box[0].start <= self.expert < box[0].stop:
@@ -53,7 +53,7 @@ class Piece:
 
 
 def pieces(name: str, shape: tuple[int, ...], family: CheckpointFamily) -> Iterator[Piece]:
-    """The checkpoint's tensors that make up a model's tensor."""
+    """Yields the checkpoint tensors that make up a model's tensor."""
     start, in_files = next((pair for pair in family.file_names.starts if name.startswith(pair[0])), ("", ""))
     name = in_files + name.removeprefix(start)
     for in_model, in_files in family.file_names.renamed:
@@ -86,7 +86,7 @@ def pieces(name: str, shape: tuple[int, ...], family: CheckpointFamily) -> Itera
 def _one_after_another(
     name: str, shape: tuple[int, ...], pattern: str, parts: tuple[tuple[str, int], ...]
 ) -> Iterator[Piece]:
-    """The pieces of a tensor that is cut along its rows."""
+    """Yields the pieces of a tensor that is cut along its rows."""
     start = 0
     for text, rows in parts:
         yield Piece(re.sub(pattern, text, name), (rows, *shape[1:]), None, slice(start, start + rows))
@@ -94,7 +94,7 @@ def _one_after_another(
 
 
 def to_hf(name: str, tensor: Tensor, family: CheckpointFamily) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the checkpoint's tensors that make up a whole tensor of the model."""
+    """Yields names and values of the checkpoint tensors that make up a whole tensor of the model."""
     for piece in pieces(name, tuple(tensor.shape), family):
         whole = tensor if piece.expert is None else tensor[piece.expert]
         yield piece.name, whole[piece.rows] if whole.ndim else whole

@@ -1,4 +1,4 @@
-"""A checkpoint that has been found, read and described, once for everything that begins with it."""
+"""A checkpoint that has been located, read and described once for all later uses."""
 
 from dataclasses import dataclass, replace
 
@@ -17,13 +17,11 @@ from automodel_rl.support.table import check_supported
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A checkpoint without its weights: what it is, and what the table of what works together says of it.
+    """A checkpoint without its weights.
 
     Attributes:
-        asked: the section `model` that names it.
-        files: its local files.
-        whole: the Hugging Face config of the model that is trained, with its encoders.
-        description: what rules judge.
+        asked: the config section `model` that names it.
+        whole: Hugging Face config of the trained model, with its encoders.
     """
 
     asked: ModelConfig
@@ -33,7 +31,7 @@ class OpenedModel:
 
     @classmethod
     def open(cls, model: ModelConfig) -> "OpenedModel":
-        """Finds and describes a checkpoint.
+        """Locates and describes a checkpoint.
 
         Raises:
             InputError: there is no such checkpoint, or its config.json is damaged.
@@ -44,7 +42,7 @@ class OpenedModel:
 
     @property
     def model(self) -> ModelConfig:
-        """The section `model` with the local folder, and with the config of the adapters that are trained."""
+        """The section `model` with the local folder and the config of the trained adapters."""
         return self.files.described(self.asked)
 
     @property
@@ -53,35 +51,32 @@ class OpenedModel:
         return language_config(self.whole)
 
     def with_weights(self) -> "OpenedModel":
-        """The opened model with its weight files, which are downloaded if the model is on the hub.
+        """Returns the opened model with its weight files, downloaded if it is on the hub.
 
         Raises:
-            InputError: a file is not as it was exported.
+            InputError: a file differs from its export.
         """
         return replace(self, files=find_model(self.asked))
 
     def checked(self, run: AnyRun) -> AnyRun:
-        """A run's config with the local folder of its model, if the run is supported.
+        """Returns a run's config with the local folder of its model.
 
         Raises:
-            InputError: generation_config.json is damaged, or the table refuses the run.
+            InputError: generation_config.json is damaged, or the run is not supported.
         """
         run = run.model_copy(update={"model": self.model})
-        generation_ends(self.files.folder, self.whole)  # a damaged file is found now, and not when the run ends
+        generation_ends(self.files.folder, self.whole)  # finds a damaged file now rather than at the end of the run
         check_supported(Combination.of_run(self.description, run))
         return run
 
     def check_layout(
         self, parallel: ParallelConfig, memory: MemoryConfig, components: ComponentsConfig | None = None
     ) -> None:
-        """Raises InputError if the table refuses the model on a layout, whatever the run."""
+        """Raises InputError if the support table rejects the model on a layout, for any run."""
         check_supported(Combination(self.description, self.model, parallel, memory, components))
 
     def tokenizer(self, template: str | None = None) -> PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer.
-
-        Args:
-            template: the file of a chat template in place of the tokenizer's own.
+        """Loads the checkpoint's tokenizer, with the chat template in the file `template` if given.
 
         Raises:
             InputError: the tokenizer cannot be opened or does not fit the model.

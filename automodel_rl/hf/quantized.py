@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint, plain or quantized. All are read as plain values, only the part that is asked for.
+"""Checkpoint tensors, plain or quantized, of which the requested part is read as plain values.
 
-Three kinds of quantized tensors are known: fp8 weights with a scale for each block, row or tensor (DeepSeek-V3,
-arXiv:2412.19437, section 3.3.2), MXFP4 (few_bits/mxfp4.py), and nf4 of bitsandbytes (few_bits/nf4.py).
+Supported quantizations: fp8 with a scale per block, row or tensor (DeepSeek-V3, arXiv:2412.19437, section 3.3.2),
+MXFP4 (few_bits/mxfp4.py), and bitsandbytes' nf4 (few_bits/nf4.py).
 """
 
 from collections.abc import Mapping
@@ -21,19 +21,15 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 """safetensors' names of fp8 dtypes."""
 
 SCALES = ("_scale_inv", "_scale")
-"""What the names of scales add to that of their weight. Both multiply it."""
+"""Suffixes of scales after their weight's name. Both kinds multiply it."""
 
 BLOCKS, EXPONENTS = "_blocks", "_scales"
-"""What the names of MXFP4 tensors add to that of the weight."""
+"""Suffixes of MXFP4 tensors after the weight's name."""
 
 
 @dataclass(frozen=True)
 class TurnedTensor:
-    """A stack of matrices that are transposed in their file.
-
-    Attributes:
-        stored: the stack as it is there.
-    """
+    """A stack of matrices that are transposed in their file."""
 
     stored: StoredTensor
 
@@ -48,11 +44,7 @@ class TurnedTensor:
 
 @dataclass(frozen=True)
 class RoundedTensor:
-    """A weight whose values are read as nf4 has them.
-
-    Attributes:
-        stored: the weight as it is in its file.
-    """
+    """A weight whose values are rounded to nf4 when read."""
 
     stored: StoredTensor
 
@@ -62,7 +54,7 @@ class RoundedTensor:
 
     def read(self, opened: Opened, box: Box) -> Tensor:
         *rows, columns = box
-        whole = self.stored.read(opened, (*rows, slice(0, self.shape[-1])))  # for blocks that are cut
+        whole = self.stored.read(opened, (*rows, slice(0, self.shape[-1])))  # the box may cut blocks
         return nf4.dequantize(*nf4.quantize(whole)).to(whole.dtype)[..., columns]
 
 
@@ -71,9 +63,7 @@ class ScaledTensor:
     """An fp8 matrix, or a stack of them, with scales.
 
     Attributes:
-        weight: the values.
-        scales: a scale for each block; or, with fewer dims than the values, for each row or for all.
-        block: size of a block in every dim.
+        scales: one per block or, with fewer dims than the values, one per row or for all.
     """
 
     weight: PlainTensor
@@ -100,7 +90,7 @@ class ScaledTensor:
         return codes, scales.contiguous().view(torch.uint8)
 
     def _scales(self, opened: Opened, box: Box, every: int) -> Tensor:
-        """Scales of the first of every so many values of a row, for a box, float32. They expand to its shape."""
+        """Returns the scales of every `every`-th value of the rows in a box, float32, expandable to its shape."""
         if len(self.scales.shape) < len(self.shape):
             scales = self.scales.read(opened, tuple(slice(0, size) for size in self.scales.shape)).float()
             of_first = scales.view(-1, *[1] * (len(box) - 1))
@@ -117,8 +107,8 @@ class MXFP4Tensor:
     """Weights of experts, [experts, inputs, outputs], whose transposes are stored in MXFP4.
 
     Attributes:
-        blocks: two values in a byte, uint8 [experts, outputs, inputs / 32, 16].
-        exponents: of every block of 32 values, biased by 127, uint8 [experts, outputs, inputs / 32].
+        blocks: two values per byte, uint8 [experts, outputs, inputs / 32, 16].
+        exponents: of blocks of 32 values, biased by 127, uint8 [experts, outputs, inputs / 32].
     """
 
     blocks: PlainTensor
@@ -151,16 +141,14 @@ class MXFP4Tensor:
 def stored_tensors(
     plain: Mapping[str, PlainTensor], block: tuple[int, int] | None, opened: Opened
 ) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name, quantized ones put together from their parts.
+    """Returns a checkpoint's tensors by name, with quantized ones assembled from their parts.
 
     Args:
-        plain: all tensors of the files.
-        block: rows and columns of a block of fp8 weights; None if config.json does not say.
-        opened: the files.
+        block: rows and columns of an fp8 block; None if config.json does not specify it.
 
     Raises:
-        InputError: an fp8 tensor has no scales, or scales that do not fit it; a tensor is of another kind of
-            bitsandbytes'.
+        InputError: an fp8 tensor has no scales or unsuitable ones, or a tensor is of an unsupported bitsandbytes
+            kind.
     """
     found: dict[str, StoredTensor] = {}
     parts: set[str] = set()
@@ -185,7 +173,7 @@ def stored_tensors(
 
 
 def stored_dtype(stored: StoredTensor) -> torch.dtype:
-    """The dtype of the values that are read of a tensor of real numbers."""
+    """Returns the dtype in which a floating-point tensor's values are read."""
     if isinstance(stored, NF4Tensor):
         return stored.dtype
     name = stored.dtype if isinstance(stored, PlainTensor) else ""  # fp8 and MXFP4 are read as float32
@@ -193,7 +181,7 @@ def stored_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 def _block(weight: PlainTensor, scales: PlainTensor, block: tuple[int, int] | None) -> tuple[int, ...]:
-    """Size of a block that shares a scale, in every dim."""
+    """Returns the size of the blocks that share a scale, in every dim."""
     *stacked, _, columns = weight.shape
     ones = (1,) * len(stacked)
     if len(scales.shape) < len(weight.shape) and scales.shape in ((), (1,), weight.shape[:1]):

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk: checking it, and reading this rank's shards of it."""
+"""A Hugging Face checkpoint on disk: checking it, and reading this rank's shards."""
 
 import contextlib
 import functools
@@ -32,33 +32,30 @@ from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
 
 SAMPLE_BYTES, NUM_SAMPLES = 2**16, 16
-"""Size and number of the parts of a file that its fingerprint is made of."""
+"""Size and number of the samples of a file in its fingerprint."""
 
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
 def read_config(folder: Path, num_labels: int | None = None, text_only: bool = False) -> PretrainedConfig:
-    """The config of the model that is trained, without encoders that are not: of a checkpoint in `COMPOSITES` that of a
+    """Returns the config of the trained model, without untrained encoders: for a checkpoint in `COMPOSITES` that of a
     part.
 
     Args:
-        folder: the checkpoint's folder.
-        num_labels: number of outputs of a linear head in place of the vocabulary's; None for the vocabulary's.
-        text_only: whether only the language model of a multimodal model is trained.
+        num_labels: number of outputs of a linear head; None for the vocabulary's head.
 
     Raises:
-        InputError: config.json is not a model config, the model gets no linear head, or its language model is no model
-            of its own.
+        InputError: config.json is not a model config, or the model supports no linear head or no text-only training.
     """
     whole = read_whole_config(folder)
     if whole.model_type in COMPOSITES:
         key = COMPOSITES[whole.model_type]
         part = vars(whole)[key]
         if key == TEXT:
-            part.tie_word_embeddings, text_only = whole.tie_word_embeddings, False  # it reads text only anyway
+            part.tie_word_embeddings, text_only = whole.tie_word_embeddings, False  # text-only already
         whole = part
-    elif "tie_word_embeddings" not in whole.to_dict():  # Qwen2-Audio's config class does not know the key
+    elif "tie_word_embeddings" not in whole.to_dict():  # Qwen2-Audio's config class lacks the key
         whole.tie_word_embeddings = False
     for key in left_out(whole):
         setattr(whole, key, None)
@@ -68,7 +65,7 @@ def read_config(folder: Path, num_labels: int | None = None, text_only: bool = F
 
 
 def read_whole_config(folder: Path) -> PretrainedConfig:
-    """The config of a checkpoint, as it is in config.json.
+    """Returns a checkpoint's config as in config.json.
 
     Raises:
         InputError: config.json is not a model config.
@@ -79,21 +76,16 @@ def read_whole_config(folder: Path) -> PretrainedConfig:
             ours = {key: value for key, value in values.items() if key not in ("model_type", "auto_map")}
             return AutoConfig.for_model(SAME_AS[values["model_type"]], **ours)
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # config classes check their fields with errors of their own
+    except Exception as error:  # config classes raise errors of their own
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"model.path={folder}: config.json is not a model config of transformers ({reason})") from None
 
 
 class Checkpoint:
-    """The tensors of a checkpoint, by name; only what is asked for is read.
+    """The tensors of a checkpoint by name, read on demand.
 
     Args:
-        files: the checkpoint's folder, and adapters.
-        config: the config of the whole model.
         pickled: names of pickled weight files that may be read.
-
-    Attributes:
-        family: its family, with the names that its files have.
 
     Raises:
         InputError: there are no weights, or a file is damaged.
@@ -117,22 +109,19 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors."""
         return [*self._tensors]
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, on the host."""
+        """Reads a whole tensor, on the host."""
         stored = self._tensors[name]
         with self._opened() as opened:
             return stored.read(opened, tuple(slice(0, size) for size in stored.shape))
 
     def read_base_in_nf4(self, model: Any, trained: Collection[str]) -> None:
-        """Reads the weights of the base of adapters as they are in nf4 from now on: those that are stored so as they
-        are, others quantized and made plain again. Call it after `check`.
+        """Makes later reads round the adapters' base to nf4, unless it is stored so. Call it after `check`.
 
         Args:
-            model: the whole causal language model, without storage.
-            trained: names of the adapters and of modules to save, which were no part of that base.
+            trained: names of adapters and modules to save, which are not part of the base.
 
         Raises:
             InputError: a weight cannot be in nf4.
@@ -146,29 +135,29 @@ class Checkpoint:
 
     @property
     def num_values(self) -> int:
-        """Number of values of all tensors."""
+        """Total number of values of all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self._tensors.values())
 
     def read_untrained(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A whole tensor that belongs to no part of the model, for exports to keep: as it is in its file, or in `dtype`
-        if it is stored in fewer bits with scales."""
+        """Reads a whole tensor that belongs to no part of the model, for exports: in the file's dtype, or in `dtype`
+        if quantized."""
         tensor = self.read(name)
         return tensor if isinstance(self._tensors[name], PlainTensor) else tensor.to(dtype)
 
     @property
     def is_composite(self) -> bool:
-        """Whether it holds more than the model that is trained, for exports to keep."""
+        """Whether it holds more than the trained model, which exports keep."""
         whole = read_whole_config(self.folder)
         return whole.model_type != self.family.name or any(vars(whole)[key] for key in left_out(whole))
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Opened]:
-        """Opens files when they are first asked for, and closes them at the end."""
+        """Opens files on first access, and closes them at the end."""
         with contextlib.ExitStack() as stack:
             yield functools.cache(lambda file: stack.enter_context(open_tensors(file)))
 
     def fingerprint(self) -> str:
-        """A text that differs if the files of weights or adapters have changed. It is made of parts of them."""
+        """Returns a hash of samples of the weight and adapter files, to detect changes."""
         state = xxhash.xxh3_64()
         adapters = [] if self.files.adapters is None else [self.files.adapters.folder / ADAPTER_WEIGHTS]
         for path in (*sorted(self._files), *adapters):
@@ -181,8 +170,8 @@ class Checkpoint:
         return state.hexdigest()
 
     def check(self, model: Any) -> None:
-        """Compares the tensors with those of a model, or of a component of one, by name and shape. Call it before
-        adapters are added.
+        """Compares the tensors' names and shapes with those of a model or component. Call it before adapters are
+        added.
 
         Raises:
             InputError: a tensor is missing or has another shape, or a head differs from the embedding it is tied to.
@@ -203,11 +192,7 @@ class Checkpoint:
             )
 
     def unused(self, models: Sequence[Any]) -> list[str]:
-        """Names of tensors that no part of the whole model has, such as layers that predict further tokens (MTP).
-
-        Args:
-            models: all parts of the model.
-        """
+        """Returns names of tensors that no part of the model has, such as MTP layers, given all its parts."""
         used = {
             piece.name
             for model in models
@@ -217,7 +202,7 @@ class Checkpoint:
         return sorted(self._tensors.keys() - used - self._foreign)
 
     def _turn(self, piece: Piece) -> None:
-        """Turns the matrices of a stack of experts if the file has them the other way round."""
+        """Transposes a stack of experts if the file stores it the other way round."""
         _, rows, columns = piece.shape
         if rows == columns:
             raise InputError(
@@ -243,11 +228,10 @@ class Checkpoint:
             )
 
     def fill(self, part: Any, device: torch.device) -> None:
-        """Gives a part storage on `device` and fills it. Only this rank's shard of each tensor is read, as plain
-        values."""
+        """Gives a part storage on `device` and reads this rank's shard of each tensor."""
         for parameter in part.parameters():
             give_storage(parameter, device)
-        part.to(device)  # for buffers, and so that FSDP notices the new storage
+        part.to(device)  # moves buffers, and makes FSDP notice the new storage
         with self._opened() as opened, torch.no_grad():
             for name, tensor in persistent_tensors(part):
                 if is_adapter(name) and not is_magnitude(name) and self.files.adapters is None:
@@ -272,14 +256,10 @@ class Checkpoint:
                     self.files.adapters.fill(name, tensor, self.family)
 
     def base_in_few_bits(self, base: Base, model: Any) -> dict[str, Kept]:
-        """How weights of an adapters' base are kept in few bits, by their names; plain ones are left out.
-
-        Args:
-            base: `LoraConfig.base`.
-            model: the whole causal language model, without storage.
+        """Returns the quantized formats of an adapters' base by weight name, without plain weights.
 
         Raises:
-            InputError: a weight cannot be kept so.
+            InputError: a weight cannot be in such a format.
         """
         if base == "plain":
             return {}
@@ -294,13 +274,13 @@ class Checkpoint:
         return found
 
     def _stored_base(self, name: str, shape: tuple[int, ...]) -> Kept | None:
-        """How a weight is kept as it is stored; None if it is stored plain."""
+        """Returns the format of a weight as stored; None if plain."""
         whole = tuple(slice(0, size) for size in shape)
         places = [(self._tensors[piece.name], piece.overlap(whole)) for piece in pieces(name, shape, self.family)]
         if all(isinstance(stored, PlainTensor) for stored, _ in places):
             return None
         kept, *others = {self._kept(stored) for stored, _ in places}
-        # Pieces lie beside one another along rows, not along columns.
+        # Pieces must be whole rows.
         if kept is None or others or any(place is None or place[1][-1] != whole[-1] for _, place in places):
             raise InputError(
                 f"model.lora.base=stored: {self.folder} has {name} in blocks or parts that cannot be kept so: use "
@@ -313,7 +293,7 @@ class Checkpoint:
         return stored.kept if isinstance(stored, PackedTensor) else None
 
     def _fill_few_bits(self, name: str, weight: FewBitsWeight, opened: Opened) -> None:
-        """Fills a weight in few bits. What the files have so is copied; other values become nf4."""
+        """Fills a quantized weight: stored codes are copied, other values quantized to nf4."""
         plain, targets = weight.plain(), (local_tensor(weight.codes), local_tensor(weight.scale_bytes))
         box = local_box(plain)
         for piece in pieces(name, tuple(plain.shape), self.family):
@@ -325,7 +305,7 @@ class Checkpoint:
             if isinstance(stored, PackedTensor) and stored.kept == weight.kept:
                 found = stored.read_packed(opened, inside)
             else:
-                assert weight.kept == Kept("nf4")  # a stored base has only what the files have so
+                assert weight.kept == Kept("nf4")  # other formats exist only as stored in the files
                 self.quantized_here.append(piece.name)
                 codes, scales = quantize(stored.read(opened, inside).to(targets[0].device))
                 found = codes, scales.view(torch.uint8)
@@ -335,25 +315,25 @@ class Checkpoint:
 
 
 def _initialise_head(weight: Tensor, deviation: float) -> None:
-    """Gives a linear head normally distributed weights, the same on every layout."""
+    """Initialises a linear head from a normal distribution, identically on every layout."""
     values = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * deviation
     local_tensor(weight).copy_(values[local_box(weight) or (slice(0, 0),)])
 
 
 def _block_of_fp8(folder: Path) -> tuple[int, int] | None:
-    """Rows and columns of a block that shares a scale, as config.json says; None if it does not."""
+    """Returns rows and columns of an fp8 block from config.json, if specified."""
     values = json.loads((folder / "config.json").read_text())
     block = (values.get("quantization_config") or {}).get("weight_block_size")
     return None if block is None else (block[0], block[1])
 
 
 def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of parameters, and of the buffers that checkpoints hold."""
+    """Yields names and values of parameters and of the buffers in checkpoints."""
     yield from module.named_parameters()
     yield from stored_buffers(module)
 
 
 def stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the buffers that checkpoints hold. Rotary frequencies and the like are not among them."""
+    """Yields names and values of the buffers in checkpoints, which exclude rotary frequencies and the like."""
     stored = module.state_dict().keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in stored)

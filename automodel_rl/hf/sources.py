@@ -1,4 +1,4 @@
-"""Sources of a Hugging Face checkpoint's tensors on a rank: adapters merged, adapters alone, or gradients."""
+"""Sources of a checkpoint's tensors on a rank: with adapters merged, adapters only, or gradients."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable
@@ -25,15 +25,8 @@ Named = Iterable[tuple[str, nn.Parameter]]
 def merged_sources(
     named: Named, parts: list[Any], dtype: torch.dtype, family: CheckpointFamily, layout: Layout
 ) -> list[Source]:
-    """Sources of parameters with adapters merged in fp32, and of stored buffers. A collective of each stage's ranks.
-
-    Args:
-        named: names and parameters; a tied one comes only once.
-        parts: the parts that hold the parameters.
-        dtype: the dtype in which parameters are sent; buffers keep theirs.
-        family: the family, with the names that files have.
-        layout: the component's layout.
-    """
+    """Returns sources of parameters, with adapters merged in fp32, and of stored buffers. A collective of each
+    stage's ranks."""
     linears = {weight: linear for part in parts for weight, linear in adapted_weights(part)}
     downs = _whole_downs([linear for part in parts for linear in adapted_layers(part)], family, layout)
     adapted: dict[Tensor, Callable[[], Tensor]] = {
@@ -56,15 +49,8 @@ def merged_sources(
 def _few_bits_source(
     name: str, held: FewBitsWeight, module: nn.Module, dtype: torch.dtype, downs: dict[Any, Tensor]
 ) -> Source:
-    """The source of a weight in few bits, as plain values, with its adapters merged if it has some.
-
-    Args:
-        name: its name where it is plain.
-        held: codes and scales.
-        module: the linear layer or the experts that use it.
-        dtype: the dtype in which it is sent.
-        downs: the whole `lora_A` of each linear layer with an adapter.
-    """
+    """Returns the source of a quantized weight, dequantized and with any adapter merged. `downs` are the whole
+    `lora_A` by linear layer."""
     in_module = name.rpartition(".")[2]
     read: Callable[[], Tensor] = held.values
     if module in downs:
@@ -75,23 +61,23 @@ def _few_bits_source(
 
 
 def adapters_alone(named: Named, dtype: torch.dtype) -> list[Source]:
-    """Sources of the adapters alone, which are sent in `dtype`."""
+    """Returns sources of the adapters only, to be sent in `dtype`."""
     return [Source.of(name, parameter, dtype) for name, parameter in named if is_adapter(name)]
 
 
 def gradient_sources(named: Named) -> list[Source]:
-    """Sources of the gradients of parameters, which are sent in the parameters' dtypes."""
+    """Returns sources of gradients, to be sent in the parameters' dtypes."""
     return [Source(name, p, p.dtype, functools.partial(_gradient, p)) for name, p in named]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard of a gradient; 0 for a parameter that took no part in the step."""
+    """Returns this rank's shard of a gradient; 0 for a parameter not used in the step."""
     gradient = parameter.grad
     return torch.zeros_like(local_tensor(parameter)) if gradient is None else local_tensor(gradient)
 
 
 def _whole_downs(linears: Collection[Any], family: CheckpointFamily, layout: Layout) -> dict[Any, Tensor]:
-    """The whole `lora_A` of each adapter, by the adapter's layer."""
+    """Gathers the whole `lora_A` of each adapted layer."""
     weights = [linear.lora_A.weight for linear in linears]
     sources = [Source.of(str(number), weight, weight.dtype) for number, weight in enumerate(weights)]
     whole = dict(whole_tensors(sources, family, layout))

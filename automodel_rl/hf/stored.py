@@ -1,4 +1,4 @@
-"""A tensor of a checkpoint's files, of which only the part that is asked for is read."""
+"""Tensors in checkpoint files, of which only the requested part is read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,52 +23,40 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of dtypes in safetensors files."""
+"""safetensors' dtype names."""
 
 Opened = Callable[[Path], Any]
-"""Gives a weight file with `get_slice` and `get_tensor`."""
+"""Returns the open weight file of a path, with `get_slice` and `get_tensor`."""
 
 
 class StoredTensor(Protocol):
-    """A tensor of a checkpoint.
-
-    Attributes:
-        shape: the shape of its plain values.
-    """
+    """A tensor of a checkpoint. `shape` is that of its plain values."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, opened: Opened, box: Box) -> Tensor:
-        """The values in a box: in the file's dtype, or float32 if they are quantized."""
+        """Returns the values in a box, in the file's dtype, or float32 if they are quantized."""
         ...
 
 
 @runtime_checkable
 class PackedTensor(StoredTensor, Protocol):
-    """A quantized tensor whose codes and scales may be kept as they are.
-
-    Attributes:
-        kept: how a weight of the model is kept then; None if its blocks are not those of the format.
-    """
+    """A quantized tensor whose codes and scales can be used as stored. `kept` is its format as a weight of the model;
+    None if its blocks do not match that format."""
 
     @property
     def kept(self) -> Kept | None: ...
 
     def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
-        """Codes and bytes of scales of whole rows, as in a `FewBitsWeight`. The box is of the stored matrices."""
+        """Returns codes and scale bytes of whole rows, as in a `FewBitsWeight`. The box refers to the stored
+        matrices."""
         ...
 
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A tensor as it is in its file.
-
-    Attributes:
-        name: its name there.
-        file: the file.
-        dtype: safetensors' name of its dtype.
-    """
+    """A tensor stored as is. `dtype` is safetensors' name."""
 
     name: str
     file: Path

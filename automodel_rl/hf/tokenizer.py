@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, with the chat template that comes with it or that the user gives."""
+"""The tokenizer of a checkpoint, with its own chat template or the user's."""
 
 import json
 from pathlib import Path
@@ -14,13 +14,11 @@ OF_PROCESSOR = "chat_template.json"
 def load_tokenizer(
     folder: Path, vocab_size: int, template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer, with the user's chat template if there is one.
+    """Loads the checkpoint's tokenizer.
 
     Args:
-        folder: the checkpoint's folder.
-        vocab_size: size of the model's vocabulary.
-        template: the file of a chat template in place of the tokenizer's own.
-        trust_remote_code: whether to run the code for the tokenizer that comes with the checkpoint.
+        vocab_size: size of the model's vocabulary, which the tokenizer must not exceed.
+        template: file of a chat template that replaces the tokenizer's own.
 
     Raises:
         InputError: the tokenizer cannot be opened or does not fit the model.
@@ -46,15 +44,8 @@ def load_tokenizer(
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:
-    """Checks that two tokenizers give the same ids to the same tokens.
-
-    Args:
-        tokenizer: the tokenizer of the trained model.
-        other: that of a model beside it.
-
-    Raises:
-        InputError: they differ.
-    """
+    """Raises InputError unless the tokenizers of the trained model and of another one map the same tokens to the same
+    ids."""
     own, theirs = tokenizer.get_vocab(), other.get_vocab()
     if own == theirs:
         return

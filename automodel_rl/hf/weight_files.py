@@ -1,4 +1,4 @@
-"""The files that hold a checkpoint's weights: safetensors, or pickled tensors where the user names them."""
+"""A checkpoint's weight files: safetensors, or pickled tensors that the user has explicitly named."""
 
 import contextlib
 import json
@@ -16,11 +16,8 @@ from automodel_rl.hf.names import INDEX, SINGLE
 
 
 def weight_files(folder: Path, pickled: Sequence[str]) -> list[Path]:
-    """The files with a checkpoint's weights.
-
-    Args:
-        folder: the checkpoint's folder; it may come from anybody and is not trusted.
-        pickled: names of pickled files that may be read if there are no safetensors.
+    """Returns a checkpoint's weight files. The folder is untrusted; of pickled files, only the named ones may be
+    read, and only without safetensors.
 
     Raises:
         InputError: there is no file that may be read.
@@ -60,7 +57,7 @@ def open_tensors(file: Path) -> Iterator[Any]:
     """Opens a weight file with the interface of `safetensors.safe_open`: `keys`, `get_tensor` and `get_slice`.
 
     Raises:
-        InputError: the file is damaged, or it is pickled and holds other things than tensors.
+        InputError: the file is damaged, or pickled and holds anything but tensors.
     """
     if file.suffix == ".bin":
         yield _PickledTensors(file)
@@ -75,7 +72,7 @@ def open_tensors(file: Path) -> Iterator[Any]:
 
 
 class _PickledTensors:
-    """A pickled file of tensors, with the interface of `safetensors.safe_open`; nothing else is unpickled."""
+    """A pickled file with the interface of `safetensors.safe_open`. Only tensors are unpickled."""
 
     def __init__(self, file: Path):
         try:

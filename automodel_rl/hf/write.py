@@ -1,4 +1,4 @@
-"""Writes the parts of a model as one Hugging Face checkpoint: each stage its own tensors, rank 0 the rest."""
+"""Writes a model's parts as one Hugging Face checkpoint: each stage its own tensors, rank 0 the rest."""
 
 import json
 import shutil
@@ -30,16 +30,14 @@ KEPT_FILES = (
 )
 
 FILE_BYTES = 4 * 2**30
-"""Largest size of a weight file."""
+"""Maximum size of a weight file."""
 
 
 @dataclass(frozen=True)
 class ComponentTensors:
-    """The tensors of one of a model's components.
+    """The tensors of a model component.
 
     Attributes:
-        name: the component's name.
-        layout: this rank's place among the component's ranks.
         named_tensors: names and whole tensors of this rank's stages; iterating is a collective of the stage's ranks.
     """
 
@@ -50,7 +48,7 @@ class ComponentTensors:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights that was written: its name, the bytes of each tensor in it, and its size and hash."""
+    """A written weight file: its name, the bytes of each tensor in it, and its size and hash."""
 
     name: str
     sizes: dict[str, int]
@@ -66,16 +64,12 @@ def save_hf_checkpoint(
     world: dist.ProcessGroup,
     ends: Sequence[int] = (),
 ) -> None:
-    """Writes a checkpoint that transformers opens. A collective.
+    """Writes a checkpoint that transformers can open. A collective.
 
     Args:
-        folder: the folder to write; replaced if it exists; on a file system that all ranks share.
-        components: the components of which this rank has parts.
-        config: the model's config, saved as config.json.
-        tokenizer: the tokenizer to save along, if given.
-        source: folder of the checkpoint that the model came from; its generation settings and processors are kept.
-        world: the group of all ranks.
-        ends: tokens at which generation stops besides those of the source's settings.
+        folder: the folder to write, on a file system shared by all ranks; replaced if it exists.
+        source: the original checkpoint's folder, whose generation settings and processors are kept.
+        ends: stop tokens besides those of the source's settings.
     """
     with complete_folder(folder, world) as unfinished:
         own: list[WeightFile] = []
@@ -91,7 +85,7 @@ def save_hf_checkpoint(
 
 
 def write_weights(folder: Path, named_tensors: Iterable[tuple[str, Tensor]]) -> dict[str, StoredFile]:
-    """Writes all tensors of a model, from one process; returns sizes and hashes of its files, by name."""
+    """Writes all tensors of a model from one process. Returns sizes and hashes of the files by name."""
     files = []
     for number, tensors in enumerate(_files(named_tensors, keep=True)):
         files.append(_write_file(folder / f"{number:05d}.safetensors", tensors))
@@ -105,17 +99,9 @@ def write_description(
     source: Path,
     ends: Sequence[int] = (),
 ) -> None:
-    """Writes the files of a checkpoint besides its weights.
-
-    Args:
-        folder: the checkpoint's folder.
-        config: the model's config, saved as config.json.
-        tokenizer: the tokenizer to save along, if given.
-        source: folder of the checkpoint that the model came from; its generation settings and processors are kept.
-        ends: tokens at which generation stops besides those of the source's settings.
-    """
+    """Writes the files of a checkpoint besides its weights. The arguments are those of `save_hf_checkpoint`."""
     exported = type(config).from_dict(config.to_dict())
-    if QUANTIZATION in exported.to_dict():  # the weights that are written are plain
+    if QUANTIZATION in exported.to_dict():  # exported weights are plain
         delattr(exported, QUANTIZATION)
     exported.save_pretrained(folder)
     keep_config(folder, source)
@@ -129,7 +115,7 @@ def write_description(
 
 
 def _files(named_tensors: Iterable[tuple[str, Tensor]], keep: bool) -> Iterator[dict[str, Tensor]]:
-    """Tensors on the host, file by file; none on ranks that only help to gather them."""
+    """Yields tensors on the host, one dict per file; nothing on ranks that only take part in gathering."""
     tensors: dict[str, Tensor] = {}
     size = 0
     for name, tensor in named_tensors:
@@ -150,11 +136,8 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> WeightFile:
 
 
 def _name_files(folder: Path, files: list[WeightFile]) -> dict[str, StoredFile]:
-    """Renames the stages' files to Hugging Face's names and writes the index, if there is more than one file.
-
-    Returns:
-        Sizes and hashes of the files, by their new names.
-    """
+    """Renames stage files to Hugging Face's names, and writes the index if there are several. Returns sizes and
+    hashes by new name."""
     if len(files) == 1:
         (folder / files[0].name).rename(folder / SINGLE)
         return {SINGLE: files[0].stored}

@@ -1,1 +1,1 @@
-"""Ranks and process groups: starting them, joining them, and the first cause when one fails."""
+"""Starts ranks, joins them in process groups, and finds the first cause when a rank fails."""

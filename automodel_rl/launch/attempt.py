@@ -1,8 +1,7 @@
-"""A name for each attempt at a job.
+"""A unique name for each attempt at a job.
 
-An agent may start ranks again on a store that still has the messages of an earlier attempt. The number of restarts does
-not tell attempts apart: each machine's agent counts for itself, and a machine that is replaced starts from 0. So the
-ranks agree on a name that nobody has used before.
+Restarted ranks may find a store that still holds an earlier attempt's messages. The restart count does not tell
+attempts apart: each machine's agent keeps its own, and a replacement machine starts from 0.
 """
 
 import json
@@ -17,19 +16,11 @@ POLL_SECONDS = 0.05
 
 
 def agree_on_attempt(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """A name for this attempt, the same on all its ranks and new to the store. All ranks call it.
+    """Returns a name for this attempt: the same on all ranks, and new to the store. Every rank must call it.
 
-    Rank 0 proposes a name, the other ranks answer, and rank 0 confirms the answers. A rank may read the proposal of an
-    earlier attempt; then nobody confirms its answer, and it reads again.
-
-    Args:
-        store: the job's store.
-        rank: this process's rank.
-        world_size: number of ranks of the job.
-        timeout_seconds: longest wait for the other ranks.
-
-    Raises:
-        TimeoutError: the other ranks did not come.
+    Rank 0 proposes a name, the others answer it, and rank 0 confirms the answers. A rank that reads an earlier
+    attempt's proposal gets no confirmation and reads again. Raises TimeoutError if the other ranks do not start in
+    time.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
     if rank == 0:
@@ -52,5 +43,4 @@ def _read(store: Any, key: str) -> str:
 
 
 def is_started_by_agent() -> bool:
-    """Whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

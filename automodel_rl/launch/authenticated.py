@@ -1,16 +1,16 @@
-"""Connections whose two ends have proved to each other that they know a key, and whose every frame is authenticated.
+"""Mutually authenticated connections: both ends prove that they know a key, and every frame carries a MAC.
 
-The client is the end that connects. Proofs are HMAC-SHA256 over the prover's role and both nonces, so that neither a
-proof of the other role nor one of another connection is accepted:
+The client is the end that connects. A proof is an HMAC-SHA256 over the prover's role and both nonces, so a proof
+made for the other role or for another connection is rejected:
 
     client -> server    MAGIC, the client's nonce
     server -> client    the server's nonce, the server's proof
     client -> server    the client's proof
 
-Whoever relays the handshake learns no key of the connection: each direction has its own, derived from the shared key
-and both nonces. A frame is its length and content, each followed by an HMAC that covers its number in its direction. So
-a frame that was forged, changed, repeated or left out ends the connection before anything of it is used. Nothing is
-encrypted: who can read the network can read what is sent.
+Relaying the handshake reveals no connection key: each direction has its own, derived from the shared key and both
+nonces. A frame is a length and its content, each followed by an HMAC that covers the frame's number in its
+direction. A forged, altered, replayed or missing frame ends the connection before any of it is used. Nothing is
+encrypted: anyone who can read the network can read the messages.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ MAGIC = b"automodel_rl/1\r\n"
 NONCE_BYTES = MAC_BYTES = 32
 
 MAX_FRAME_BYTES = 2**32
-"""Largest frame, in bytes. Nothing is allocated for a length that has not been authenticated."""
+"""Largest frame. No memory is allocated for a length that has not been authenticated."""
 
 PIECE_BYTES = 2**24
 
@@ -38,11 +38,11 @@ ROLES = _CLIENT, _SERVER = b"client", b"server"
 
 
 class AuthenticatedConnection:
-    """An end of a connection, after the handshake. Several threads may send; one may receive.
+    """One end of a connection after the handshake. Several threads may send, one may receive.
 
     Args:
-        end: the socket, which belongs to the connection from now on.
-        sending, receiving: keys of the two directions.
+        end: the socket; the connection closes it.
+        sending, receiving: HMAC keys of the two directions.
     """
 
     def __init__(self, end: socket.socket, sending: bytes, receiving: bytes):
@@ -53,27 +53,20 @@ class AuthenticatedConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether this end has been closed."""
         return self._end.fileno() < 0
 
     def fileno(self) -> int:
-        """The socket's file descriptor."""
         return self._end.fileno()
 
     def send(self, value: Any) -> None:
-        """Pickles a value and sends it. Raises OSError if the other end is gone."""
         self.send_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
     def recv(self) -> Any:
-        """Receives and unpickles a value: only for connections whose other end may run code here.
-
-        Raises:
-            EOFError, OSError: the other end is gone, or a frame is not from it.
-        """
+        """Receives and unpickles a value. Only for peers that are trusted to run code here. Raises as `recv_bytes`."""
         return pickle.loads(self.recv_bytes())
 
     def send_bytes(self, content: bytes) -> None:
-        """Sends a frame. Raises OSError if the other end is gone, ValueError if the frame is too long."""
+        """Sends one frame. Raises OSError if the other end is gone, ValueError if the frame is too long."""
         if len(content) > MAX_FRAME_BYTES:
             raise ValueError(f"a message of {len(content):,} bytes is too long: at most {MAX_FRAME_BYTES:,} are sent")
         with self._lock:
@@ -85,13 +78,10 @@ class AuthenticatedConnection:
             self._end.sendall(_mac(self._sending, b"content" + number, content))
 
     def recv_bytes(self, max_bytes: int = MAX_FRAME_BYTES) -> bytes:
-        """Receives a frame.
-
-        Args:
-            max_bytes: largest frame that is accepted.
+        """Receives one frame of at most `max_bytes` bytes.
 
         Raises:
-            EOFError, OSError: the other end is gone, or the frame is not from it or too long.
+            EOFError, OSError: the other end is gone, or the frame fails authentication or is too long.
         """
         number = _LENGTH.pack(self._num_received)
         self._num_received += 1
@@ -105,18 +95,17 @@ class AuthenticatedConnection:
         return content
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Whether something has come, or the other end is gone."""
+        """Waits at most `seconds`. Returns whether data has arrived or the other end is gone."""
         waiting = select.poll()  # select.select takes no descriptors above 1,023
         waiting.register(self._end, select.POLLIN)
         return bool(waiting.poll(1_000 * seconds))
 
     def hang_up(self) -> None:
-        """Ends the connection. Threads that wait at either end then get EOFError, and close it."""
+        """Shuts the connection down. Threads blocked in a receive at either end get EOFError and close it."""
         with contextlib.suppress(OSError):  # it is closed, or the other end is gone
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes this end."""
         self._end.close()
 
     def __del__(self) -> None:
@@ -134,16 +123,15 @@ class AuthenticatedConnection:
 
 
 def prove_as_client(end: socket.socket, key: bytes, deadline: float) -> AuthenticatedConnection:
-    """The client's side of the handshake.
+    """Runs the client side of the handshake on a connected socket.
 
     Args:
-        end: a connected socket.
-        key: what both ends must know.
-        deadline: time by which the handshake must be complete, by the monotonic clock.
+        key: the secret that both ends must know.
+        deadline: latest `time.monotonic()` at which the handshake may complete.
 
     Raises:
         AuthenticationError: the server does not know the key.
-        EOFError, OSError: it is gone, or takes too long.
+        EOFError, OSError: the server is gone or too slow.
     """
     nonce = os.urandom(NONCE_BYTES)
     end.settimeout(_seconds_until(deadline))
@@ -157,12 +145,7 @@ def prove_as_client(end: socket.socket, key: bytes, deadline: float) -> Authenti
 
 
 def prove_as_server(end: socket.socket, key: bytes, deadline: float) -> AuthenticatedConnection:
-    """The server's side of the handshake: as `prove_as_client`.
-
-    Raises:
-        AuthenticationError: the client does not know the key, or speaks another protocol.
-        EOFError, OSError: it is gone, or takes too long.
-    """
+    """Runs the server side of the handshake. Arguments and errors as for `prove_as_client`."""
     hello = _received(end, len(MAGIC) + NONCE_BYTES, deadline)
     if not hello.startswith(MAGIC):
         raise AuthenticationError("the client speaks another protocol")
@@ -181,7 +164,7 @@ def _proof(key: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def _session_keys(key: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """Keys of what the client sends, and of what the server sends."""
+    """Keys for frames from the client and from the server."""
     of_client, of_server = (_mac(key, b"automodel_rl frames of the " + role + b"\0" + nonces) for role in ROLES)
     return of_client, of_server
 
@@ -193,7 +176,7 @@ def _mac(key: bytes, start: bytes, content: bytes = b"") -> bytes:
 
 
 def _received(end: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
-    """Exactly so many bytes. Memory grows with what has come."""
+    """Reads exactly `num_bytes`. Memory grows only with the data received."""
     content = bytearray()
     while len(content) < num_bytes:
         if deadline is not None:
@@ -206,7 +189,7 @@ def _received(end: socket.socket, num_bytes: int, deadline: float | None = None)
 
 
 def _seconds_until(deadline: float) -> float:
-    """Seconds that are left. Raises TimeoutError after the deadline."""
+    """Returns the seconds left. Raises TimeoutError after the deadline."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the handshake took too long")

@@ -1,4 +1,4 @@
-"""Work in a thread of its own, which ends with the process."""
+"""Background work in a daemon thread."""
 
 import threading
 from collections.abc import Callable
@@ -10,15 +10,7 @@ U = TypeVar("U")
 
 
 def in_thread(work: Callable[[], T], name: str) -> "Future[T]":
-    """Starts work in a thread. An executor's threads would keep the process from ending.
-
-    Args:
-        work: the function to call.
-        name: the thread's name.
-
-    Returns:
-        What the function returns or raises.
-    """
+    """Calls `work` in a daemon thread. An executor is not used, as its threads keep the process from exiting."""
     result: Future[T] = Future()
 
     def run() -> None:

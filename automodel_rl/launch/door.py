@@ -1,4 +1,4 @@
-"""Connections to a process from those that know a key: ranks and generators, on this machine or on others."""
+"""Authenticated TCP listeners and clients, for ranks and generators on this machine or others."""
 
 import contextlib
 import ipaddress
@@ -13,56 +13,51 @@ from multiprocessing import AuthenticationError
 from automodel_rl.launch.authenticated import AuthenticatedConnection, prove_as_client, prove_as_server
 
 LOCAL = ("localhost", "127.0.0.1")
-"""Names of this machine for itself: all who come are on it."""
+"""Host names for which only processes on this machine can connect."""
 
 LONGEST_WAIT = 60.0
-"""Longest wait in seconds for a process to accept a connection, and to prove that it knows the key."""
+"""Longest wait in seconds for a server to accept a connection and complete the handshake."""
 
 HANDSHAKE_SECONDS = 10.0
-"""Longest time that a client may take for the whole handshake."""
+"""Longest time a server gives a client for the whole handshake."""
 
 MOST_HANDSHAKES = 5
-"""Most times that a client tries one."""
+"""Handshakes a client attempts before it gives up."""
 
 MAX_UNPROVEN = 256
-"""Most connections whose client has not proved yet that it knows the key."""
+"""Most connections in the handshake at once."""
 
 MAX_UNPROVEN_BY_ADDRESS = 128
-"""The same of clients at one address. An IPv6 network of 64 bits counts as one."""
+"""Most connections in the handshake from one address. An IPv6 /64 network counts as one address."""
 
 BACKLOG = 256
-"""Most connections that wait to be taken: many may come at once after a weight sync."""
+"""Listen backlog: many clients may connect at once after a weight sync."""
 
 PAUSE = 0.2
-"""Seconds until connections are taken again after an error."""
+"""Seconds before a listener accepts again after an error; also the unit of a client's backoff."""
 
 
 @dataclass(frozen=True)
 class DoorAddress:
-    """The address at which a process waits for others that know a key.
-
-    Attributes:
-        host, port: its address.
-        key: what both ends must know.
-    """
+    """Address and key of a listener."""
 
     host: str
     port: int
     key: bytes
 
     def knock(self) -> AuthenticatedConnection:
-        """A connection to the program, whose first message is due from here. A handshake that the program breaks off,
-        to make room for others, is tried again.
+        """Connects and completes the handshake; the client sends the first message. Retries when the server closes
+        the connection during the handshake to make room for others.
 
         Raises:
-            AuthenticationError: what listens there does not know the key.
-            OSError, EOFError: the program cannot be reached.
+            AuthenticationError: the server does not know the key.
+            OSError, EOFError: the server cannot be reached.
         """
         deadline = time.monotonic() + LONGEST_WAIT
         for number in range(MOST_HANDSHAKES - 1):
             with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
                 return self._connect(deadline)
-            time.sleep(random.uniform(0, PAUSE * 2**number))  # others that were evicted try again, too
+            time.sleep(random.uniform(0, PAUSE * 2**number))  # spreads out the retries of evicted clients
         return self._connect(deadline)
 
     def _connect(self, deadline: float) -> AuthenticatedConnection:
@@ -76,10 +71,10 @@ class DoorAddress:
 
 
 class Unproven:
-    """Bounds the connections whose client has not proved yet that it knows a key.
+    """Limits the number of connections that have not completed the handshake.
 
-    A new connection is always taken: where the bound is reached, the oldest one of the address with the most is closed.
-    Handshakes take milliseconds, so clients that are slow on purpose keep nobody else out.
+    A new connection is always accepted: at the limit, the oldest connection of the address that has the most is
+    closed. A handshake takes milliseconds, so deliberately slow clients lock nobody out.
     """
 
     def __init__(self) -> None:
@@ -88,7 +83,7 @@ class Unproven:
 
     @contextlib.contextmanager
     def counted(self, end: socket.socket, address: str) -> Iterator[None]:
-        """Counts a connection in this block, in which it may be shut down to make room for others."""
+        """Counts a connection during the block, in which it may be shut down to make room for others."""
         with self._lock:
             self._make_room(_network_of(address))
             self._pending.setdefault(_network_of(address), []).append(end)
@@ -102,28 +97,28 @@ class Unproven:
                     del self._pending[_network_of(address)]
 
     def _make_room(self, network: str) -> None:
-        """Shuts the oldest connection of a network down, or of another one, if there are too many."""
+        """If a limit is reached, shuts down the oldest connection of this network or of the network with the most."""
         if len(self._pending.get(network, [])) < MAX_UNPROVEN_BY_ADDRESS:
             if sum(len(ends) for ends in self._pending.values()) < MAX_UNPROVEN:
                 return
             network = max(self._pending, key=lambda one: len(self._pending[one]))
         ends = self._pending[network]
-        ends.append(ends.pop(0))  # so that another call takes the next one
+        ends.append(ends.pop(0))  # the next call shuts down the next oldest
         with contextlib.suppress(OSError):  # it is closed already
             ends[-1].shutdown(socket.SHUT_RDWR)
 
 
 class Door:
-    """Takes connections of those that know a key, in threads, until it is closed.
+    """Accepts connections from clients that know a key, in background threads, until it is closed.
 
     Args:
-        host: the name of this machine for those who come; with one of `LOCAL` nobody comes from other machines.
-        port: the port to listen on; 0 for any.
-        key: what both ends must know.
-        greet: gets each connection, in a thread of its own, once the other end has shown that it knows the key.
+        host: this machine's name as clients see it; a name in `LOCAL` accepts no other machines.
+        port: 0 picks a free port.
+        key: the secret that both ends must know.
+        greet: receives each authenticated connection, in a thread of its own.
 
     Attributes:
-        address: what the other end needs to come.
+        address: what a client needs to connect.
 
     Raises:
         OSError: the port is taken.
@@ -137,7 +132,6 @@ class Door:
         threading.Thread(target=self._take, daemon=True, name="door").start()
 
     def close(self) -> None:
-        """Takes no more connections."""
         self._is_open = False
 
     def _take(self) -> None:
@@ -147,12 +141,12 @@ class Door:
                     end, (address, *_) = self._server.accept()
                 except TimeoutError:
                     continue
-                except OSError:  # it is gone already, or this process has too many files open for now
+                except OSError:  # the client is gone already, or this process has too many open files
                     time.sleep(PAUSE)
                     continue
-                try:  # in a thread of its own, for a client may come and say nothing
+                try:  # in a thread of its own: a client may connect and send nothing
                     threading.Thread(target=self._admit, args=(end, address), daemon=True).start()
-                except RuntimeError:  # this process has too many threads for now
+                except RuntimeError:  # this process has too many threads
                     end.close()
                     time.sleep(PAUSE)
 
@@ -168,11 +162,11 @@ class Door:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, for those who know this machine by a name, over IPv4 and IPv6.
+    """Returns a listening TCP socket, for IPv4 and IPv6 where the system supports both.
 
     Args:
-        host: the name, or an address. With one of this machine for itself, such as localhost, nobody comes from others.
-        port: the port; 0 for any.
+        host: a name that resolves to loopback addresses binds to loopback; any other name binds to all interfaces.
+        port: 0 picks a free port.
 
     Raises:
         OSError: the port is taken.
@@ -187,7 +181,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _loopback_address(host: str) -> str | None:
-    """The address by which this machine knows itself as `host`; None if others know it so, too."""
+    """Returns the loopback address that `host` resolves to; None if the name also has other addresses or none."""
     if host in LOCAL:
         return "127.0.0.1"
     try:
@@ -198,7 +192,8 @@ def _loopback_address(host: str) -> str | None:
 
 
 def _network_of(address: str) -> str:
-    """What counts as one address: that of IPv4, or the network of IPv6 whose addresses one machine may choose from."""
+    """Returns the unit that connections are counted by: an IPv4 address, or an IPv6 /64, as one machine may use all
+    of it."""
     known = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(known, ipaddress.IPv6Address):
         return str(known.ipv4_mapped or ipaddress.ip_network((known, 64), strict=False))
@@ -206,10 +201,10 @@ def _network_of(address: str) -> str:
 
 
 def _keep_alive(end: socket.socket) -> None:
-    """Lets a socket notice in time if the other machine is gone."""
+    """Sets socket options that detect a dead peer within minutes."""
     end.setblocking(True)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a frame is sent in three parts
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, seconds in ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
         end.setsockopt(socket.IPPROTO_TCP, option, seconds)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000)  # milliseconds; for what was sent
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000)  # ms, for unacknowledged data

@@ -1,4 +1,4 @@
-"""The end of a rank: its exception becomes a record and an exit code, and its peers learn of it."""
+"""Turns a rank's exception into a record and an exit code, and reports it to its peers."""
 
 import os
 import sys
@@ -23,10 +23,11 @@ from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, le
 
 
 def guard(work: Callable[[], object]) -> int:
-    """Runs a rank's `work` and returns the exit code. A failure leaves a record; without a launcher it is shown.
+    """Runs a rank's `work` and returns the exit code. A failure leaves a record, or is printed if there is no
+    launcher.
 
-    A rank with peers does not return but ends the process itself. Python's own way out would take down the process
-    group, and in a failed job that waits for peers, which wait for this rank.
+    A rank with peers ends the process instead of returning: Python's normal exit would tear down the process group,
+    which in a failed job waits for peers that wait for this rank.
     """
     hold_lifeline()
     watchdog.is_guarded = True
@@ -52,7 +53,6 @@ def guard(work: Callable[[], object]) -> int:
 
 
 def _finish_threads() -> None:
-    """Waits for threads that write a checkpoint, as any Python process does at its end."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
@@ -72,13 +72,13 @@ def _run(work: Callable[[], object]) -> FailureRecord | None:
         return FailureRecord(own_rank(), EXIT_FAILURE, str(error), is_everywhere=True)
     except KeyboardInterrupt:
         return FailureRecord(own_rank(), EXIT_FAILURE, "interrupted")
-    except BaseException as error:  # also SystemExit of a library: peers must learn that this rank is gone
+    except BaseException as error:  # also a library's SystemExit: peers must learn that this rank is gone
         return FailureRecord(own_rank(), EXIT_FAILURE, f"error: {describe(error)}", traceback.format_exc())
     return None
 
 
 def describe(error: BaseException) -> str:
-    """One line that says what failed, with stage and microbatch if one was running."""
+    """Returns one line that says what failed, with the phase and microbatch if one was running."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, MicrobatchError):

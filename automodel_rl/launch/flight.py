@@ -1,7 +1,7 @@
-"""A flight recorder: the last things that a rank did, in a file that is left however the rank ends.
+"""Flight recorder: a rank's most recent phases, in a file that survives however the rank ends.
 
-The file is a ring of lines. A note costs a small write without a flush. After a process is killed, its last line says
-what it was doing. If the disk is full or gone, notes are lost and nothing else.
+The file is a ring of fixed-size lines. A note costs one small write without a flush. The last line of a killed
+process says what it was doing. A full or missing disk loses notes and has no other effect.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ NUM_LINES = 1024
 
 
 class FlightRecorder:
-    """Notes of one rank. Its main thread makes them; other threads only read.
+    """Notes of one rank. Only its main thread writes them; other threads may read.
 
     Attributes:
-        last_note: time of the last note, by the monotonic clock.
-        started: time at which the recorder was made, and so the process, by the wall clock.
-        file: the file with the notes; None while they are only in memory.
+        last_note: `time.monotonic()` of the last note.
+        started: `time.time()` at which the recorder was created, at process start.
+        file: None while the notes are only in memory.
     """
 
     def __init__(self) -> None:
@@ -36,15 +36,11 @@ class FlightRecorder:
 
     @property
     def where(self) -> str:
-        """The phases that the rank is in, outermost first."""
+        """The current phases, outermost first."""
         return ", ".join(self._phases)
 
     def keep_in(self, file: Path) -> None:
-        """Keeps all notes in a file from here on, earlier ones included.
-
-        Args:
-            file: a file for this rank alone; replaced if it exists.
-        """
+        """Writes all notes, earlier ones included, to a file from now on. An existing file is replaced."""
         self._close()
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +50,11 @@ class FlightRecorder:
             os.pwrite(self._descriptor, self._ring, 0)
 
     def discard(self) -> None:
-        """Removes the file: the rank has ended well."""
+        """Deletes the file after the rank has ended successfully."""
         file = self.file
         self._close()
         if file is not None:
-            with contextlib.suppress(OSError):  # the folder may have files of other ranks
+            with contextlib.suppress(OSError):  # the folder may hold other ranks' files
                 file.unlink(missing_ok=True)
                 file.parent.rmdir()
 
@@ -69,7 +65,8 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Notes what the rank does during the block. If the block raises, the phase stays until the outer one ends."""
+        """Marks a phase for the duration of the block. If the block raises, the phase stays on record until the
+        outer one ends."""
         depth = len(self._phases)
         self._enter(name)
         yield
@@ -78,7 +75,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def top_phase(self, name: str) -> Iterator[None]:
-        """An outermost phase. It first ends all phases that errors have left."""
+        """Marks an outermost phase, after dropping all phases left behind by errors."""
         self._phases.clear()
         with self.phase(name):
             yield
@@ -100,20 +97,16 @@ class FlightRecorder:
 
 
 flight = FlightRecorder()
-"""The recorder of this process."""
 
 
 @contextlib.contextmanager
 def in_microbatch(phase: str, stage: int, index: int) -> Iterator[None]:
-    """Notes the work on one microbatch during the block, and names the microbatch in an error.
+    """Records work on one microbatch during the block; an error of the block becomes a `MicrobatchError` that names
+    it.
 
     Args:
-        phase: name of the work, such as "forward".
+        phase: the kind of work, such as "forward".
         stage: index of the pipeline stage.
-        index: the microbatch's index.
-
-    Raises:
-        MicrobatchError: the block raised something.
     """
     place = f"{phase} of microbatch {index} on stage {stage}"
     with flight.phase(place):
@@ -124,7 +117,7 @@ def in_microbatch(phase: str, stage: int, index: int) -> Iterator[None]:
 
 
 def read_flight(file: Path) -> list[str]:
-    """The notes of a rank, oldest first; none if there is no file."""
+    """Returns a rank's notes, oldest first; none if there is no file."""
     try:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:
@@ -133,13 +126,13 @@ def read_flight(file: Path) -> list[str]:
 
 
 def last_place(file: Path) -> str:
-    """The phases in which a rank was when it made its last note."""
     notes = read_flight(file)
     return notes[-1].partition(" ")[2].partition(" ")[2] if notes else ""
 
 
 def left_flight(folder: Path | None, rank: int, since: float) -> Path | None:
-    """The file of a rank that is gone, if it wrote to one after a time; older files are of earlier attempts."""
+    """Returns the file of a rank that has ended, if it was written after `since`; older files are from earlier
+    attempts."""
     file = None if folder is None else flight_file(folder, rank)
     return file if file is not None and file.is_file() and file.stat().st_mtime >= since else None
 

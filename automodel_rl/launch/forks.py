@@ -1,4 +1,4 @@
-"""What a fork of a process that has used torch needs."""
+"""Repairs torch in a forked process."""
 
 import sys
 
@@ -6,9 +6,9 @@ import sys
 def renew_thread_pool() -> None:
     """Replaces torch's thread pool, if torch is imported. Call it first in a forked process.
 
-    The parent's pool has no threads in a fork, and torch replaces it on first use. This is not thread-safe: a second
-    thread that asks meanwhile gets no pool, and the process aborts with `Invalid thread pool!`, raised in a thread of
-    autograd or gloo (torch 2.11, aten/src/ATen/ParallelOpenMP.cpp).
+    The parent's pool has no threads in a fork. torch replaces it on first use, which is not thread-safe: a second
+    thread that needs the pool meanwhile finds none, and the process aborts with `Invalid thread pool!` in an
+    autograd or gloo thread (torch 2.11, aten/src/ATen/ParallelOpenMP.cpp).
     """
     torch = sys.modules.get("torch")
     if torch is not None:

@@ -1,4 +1,5 @@
-"""Ends ranks with their launcher, however it ends: each rank holds an end of a pipe that closes with the launcher."""
+"""Ends ranks when their launcher ends, however it ends: each rank holds one end of a pipe that closes with the
+launcher."""
 
 import os
 import threading
@@ -6,11 +7,11 @@ import threading
 from automodel_rl.errors import EXIT_FAILURE
 
 LIFELINE_VARIABLE = "AUTOMODEL_RL_LIFELINE"
-"""Environment variable with the file descriptor of the rank's end."""
+"""Environment variable with the file descriptor of the rank's end of the pipe."""
 
 
 def hold_lifeline() -> None:
-    """Makes this process, a rank, end when its launcher is gone."""
+    """Makes this rank exit when its launcher is gone."""
     descriptor = os.environ.get(LIFELINE_VARIABLE)
     if descriptor is not None:
         threading.Thread(target=_wait, args=(int(descriptor),), daemon=True, name="lifeline").start()

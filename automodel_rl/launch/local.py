@@ -1,4 +1,4 @@
-"""Starts the ranks of a layout as processes of this machine and ends them together."""
+"""Starts the ranks of a layout as processes on this machine and ends them together."""
 
 import contextlib
 import os
@@ -17,23 +17,17 @@ from automodel_rl.launch.record import show
 from automodel_rl.launch.stop_signal import Terminal, stop_signals
 
 PORTS = range(16_384, 30_000)
-"""Ports on which rank 0 may listen. They lie below those of outgoing connections, on Linux from 32,768."""
+"""Ports that rank 0 may listen on: below Linux's range for outgoing connections, which starts at 32,768."""
 
 
 def is_rank() -> bool:
-    """Whether this process is already a rank of a job (of ours, of torchrun's or of Slurm's through torchrun)."""
+    """Whether this process is a rank of a job already, started by us, by torchrun, or by Slurm through torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def free_port() -> int:
-    """A TCP port of this machine that is free now.
-
-    It is likely to stay free until a rank has started and listens: the system takes no ports of `PORTS` for connections
-    that go out.
-
-    Raises:
-        OSError: no port is free.
-    """
+    """Returns a free TCP port. It is likely to stay free until a rank listens on it, as the system assigns none of
+    `PORTS` to outgoing connections. Raises OSError if no port is free."""
     for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
@@ -44,13 +38,11 @@ def free_port() -> int:
 def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None = None) -> int:
     """Runs `command` once per rank and returns the job's exit code.
 
-    Args:
-        command: the command that runs a rank.
-        num_ranks: number of ranks of the job.
-        flights: folder in which ranks keep the files of their flight recorders, if they do.
+    Rank 0 shares this terminal. The other ranks write to files, which are shown only if no record tells the cause of
+    a failure. The first failing rank ends all others. Stop signals are forwarded, so that ranks can save and stop.
 
-    Rank 0 shares this terminal. The other ranks write to files, which are shown only if no record tells the cause of a
-    failure. The first rank that fails ends all others. Signals are passed on, so that ranks can save and stop.
+    Args:
+        flights: folder of the ranks' flight recorder files, if any, to report what failed ranks were doing.
     """
     with TemporaryFolder() as folder:
         ranks, terminal = RankProcesses(Path(folder), flights), Terminal()

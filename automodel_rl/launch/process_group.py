@@ -1,4 +1,4 @@
-"""Joins the job's process group: the one that is there, one from torchrun's environment, or a group of one."""
+"""Joins the job's process group: the existing one, one from torchrun's environment, or a group of one rank."""
 
 import atexit
 import contextlib
@@ -15,18 +15,15 @@ from automodel_rl.launch.attempt import agree_on_attempt, is_started_by_agent
 from automodel_rl.launch.local import is_rank
 
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
-"""Environment variable that lets gloo connect two ranks when the first message goes between them. Else every rank of a
-group has connections to all others."""
+"""Environment variable that makes gloo connect two ranks when they first exchange a message. By default every rank
+of a group connects to all others."""
 
 
 def join_process_group(world_size: int) -> torch.device:
-    """Joins the process group and returns this rank's device: its CUDA device by local rank, else the CPU.
-
-    Args:
-        world_size: number of ranks that the layout needs.
+    """Joins the process group and returns this rank's device: the CUDA device of its local rank, otherwise the CPU.
 
     Raises:
-        InputError: the job has another number of ranks.
+        InputError: the job has another number of ranks than the layout needs, or this machine has too few GPUs.
     """
     if not dist.is_initialized():
         _initialise()
@@ -44,7 +41,7 @@ def join_process_group(world_size: int) -> torch.device:
 def _initialise() -> None:
     os.environ.setdefault(LAZY_GLOO, "1")
     _allow_many_files()
-    leave_process_group()  # a caller that destroyed our group has not ended its watch
+    leave_process_group()  # the watch is still on if the caller destroyed our group
     backend = "gloo"
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -59,33 +56,32 @@ def _initialise() -> None:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=longest_wait()))
         if is_started_by_agent():
             watchdog.attempt = agree_on_attempt(store, rank, world_size, longest_wait().total_seconds())
-            # Without the prefix a new rank may find the address of a rank of an earlier attempt.
+            # Without the prefix a new rank may read the address of a rank of an earlier attempt.
             store = dist.PrefixStore(watchdog.attempt, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=longest_wait())
         if world_size > 1:
             watchdog.watch_peers(store)
-    else:  # nobody launched us: a job of one rank, which must not show in the environment
+    else:  # no launcher: a job of one rank, which must not appear in the environment
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(leave_process_group)
 
 
 def _allow_many_files() -> None:
-    """Raises the limit of open files to the most that this process may have: rank 0 has the job's store, and with it
-    two connections of every rank."""
+    """Raises the open-file limit to the maximum: rank 0 holds the job's store, with two connections from every rank."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+    with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def longest_wait() -> datetime.timedelta:
-    """Longest wait of a collective for a peer. It is longer than the watchdog's: that one says which rank hangs."""
+    """Returns the timeout of collectives: twice the watchdog's, because the watchdog reports which rank hangs."""
     if watchdog.hang_seconds is None:
         return datetime.timedelta(days=365)
     return datetime.timedelta(seconds=2 * watchdog.hang_seconds)
 
 
 def leave_process_group() -> None:
-    """Takes down the process group, if there is one, then ends the watch over the job, then lets go of the store."""
+    """Destroys the process group, if any, then ends the watch over the job, then releases the store."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    watchdog.leave()  # also if the caller has destroyed the group
+    watchdog.leave()  # also if the caller already destroyed the group

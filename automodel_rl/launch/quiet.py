@@ -1,4 +1,4 @@
-"""Silences remarks of libraries that say nothing about the user's run."""
+"""Silences library warnings that are irrelevant to the user's run."""
 
 import contextlib
 import logging
@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Iterator
 
 LOGGERS = ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap")
-"""Loggers that remark on kernels that a machine lacks, a deprecation in torchao, and recomputation in graphs."""
+"""Loggers that report kernels a machine lacks, a deprecation in torchao, and recomputation in graphs."""
 
 
 def quiet_libraries() -> None:
-    """Silences libraries for the rest of a command, before they are imported."""
+    """Silences libraries for the rest of a command. Call it before they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -23,7 +23,7 @@ def quiet_libraries() -> None:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Silences what libraries log and warn of while the block imports them; after it logging is as it was."""
+    """Silences log messages and warnings of imports in the block, then restores the log levels."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

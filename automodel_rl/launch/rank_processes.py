@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: started, watched, and ended together."""
+"""Ranks as processes on this machine: started, watched, and ended together."""
 
 import contextlib
 import os
@@ -15,24 +15,22 @@ from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, first_cause, read_records
 
 GRACE_SECONDS = 3.0
-"""Longest wait for the records of other ranks once one rank has failed."""
+"""Longest wait for the records of other ranks after one rank has failed."""
 
 NOTICE_SECONDS = 0.5
-"""A record that is older than the end of a killed rank by so much is not a consequence of that end."""
+"""A record at least this much older than a killed rank's end was not caused by it."""
 
 TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
 class NodeShare:
-    """A machine's share of a job's ranks, and where all ranks of the job meet.
+    """One machine's ranks of a job.
 
     Attributes:
-        first: the first rank of the share.
-        count: number of ranks of the share.
-        world_size: number of ranks of the job.
-        address: host name or address of rank 0's machine.
-        port: TCP port on which rank 0 listens.
+        first: global index of the first rank on this machine.
+        count: number of ranks on this machine.
+        address, port: where rank 0 listens.
     """
 
     first: int
@@ -47,11 +45,11 @@ class Ends:
     """How the ranks of a failed job ended.
 
     Attributes:
-        records: what failed ranks have left.
-        silent: what is known of ranks that have left no record, in the order of their ends.
+        records: records left by failed ranks.
+        silent: records made up for failed ranks that left none, in the order in which they ended.
         tail: the last output of the first silent rank.
-        was_killed: whether the first silent rank was killed.
-        noticed: the time at which the first end was noticed, by the wall clock.
+        was_killed: whether the first silent rank got SIGKILL.
+        noticed: `time.time()` at which the first failure was noticed.
     """
 
     records: list[FailureRecord]
@@ -62,23 +60,23 @@ class Ends:
 
     @property
     def cause(self) -> FailureRecord:
-        """The record that says why the job failed: of a silent rank, unless another rank tells a cause of its own."""
+        """The record that explains the failure: a silent rank's, unless another rank reports a cause of its own."""
         return self.silent[0] if self.is_silent else first_cause(self.records)
 
     @property
     def is_silent(self) -> bool:
-        """Whether a rank that left no record was the first to fail: it was killed, or crashed."""
+        """Whether the first rank to fail left no record, because it was killed or crashed."""
         earlier = [record for record in self.records if record.time < self.noticed - NOTICE_SECONDS]
         causes = earlier if self.was_killed else self.records
         return bool(self.silent) and all(record.is_lost_peer for record in causes)
 
 
 class RankProcesses:
-    """The ranks of a share.
+    """The rank processes of one machine.
 
     Args:
-        folder: gets their output and their records.
-        flights: folder in which ranks keep the files of their flight recorders, if they do.
+        folder: receives their output and records.
+        flights: folder of their flight recorder files, if any.
     """
 
     def __init__(self, folder: Path, flights: Path | None):
@@ -92,10 +90,8 @@ class RankProcesses:
         """Starts every rank of the share.
 
         Args:
-            command: the command that runs a rank.
-            share: which ranks.
-            environment: their environment, except what says which rank each one is.
-            shown: a rank that shares this process's terminal. The others write to files.
+            environment: environment of the ranks, to which the variables that number them are added.
+            shown: global rank that shares this process's terminal. The others write to files.
         """
         self.share, self.started = share, time.time()
         their_end, self.our_end = os.pipe()
@@ -118,31 +114,29 @@ class RankProcesses:
                     stdout=log,
                     stderr=log,
                     pass_fds=[their_end],
-                    start_new_session=True,  # a terminal's Ctrl-C reaches only us, and we pass it on once
+                    start_new_session=True,  # a terminal's Ctrl-C reaches only us, and we forward it once
                 )
             self.processes.append(process)
         os.close(their_end)
 
     def log(self, rank: int) -> Path:
-        """The file with the output of a rank that does not share the terminal."""
         return self.folder / f"rank_{rank}.log"
 
     def signal(self, number: int) -> None:
-        """Sends a signal to all ranks that are alive."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     @property
     def exit_code(self) -> int | None:
-        """0 if every rank has ended well, 1 if any has failed, None if ranks are at work."""
+        """0 if every rank has succeeded, 1 if any has failed, None while ranks are running."""
         codes = [process.poll() for process in self.processes]
         if any(code not in (None, 0) for code in codes):
             return EXIT_FAILURE
         return 0 if all(code == 0 for code in codes) else None
 
     def end(self) -> Ends:
-        """Ends all ranks, once others than the first that failed had time to leave their records."""
+        """Kills all ranks, after giving them `GRACE_SECONDS` to leave their records."""
         dead, noticed = self._dead(), time.time()
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
@@ -160,7 +154,6 @@ class RankProcesses:
         )
 
     def kill(self) -> None:
-        """Kills all ranks that are alive."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -177,7 +170,6 @@ class RankProcesses:
         return "".join(log.read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:])
 
     def _record_of(self, place: int) -> FailureRecord:
-        """A record of what is known about a rank that left none."""
         rank, process = self.share.first + place, self.processes[place]
         code = process.returncode
         if code < 0:

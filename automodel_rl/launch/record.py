@@ -1,4 +1,4 @@
-"""The record of a failure, and how it is shown: a block of text whose last line says what the user needs."""
+"""Failure records, and how they are printed: a block of text whose last line says what the user needs to know."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from automodel_rl.files import write_complete
 from automodel_rl.launch.flight import flight
 
 RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
-"""Environment variable by which a launcher tells its ranks where to leave their records."""
+"""Environment variable that tells ranks where to write their records for the launcher."""
 
 FAILURE_FILE = "failure.txt"
 """Name of the file with the failure that ended a job."""
@@ -24,7 +24,7 @@ LOST_PEER = re.compile(
     "Connection (closed|reset) by peer|Connection refused|Broken pipe|DistNetworkError|DistStoreError|"
     "remote process exited|NCCL communicator was aborted|another rank failed"
 )
-"""Pattern of the errors that a rank raises when a peer has gone."""
+"""Pattern of the errors that a rank raises when a peer is gone."""
 
 
 def own_rank() -> int:
@@ -37,10 +37,10 @@ class FailureRecord:
 
     Attributes:
         line: what the user needs to know, in one line.
-        trace: the stack, if it helps.
+        trace: the stack trace, if it helps.
         is_everywhere: whether all ranks end together for this reason.
-        where: the phases that the rank was in.
-        flight: its flight recorder's file, if it has one.
+        where: the flight recorder's phases at the time of the failure.
+        flight: path of the flight recorder's file; empty if there is none.
     """
 
     rank: int
@@ -56,13 +56,12 @@ class FailureRecord:
 
     @property
     def is_lost_peer(self) -> bool:
-        """Whether this rank only noticed that another one was gone."""
+        """Whether the error only says that another rank is gone."""
         return LOST_PEER.search(self.line) is not None
 
     def block(self) -> str:
-        """The record as text, with the most important line at the end."""
         if self.exit_code != EXIT_FAILURE or not self.line.startswith("error: "):
-            return self.line  # bad input, or the run was asked to end
+            return self.line  # bad input, or an interrupted run
         facts = {
             "rank": str(self.rank),
             "host": f"{self.host} (process {self.pid})",
@@ -77,10 +76,10 @@ class FailureRecord:
 
 
 def show(record: FailureRecord) -> None:
-    """Prints a record, and keeps the text beside the rank's flight recorder for whoever looks at the run later."""
+    """Prints a record, and saves the text beside the rank's flight recorder."""
     print(record.block(), file=sys.stderr, flush=True)
     if record.flight:
-        with contextlib.suppress(OSError):  # the disk may be what failed
+        with contextlib.suppress(OSError):  # the disk itself may have failed
             write_complete(Path(record.flight).with_name(FAILURE_FILE), record.block())
 
 
@@ -89,17 +88,15 @@ def from_json(text: str) -> FailureRecord:
 
 
 def leave_record(folder: Path, record: FailureRecord) -> None:
-    """Writes a record to a folder, for the launcher of this rank."""
     write_complete(folder / f"rank_{record.rank}.json", record.to_json())
 
 
 def read_records(folder: Path) -> dict[int, FailureRecord]:
-    """The records in a folder by rank."""
     records = [from_json(path.read_text()) for path in folder.glob("rank_*.json")]
     return {record.rank: record for record in records}
 
 
 def first_cause(records: list[FailureRecord]) -> FailureRecord:
-    """The earliest record that is not the loss of a peer; the earliest of all if there is no such record."""
+    """Returns the earliest record that is not a lost peer, or the earliest of all if every one is."""
     causes = [record for record in records if not record.is_lost_peer]
     return min(causes or records, key=lambda record: record.time)

@@ -1,4 +1,4 @@
-"""A request to stop, by SIGTERM, Ctrl-C or a closed terminal, that waits for the end of the step. Also the terminal."""
+"""Deferred stop requests: SIGTERM, Ctrl-C or a closed terminal stops the run after the current step."""
 
 import os
 import signal
@@ -6,13 +6,13 @@ from types import FrameType
 
 
 class Terminal:
-    """The terminal that this process prints to, if there is one. Make it while the terminal is open."""
+    """The terminal that this process prints to, if any. Construct it while the terminal is open."""
 
     def __init__(self) -> None:
         self._descriptors = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def outlive(self) -> None:
-        """Discards output from here on, if the terminal is closed by now."""
+        """Discards all further output if the terminal has been closed."""
         for descriptor in self._descriptors:
             if not os.isatty(descriptor):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -21,18 +21,18 @@ class Terminal:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask this process to stop. Under nohup the end of the terminal does not."""
+    """Returns the signals that request a stop. SIGHUP is not one of them where it is ignored, as under nohup."""
     always = [signal.SIGTERM, signal.SIGINT]
     return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*always, signal.SIGHUP]
 
 
 class StopSignal:
-    """A request to stop, true once a signal has come. A second signal interrupts at once. Use as a context manager.
+    """Context manager that is true once a stop signal has arrived. A second signal interrupts at once.
 
-    A closed terminal sends SIGHUP, and its shell may send it again. SIGHUP never interrupts.
+    SIGHUP never interrupts: a closing terminal sends it, and its shell may send it again.
 
     Args:
-        received: gets the signal's name, for those who wait for something that a stop ends.
+        received: list to which the signal's name is appended, for code that waits and must end at a stop.
     """
 
     def __init__(self, received: list[str] | None = None) -> None:

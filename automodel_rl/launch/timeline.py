@@ -1,5 +1,4 @@
-"""Who works when in a step: the phases of the trainer, and the completions that generators write and rewards score
-meanwhile."""
+"""Timeline of a step: the trainer's phases, and when generators write completions and rewards score them."""
 
 import threading
 import time
@@ -10,14 +9,14 @@ TRAINER, REWARDS = "trainer", "rewards"
 
 
 def _order(lane: str) -> tuple[int, int]:
-    """The trainer comes first, then rewards, then generators by their numbers."""
+    """Sort key: the trainer first, then rewards, then generators by number."""
     number = lane.rpartition(" ")[2]
     place = (TRAINER, REWARDS).index(lane) if lane in (TRAINER, REWARDS) else 2
     return place, int(number) if number.isdecimal() else -1
 
 
 class StepTimeline:
-    """Collects spans of work from any thread, each in a lane. Times are those of `time.time()`."""
+    """Thread-safe collection of work spans, grouped in lanes. Times are those of `time.time()`."""
 
     def __init__(self) -> None:
         self._adding = threading.Lock()
@@ -27,16 +26,15 @@ class StepTimeline:
         """Adds a span that ends now.
 
         Args:
-            lane: who worked.
-            started: when it began.
-            name: the phase of the trainer; empty for completions.
+            lane: the worker.
+            name: the trainer's phase; empty for completions.
         """
         with self._adding:
             self._spans[lane].append((started, time.time(), name))
 
     def take(self, zero: float) -> list[dict[str, Any]]:
-        """The lanes of all spans since the last call: name, spans as pairs of seconds after `zero` (which may be
-        negative), and, of the trainer, the names of the spans."""
+        """Returns and clears all lanes: the name, [start, end] pairs in seconds after `zero` (may be negative), and
+        for the trainer the phase names."""
         with self._adding:
             spans, self._spans = self._spans, defaultdict(list)
         return [

@@ -1,11 +1,12 @@
-"""Watches over the ranks of a job, so that none waits for a dead one.
+"""Watches the ranks of a job, so that no rank waits for a dead one.
 
-When a rank fails, hangs or is gone, the job's store says so, and its peers leave, even from inside a collective.
+When a rank fails, hangs or disappears, this is recorded in the job's store, and its peers exit, even from inside a
+collective. gloo notices a closed connection at once, but NCCL leaves peers blocked on the device until its timeout.
+So every rank has a thread that polls the job's store. On each machine one rank also checks whether the others are
+alive.
 
-gloo notices a closed connection at once. NCCL does not: a peer stays blocked on the device until its time-out. So every
-rank has a thread that looks into the job's store. On each machine one rank also looks whether the others are alive.
-
-The thread ends before its rank does: if the interpreter ends while a thread is in torch's C++, the process aborts.
+The thread ends before its rank does: the process would abort if the interpreter exited while the thread is in
+torch's C++.
 """
 
 import contextlib
@@ -36,16 +37,16 @@ from automodel_rl.launch.record import (
 POLL_SECONDS = 1.0
 
 GRACE_SECONDS = 5.0
-"""Time that a peer has to end by itself, with a message of its own, once another rank has failed."""
+"""Time a peer has to end by itself, with its own message, after another rank has failed."""
 
 SHOW_SECONDS = 2.0
-"""Time that rank 0 has to show the failure before another rank does."""
+"""Time rank 0 has to print the failure before another rank does."""
 
 FAREWELL_SECONDS = 3.0
-"""Longest wait of the rank with the store for the others to end, if it cannot know whether all went well."""
+"""Longest time the rank with the store waits for the others to end, in a process that is not guarded."""
 
 LONGEST_FAREWELL_SECONDS = 600.0
-"""The same for a guarded process. Its watch notices all that goes wrong except the end of a whole machine."""
+"""The same in a guarded process, whose watch notices every failure except the loss of a whole machine."""
 
 FAREWELL_POLL_SECONDS = 0.02
 
@@ -55,27 +56,27 @@ OWN_WORK = tuple(
     f"{PACKAGE / room}{os.sep}"
     for room in ("config", "data", "launch", "observe", "quickstart", "rollout", "tools", "trainers")
 )
-"""Rooms in which a rank does work of its own or waits for processes of its own. Elsewhere in the package, and in torch,
-it waits for peers, or for a device that waits for peers."""
+"""Folders whose code runs locally or waits for local processes. Code elsewhere in the package, and in torch, waits
+for peers or for a device that waits for peers."""
 
 STORE_SECONDS = 20.0
-"""Time that a rank may live on after the rank or agent with the store has ended. In a good end that one is the last."""
+"""Time a rank may outlive the store. In a successful job the store is the last to end."""
 
 hang_seconds: float | None = 60 * 60.0
-"""Time without a note in the flight recorder after which a rank counts as hanging; None for never."""
+"""Time without a flight recorder note after which a rank counts as hanging. None: never."""
 
 
 def set_hang_limit(minutes: float | None) -> None:
-    """Sets how long a rank may do the same thing. Call it before the process group is joined."""
+    """Sets how long a rank may stay without progress; None for no limit. Call it before joining the process group."""
     global hang_seconds
     hang_seconds = None if minutes is None else 60 * minutes
 
 
 attempt = "0"
-"""Name of this attempt at the job. The store may still have the messages of earlier attempts."""
+"""Name of this attempt at the job, as the store may still hold the messages of earlier attempts."""
 
 is_guarded = False
-"""Whether this process does nothing but its rank's work, so that it may be ended with the job."""
+"""Whether this process only runs a rank, and so may be killed with the job."""
 
 
 def _key(name: str) -> str:
@@ -83,11 +84,12 @@ def _key(name: str) -> str:
 
 
 def report_failure(record: FailureRecord) -> None:
-    """Leaves a failure for peers and launcher. Without a launcher it shows the first failure, once in the job."""
+    """Reports a failure to peers and to the launcher. Without a launcher, prints the job's first failure, once per
+    job."""
     folder = os.environ.get(RECORD_FOLDER_VARIABLE)
     if folder is not None:
         leave_record(Path(folder), record)
-    store = None if _watch is None else _watch.store  # this rank may not have joined the job
+    store = None if _watch is None else _watch.store  # None: this rank has not joined the job
     if store is not None:
         with contextlib.suppress(RuntimeError):  # the store is gone
             if record.is_lost_peer and folder is None:
@@ -98,10 +100,10 @@ def report_failure(record: FailureRecord) -> None:
 
 
 def watch_peers(store: Any) -> None:
-    """Watches over the job from a thread; ends this process some seconds after another rank has failed.
+    """Starts a thread that watches the job and ends this process a few seconds after another rank has failed.
 
     Args:
-        store: the job's store. It is held until this rank leaves, for it may be the one that serves the others.
+        store: the job's store, kept referenced until this rank leaves, as it may be the server.
     """
     global _watch
     _watch = _Watch(store)
@@ -109,7 +111,7 @@ def watch_peers(store: Any) -> None:
 
 
 def leave() -> None:
-    """Notes that this rank ends well, ends the watch, and lets go of the store. A second call does nothing."""
+    """Records that this rank ended well, stops the watch, and releases the store. Further calls do nothing."""
     global _watch
     if _watch is not None:
         _watch.end()
@@ -123,7 +125,6 @@ def _wait_for_cause(store: Any) -> None:
 
 
 def _show_once(store: Any, record: FailureRecord) -> None:
-    """Shows the job's first failure on rank 0's terminal, or on another one's if rank 0 is gone."""
     if store is None:
         show(record)
         return
@@ -137,11 +138,10 @@ def _show_once(store: Any, record: FailureRecord) -> None:
 
 
 class _Watch:
-    """This rank's watch over its job.
+    """One rank's watch over its job.
 
     Attributes:
-        store: the job's store, over a connection of its own: other threads use the process group's.
-        thread: the thread that looks into the store.
+        store: a separate connection to the job's store, as other threads use the process group's.
     """
 
     def __init__(self, jobs_store: Any):
@@ -159,7 +159,8 @@ class _Watch:
         self.thread.join()
 
     def _wait_for_others(self) -> None:
-        """Waits for the other ranks, because the store ends with this rank. The watch notices if one fails or hangs."""
+        """Waits for the other ranks, because the store ends with this one. The watch notices ranks that fail or
+        hang."""
         left = [_key(f"left/{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
         deadline = time.monotonic() + (LONGEST_FAREWELL_SECONDS if is_guarded else FAREWELL_SECONDS)
         with flight.phase("waiting for the other ranks to end"):
@@ -180,7 +181,7 @@ class _Watch:
                 warden.look()
                 hang.look()
             record = from_json(self.store.get(_key("failed")).decode())
-        except RuntimeError:  # the rank or agent that holds the store has ended, perhaps because all is done
+        except RuntimeError:  # the rank or agent with the store has ended, perhaps because the job is done
             if is_guarded and not self._ends.wait(STORE_SECONDS):
                 line = f"error: rank {own_rank()}: the job's store is gone, and with it a rank"
                 print(line, file=sys.stderr, flush=True)
@@ -196,11 +197,10 @@ class _Watch:
 
 
 _watch: _Watch | None = None
-"""This rank's watch, from when it joins its job until it leaves."""
 
 
 class _Warden:
-    """Looks whether the ranks of this machine are alive. Only the first rank that is alive looks."""
+    """Checks whether this machine's ranks are alive. Only the first live rank does so."""
 
     def __init__(self, store: Any, host: str):
         self.store, self.host = store, host
@@ -213,7 +213,7 @@ class _Warden:
         for rank, pid in ((int(rank), int(pid)) for rank, pid in ranks):
             if _is_alive(pid):
                 self.seen[rank] = pid
-            # A process that was never seen alive is on another machine with the same name.
+            # A process never seen alive belongs to another machine with the same name.
             elif rank in self.seen and not self.store.check([_key(f"left/{rank}")]):
                 self.store.compare_set(_key("failed"), "", _record_of_dead(rank, pid).to_json())
 
@@ -225,7 +225,7 @@ def _is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    with contextlib.suppress(OSError):  # on Linux a dead process stays as Z until it is waited for
+    with contextlib.suppress(OSError):  # on Linux a dead process remains a zombie (Z) until it is waited for
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return True
 
@@ -243,7 +243,8 @@ def _record_of_dead(rank: int, pid: int) -> FailureRecord:
 
 
 class _HangWatch:
-    """Notices if this rank makes no progress for long. A rank that waits for others gives them time to report first."""
+    """Detects a rank without progress. One that waits for peers gets 1.5 times the limit, so that the peer reports
+    first."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
@@ -251,7 +252,7 @@ class _HangWatch:
     def look(self) -> None:
         if hang_seconds is None:
             return
-        still = time.monotonic() - max(flight.last_note, self.started)  # imports and the like may take long before
+        still = time.monotonic() - max(flight.last_note, self.started)  # imports may have taken long before
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         if still < hang_seconds or (_waits(frame) and still < 1.5 * hang_seconds):
             return
@@ -270,7 +271,7 @@ class _HangWatch:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether a thread waits for peers, by its innermost code other than that of locks and threads."""
+    """Whether a thread waits for peers, judged by its innermost frame outside the threading module."""
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     if frame is None:
@@ -281,14 +282,13 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def _write_stacks() -> None:
-    """Writes the stacks of all threads to a file beside the flight recorder's."""
     if flight.file is not None:
         with contextlib.suppress(OSError), flight.file.with_suffix(".stacks").open("w") as file:
             faulthandler.dump_traceback(file)
 
 
 def _connect() -> Any:
-    from torch import distributed as dist  # late: the launcher imports this module and must not wait for torch
+    from torch import distributed as dist  # deferred: the launcher imports this module and must not wait for torch
 
     timeout = datetime.timedelta(seconds=60)
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)

@@ -1,1 +1,1 @@
-"""Low-rank adapters: on linear layers, and in PEFT's files."""
+"""Low-rank adapters on linear layers and experts, and their PEFT files."""

@@ -1,4 +1,4 @@
-"""Gives a model its adapters, before it is split and has storage."""
+"""Adds adapters to a model before it is split and has storage."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from automodel_rl.lora.layers import is_named
 from automodel_rl.lora.magnitude import Magnitude
 
 ALL_LINEAR = "all-linear"
-"""The target that stands for all linear layers but the head; experts are none."""
+"""Target for all linear layers except the head. Experts are not linear layers."""
 
 HEAD = "lm_head"
 
@@ -24,9 +24,7 @@ class Encoder:
     """An encoder before a language model, as adapters see it.
 
     Attributes:
-        part: the encoder with its projector.
-        name: its component.
-        projectors: full names of the modules that are the projector.
+        projectors: full names of the projector's modules.
     """
 
     part: nn.Module
@@ -34,29 +32,24 @@ class Encoder:
     projectors: tuple[str, ...]
 
     def target_of(self, layer: str, targets: Sequence[str]) -> str | None:
-        """The target that means a layer, by its full name; None if none does. Names that are not whole mean the
-        language model."""
+        """Returns the target that matches a layer by its full name, else None. Partial names refer to the language
+        model only."""
         whole = "projector" if layer.startswith(tuple(f"{name}." for name in self.projectors)) else self.name
         by_name = (target for target in targets if layer in (target, f"model.{target}"))
         return whole if whole in targets else next(by_name, None)
 
 
 def add_adapters(model: nn.Module, config: LoraConfig, encoders: Sequence[Encoder] = ()) -> LoraConfig:
-    """Freezes a model without storage and gives its target layers and experts adapters, in place.
+    """Freezes a model without storage, and adds adapters to its target layers and experts, in place.
 
-    A layer then computes W x + b + scale * B A x, or what magnitude.py says. The names of its own weights stay. Modules
-    to save stay trained.
-
-    Args:
-        model: a causal language model.
-        config: the adapters' config.
-        encoders: the encoders of a multimodal model.
+    A layer then computes W x + b + scale * B A x, or with DoRA the formula in magnitude.py. Its own weights keep
+    their names. Modules to save stay trainable.
 
     Returns:
-        The config with only those targets that the model has.
+        The config with only the targets found in the model.
 
     Raises:
-        InputError: the model has none of the targets, or not one of the modules to save.
+        InputError: the model has none of the targets, or lacks one of the modules to save.
     """
     parts = [model, *(encoder.part for encoder in encoders)]
     for parameter in itertools.chain(*(part.parameters() for part in parts)):
@@ -84,7 +77,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, encoders: Sequence[Encode
 
 
 def _linears(part: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a part by their names, but those of indexers, to which no gradient flows."""
+    """Returns a part's linear layers by name, except indexers', which receive no gradient."""
     linears = {name: module for name, module in part.named_modules() if isinstance(module, nn.Linear)}
     return {name: linear for name, linear in linears.items() if ".indexer." not in name}
 
@@ -100,12 +93,12 @@ def _add_adapter(layer: Any, config: LoraConfig) -> None:
 
 
 def _as_it_is(low: Tensor) -> Tensor:
-    """What `lora_A` gives, where it is whole."""
+    """Identity, for an unsplit `lora_A`."""
     return low
 
 
 def _train_whole(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> None:
-    """Leaves the modules to save trained."""
+    """Makes the modules to save trainable."""
     for name in config.modules_to_save:
         modules = [module for part in parts for own, module in part.named_modules() if is_named(own, name)]
         if not modules:

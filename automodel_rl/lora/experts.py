@@ -1,6 +1,6 @@
-"""Low-rank adapters on the experts of a mixture: each expert has its own, stacked as the experts' weights are.
+"""Low-rank adapters on a mixture's experts: each expert has its own, stacked like the experts' weights.
 
-An experts module keeps them as `adapters.gate_up_proj` and `adapters.down_proj`, beside the weights of these names.
+An experts module holds them as `adapters.gate_up_proj` and `adapters.down_proj`, beside the weights of these names.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +15,10 @@ from automodel_rl.lora.layers import ADAPTER, is_named, merged
 from automodel_rl.parallel.sharding import local_tensor
 
 EXPERTS = "experts"
-"""The name of every experts module, and the target that stands for all its weights."""
+"""Name of every experts module, and the target for all its weights."""
 
 STACKED = ("gate_up_proj", "down_proj")
-"""An experts module's weights, in the order in which it has them."""
+"""An experts module's weights, in order."""
 
 UP = "up_proj"
 """The first weight of experts without a gate, which get no adapters."""
@@ -27,7 +27,7 @@ ADAPTERS = "adapters"
 
 
 class Stack(nn.Module):
-    """One matrix for each expert: `weight` [experts, outputs, inputs]."""
+    """One matrix per expert: `weight` [experts, outputs, inputs]."""
 
     def __init__(self, shape: tuple[int, int, int], like: Tensor):
         super().__init__()
@@ -40,7 +40,6 @@ class ExpertAdapter(nn.Module):
     Attributes:
         lora_A: [experts, rank, inputs].
         lora_B: [experts, outputs, rank].
-        scale: the factor of the adapters' output.
     """
 
     def __init__(self, weight: Tensor, is_transposed: bool, config: LoraConfig):
@@ -52,7 +51,7 @@ class ExpertAdapter(nn.Module):
 
 
 def add_expert_adapters(model: nn.Module, config: LoraConfig) -> set[str]:
-    """Gives those stacked weights adapters that the config's targets name; the targets that name some.
+    """Adds adapters to the stacked weights that the config's targets name. Returns the targets that matched.
 
     Raises:
         InputError: a target names experts without a gate.
@@ -76,18 +75,19 @@ def add_expert_adapters(model: nn.Module, config: LoraConfig) -> set[str]:
 
 
 def _names(target: str, path: str, name: str) -> bool:
-    """Whether a target names a stacked weight. Its bare name does not: shared experts and dense layers have it, too."""
+    """Returns whether a target names a stacked weight. Its bare name does not: shared experts and dense layers use
+    it, too."""
     return is_named(path, target) or (target != name and is_named(f"{path}.{name}", target))
 
 
 def adapter_of(experts: nn.Module, name: str) -> Any:
-    """The `ExpertAdapter` of one of a module's stacked weights; None if it has none."""
+    """Returns the `ExpertAdapter` of one of a module's stacked weights; None if it has none."""
     adapters = dict(experts.named_children()).get(ADAPTERS)
     return None if adapters is None else dict(adapters.named_children()).get(name)
 
 
 def adapted_stacks(part: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[nn.Module, str]]]:
-    """The plain stacked weights of a part that have adapters, each with its experts module and its name there."""
+    """Yields a part's plain stacked weights with adapters, each with its experts module and its name there."""
     for path, module in part.named_modules():
         plain = dict(module.named_parameters(recurse=False)) if is_named(path, EXPERTS) else {}
         for name in STACKED:
@@ -97,15 +97,8 @@ def adapted_stacks(part: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[nn.Mod
 
 @torch.no_grad()
 def merge_stack(experts: Any, name: str, plain: Callable[[], Tensor] | None = None) -> Tensor:
-    """This rank's shard of a stacked weight with the adapters merged in, in fp32 or wider.
-
-    Weight and adapters are cut alike, by experts.
-
-    Args:
-        experts: the experts module.
-        name: the weight's name there.
-        plain: gives the shard of a weight that the module has in few bits.
-    """
+    """Returns this rank's shard of a stacked weight with the adapters merged, in fp32 or wider. Weight and adapters
+    are cut alike, by experts. `plain` returns the shard of a quantized weight."""
     adapter = adapter_of(experts, name)
     weight = local_tensor(getattr(experts, name)) if plain is None else plain()
     down, up = local_tensor(adapter.lora_A.weight), local_tensor(adapter.lora_B.weight)
@@ -113,11 +106,11 @@ def merge_stack(experts: Any, name: str, plain: Callable[[], Tensor] | None = No
 
 
 def adapted_weight(layer: str) -> str:
-    """The name of the weight that an adapter belongs to, by what its name has before `.lora_A`."""
+    """Returns the name of an adapter's weight, given the adapter's name up to `.lora_A`."""
     experts, between, name = layer.rpartition(f".{EXPERTS}.{ADAPTERS}.")
     return f"{experts}.{EXPERTS}.{name}" if between else f"{layer}.weight"
 
 
 def adapted_weights_by_name(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The layers with adapters among named tensors, by the names of the weights that they belong to."""
+    """Returns the layers with adapters among named tensors, by the names of their weights."""
     return {adapted_weight(match[1]): match[1] for name in tensors if (match := ADAPTER.fullmatch(name))}

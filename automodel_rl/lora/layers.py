@@ -21,17 +21,16 @@ ADAPTER = re.compile(rf"(.+)\.(?:{'|'.join(ADAPTER_NAMES)})\.weight")
 
 
 def is_named(module: str, name: str) -> bool:
-    """Whether a module has a name, or a full name that ends with it. PEFT has the same rule."""
+    """Returns whether a module's full name is `name` or ends with it, as in PEFT."""
     return module == name or module.endswith(f".{name}")
 
 
 def install_adapters(part: Any, scope: MicrobatchScope | None = None) -> None:
-    """Makes the layers of a part use their adapters. Call it after the split into stages, which copies modules.
+    """Makes a part's layers use their adapters. Call it after the split into stages, which copies modules.
 
     Args:
-        part: the part.
-        scope: shows which microbatch a layer computes, and with it which training a token belongs to; None where all
-            tokens belong to one.
+        scope: the microbatch that a layer currently computes, and with it the training that each token belongs to;
+            None if there is only one training.
     """
     for linear in adapted_layers(part):
         linear.microbatch_scope = scope or MicrobatchScope()
@@ -40,18 +39,18 @@ def install_adapters(part: Any, scope: MicrobatchScope | None = None) -> None:
 
 
 def move_adapter(source: Any, target: Any) -> None:
-    """Gives a layer's adapter to the layer that takes its place. Call it before `install_adapters`."""
+    """Moves a layer's adapter to the layer that replaces it. Call it before `install_adapters`."""
     for name in (*ADAPTER_NAMES, MAGNITUDE, "lora_scale", "lora_dropout", "lora_sum"):
         setattr(target, name, getattr(source, name))
 
 
 def _forward(linear: Any, hidden: Tensor) -> Tensor:
     base = linear.base_forward(hidden)
-    if linear.lora_dropout and torch.is_grad_enabled():  # log-probabilities and evaluations are not random
+    if linear.lora_dropout and torch.is_grad_enabled():  # evaluations are deterministic
         hidden = F.dropout(hidden, linear.lora_dropout)
     down, up = (local_tensor(part.weight).to(hidden.dtype) for part in (linear.lora_A, linear.lora_B))
     low, factors = F.linear(hidden, down), linear.microbatch_scope.input(ADAPTER_GATE)
-    if factors is not None:  # of all tokens, of which the sum may leave a rank only its own
+    if factors is not None:  # of all tokens; lora_sum may leave a rank only its own
         return base + F.linear(linear.lora_sum(low * factors.to(low.dtype)), up)
     change = linear.lora_scale * F.linear(linear.lora_sum(low), up)
     return with_magnitude(linear, base, change) if has_magnitude(linear) else base + change
@@ -59,7 +58,7 @@ def _forward(linear: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def begin_magnitudes(part: nn.Module) -> None:
-    """Sets the trained lengths of rows, where adapters have them, to those that the checkpoint's rows have."""
+    """Initialises DoRA magnitudes to the row lengths of the checkpoint's weights."""
     for linear in adapted_layers(part):
         if has_magnitude(linear):
             lengths = local_tensor(linear.lora_magnitude_vector.weight)
@@ -70,27 +69,24 @@ def begin_magnitudes(part: nn.Module) -> None:
 
 
 def adapted_weights(part: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
-    """The plain weights of a part that have adapters, and their layers."""
+    """Yields a part's plain weights with adapters, and their layers."""
     for linear in adapted_layers(part):
         if "weight" in dict(linear.named_parameters(recurse=False)):
             yield linear.weight, linear
 
 
 def adapted_layers(part: nn.Module) -> list[Any]:
-    """The linear layers of a part that have adapters."""
+    """Returns a part's linear layers with adapters."""
     linears = (module for module in part.modules() if isinstance(module, nn.Linear))
     return [linear for linear in linears if "lora_A" in dict(linear.named_children())]
 
 
 @torch.no_grad()
 def merge(linear: Any, whole_down: Tensor) -> Tensor:
-    """This rank's shard of a layer's weight with the adapter merged in, in fp32 or wider.
+    """Returns this rank's shard of a layer's weight with the adapter merged, in fp32 or wider.
 
-    Weight and `lora_B` are cut alike along the outputs, weight and `lora_A` along the inputs.
-
-    Args:
-        linear: a layer with an adapter.
-        whole_down: the whole of its `lora_A`.
+    Weight and `lora_B` are cut alike along the outputs, weight and `lora_A` along the inputs. `whole_down` is the
+    whole `lora_A`.
     """
     down = whole_down[:, local_box(linear.lora_A.weight)[1]]
     lengths = local_tensor(linear.lora_magnitude_vector.weight) if has_magnitude(linear) else None
@@ -106,15 +102,14 @@ def merged(
     is_transposed: bool = False,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """A weight with its adapter merged in, in fp32 or wider.
+    """Returns a weight with its adapter merged, in fp32 or wider.
 
     Args:
-        weight: [outputs, inputs], or a stack of such matrices; then the adapter is a stack, too.
+        weight: [outputs, inputs], or a stack of such matrices with a stacked adapter.
         down: `lora_A` [rank, inputs].
         up: `lora_B` [outputs, rank].
-        scale: the factor of the adapter's output.
         is_transposed: whether the weight is [inputs, outputs] instead.
-        lengths: the trained lengths of its rows [outputs], if the adapter has them; rows are whole then.
+        lengths: DoRA magnitudes of its rows, [outputs]; needs whole rows.
     """
     wide = torch.promote_types(torch.promote_types(weight.dtype, up.dtype), torch.float32)
     own = weight.mT if is_transposed else weight
@@ -131,13 +126,12 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def initialise(name: str, parameter: Tensor, seed: int = 0, rows: slice = slice(None)) -> None:
-    """Fills this rank's shard of an adapter: A as PEFT does, B with 0. The whole tensor is the same on every layout.
+    """Initialises this rank's shard of an adapter: A as PEFT does, B with 0. The whole tensor is the same on every
+    layout.
 
     Args:
-        name: the adapter's name, by which its values differ from those of others.
-        parameter: the adapter.
-        seed: another seed gives other values.
-        rows: the rows of A that get values; the others get 0.
+        name: the adapter's name, which with `seed` determines its values.
+        rows: the rows of A to initialise; the others become 0.
     """
     if ".lora_B." in name:
         local_tensor(parameter).zero_()

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's file format: adapter_model.safetensors, and adapter_config.json beside it."""
+"""Adapters in PEFT's file format: adapter_model.safetensors and adapter_config.json."""
 
 import itertools
 import json
@@ -41,27 +41,24 @@ PEFT_PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 NOTES, BASE = "auto_mapping", "automodel_rl_base"
-"""The key of adapter_config.json for notes, which PEFT keeps, and does not read where there is a `task_type`; and the
-note that says `LoraConfig.base` if it is not plain."""
+"""Key of adapter_config.json for notes, which PEFT keeps and ignores if there is a `task_type`; and the note with
+`LoraConfig.base`, if not plain."""
 
 _OF_STACKS = tuple(f".{EXPERTS}.{ADAPTERS}.{name}" for name in STACKED)
 
 
 class AdapterFolder:
-    """Adapters on disk, in PEFT's format. They may come from anybody and are not trusted.
+    """Adapters on disk in PEFT's format. The folder is untrusted.
 
     Args:
-        folder: the folder with both files.
-        merges: whether they are merged into the weights; otherwise they are trained.
+        merges: whether adapters are merged into the weights instead of trained.
 
     Attributes:
-        config: their config, with the kind of base that they were trained on as far as the folder says. Dropout is not
-            part of what they compute, and left out.
-        base: the checkpoint that they belong to: a folder or a hub id.
-        base_revision: its revision on the hub.
+        config: their config, with the kind of base that they were trained on if known, and without dropout.
+        base: folder or hub id of their base checkpoint.
 
     Raises:
-        InputError: the config is damaged, or it asks for adapters of another kind than those trained here.
+        InputError: the config is damaged, or requests unsupported adapters.
     """
 
     def __init__(self, folder: Path, merges: bool = False):
@@ -96,7 +93,7 @@ class AdapterFolder:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Adapters and modules to save, by the names that they have in the model; mapped from the file."""
+        """Adapters and modules to save by their names in the model, memory-mapped."""
         try:
             named = {
                 _own_name(name.removeprefix(PEFT_PREFIX)): t for name, t in load_file(self.folder / WEIGHTS).items()
@@ -107,7 +104,7 @@ class AdapterFolder:
         return from_peft(named, self._rank, self._target_parameters)
 
     def _check_magnitudes(self, named: dict[str, Tensor]) -> None:
-        """Raises InputError unless there are lengths of rows for each adapter if the config says so, and else none."""
+        """Raises InputError unless each adapter has magnitudes if the config says so, and none otherwise."""
         wanted = {magnitude_of(layer) for layer in _layers_of(named)} if self._has_magnitudes else set()
         found = {name for name in named if is_magnitude(name)}
         if wanted != found:
@@ -119,13 +116,12 @@ class AdapterFolder:
 
     @property
     def num_labels(self) -> int | None:
-        """Number of outputs of a linear head that is saved with them; None if they belong to a model with the
-        vocabulary's head."""
+        """Number of outputs of a saved linear head; None for a base with the vocabulary's head."""
         return len(self.tensors[HEAD_IN_MODEL]) if self._is_of_classifier else None
 
     def check_base(self, base: Base) -> None:
-        """Raises InputError if they were trained on a base with other values. Weights that stay as they are stored have
-        those of plain ones."""
+        """Raises InputError if they were trained on a base with other values. `plain` and `stored` bases have the
+        same values."""
         if self._noted is not None and (base == "nf4") != (self._noted == "nf4"):
             raise InputError(
                 f"model.lora.base={base}: the adapters of {self.folder} were trained on base={self._noted}, which has "
@@ -133,14 +129,13 @@ class AdapterFolder:
             )
 
     def check(self, parts: Sequence[Any]) -> None:
-        """Compares the tensors with a model's, by name and shape.
+        """Compares names and shapes of the tensors with a model's.
 
         Args:
-            parts: the language model and, if it has one, the encoder, with adapters that are to be filled, or without
-                them if they are merged.
+            parts: the language model and any encoders, with adapters to be filled or, for merging, without.
 
         Raises:
-            InputError: a tensor belongs to nothing in the model, or an adapter of the model has no tensor.
+            InputError: a tensor fits nothing in the model, or an adapter of the model has no tensor.
         """
         file, own = self.folder / WEIGHTS, dict(itertools.chain(*(part.named_parameters() for part in parts)))
         is_transposed = FAMILIES[parts[0].config.model_type].transposes_experts
@@ -167,9 +162,8 @@ class AdapterFolder:
         """Fills this rank's shard of an adapter or of a module to save, or merges an adapter into that of its weight.
 
         Args:
-            name: the parameter's name. Nothing is done if the folder has nothing for it.
-            parameter: the parameter, which holds the checkpoint's values if it is a weight of the checkpoint.
-            family: the model's family.
+            name: the parameter's name. Ignored if the folder has nothing for it.
+            parameter: the parameter; for merging it already holds the checkpoint's values.
         """
         box, local = local_box(parameter), local_tensor(parameter)
         if name in self.tensors:
@@ -190,12 +184,12 @@ class AdapterFolder:
 
     @cached_property
     def _is_multimodal(self) -> bool:
-        """Whether they belong to a multimodal model. Short names may then also mean layers of an encoder."""
+        """Whether they belong to a multimodal model, where short names may also refer to encoder layers."""
         try:
             with safe_open(self.folder / WEIGHTS, "pt") as file:
                 names = [*file.keys()]
         except (OSError, SafetensorError):
-            return False  # the first who reads the tensors says so
+            return False  # reading the tensors will report it
         return any(name.startswith(f"{PEFT_PREFIX}model.language_model.") for name in names)
 
     @cached_property
@@ -207,7 +201,7 @@ class AdapterFolder:
         return tuple(sorted(weight.removesuffix(".weight") for weight in self._adapted))
 
     def _names(self, targets: list[str], values: dict[str, Any]) -> tuple[str, ...]:
-        """The targets by short name, or by full name if only some layers with these names have adapters."""
+        """Returns the targets by short name, or by full name if only some layers of that name have adapters."""
         weights = [
             f"{EXPERTS}.{name}" if name in STACKED else name.removesuffix(".weight")
             for name in values.get("target_parameters") or []
@@ -223,7 +217,7 @@ class AdapterFolder:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """The values of an adapter_config.json, with a `peft_type`."""
+    """Reads an adapter_config.json, which must have a `peft_type`."""
     try:
         values: dict[str, Any] = json.loads(file.read_text())
         values["peft_type"]
@@ -233,7 +227,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _fits(name: str, adapter: Tensor, weight: Tensor, is_transposed: bool) -> bool:
-    """Whether an adapter belongs to a weight, by their shapes; for experts both are stacks."""
+    """Returns whether an adapter's shape fits a weight; for experts both are stacks."""
     if adapter.ndim != weight.ndim:
         return False
     shape = weight.mT.shape if weight.ndim == 3 and is_transposed else weight.shape
@@ -250,9 +244,7 @@ class AdapterOrigin:
     """The model that adapters belong to.
 
     Attributes:
-        config: the adapters' config.
-        base: the checkpoint that they adapt: the absolute path of its folder, or its hub id.
-        family: the family of its model.
+        base: absolute path or hub id of the base checkpoint.
     """
 
     config: LoraConfig
@@ -261,13 +253,8 @@ class AdapterOrigin:
 
 
 def check_magnitudes(model: nn.Module, family: CheckpointFamily) -> None:
-    """Raises InputError if PEFT could not open adapters with lengths of rows: those of layers whose names experts have,
-    too, it wraps in another way (`target_parameters`), which has none.
-
-    Args:
-        model: the language model with its adapters.
-        family: the checkpoint's family.
-    """
+    """Raises InputError if PEFT could not open the model's DoRA adapters: it wraps layers that share a name with
+    expert weights by `target_parameters`, which has no magnitudes."""
     adapted, experts = set(adapted_layers(model)), family.file_names.experts
     short = () if experts is None else (experts.gate, experts.up, experts.down)
     for name, module in model.named_modules():
@@ -285,14 +272,11 @@ def save_adapters(
     tokenizer: PreTrainedTokenizerBase | None,
     world: dist.ProcessGroup,
 ) -> None:
-    """Writes adapter_model.safetensors and adapter_config.json, which PEFT opens. A collective.
+    """Writes adapter_model.safetensors and adapter_config.json for PEFT. A collective.
 
     Args:
-        folder: the folder to write; replaced if it exists; on a file system that all ranks share.
-        tensors: names and whole values of adapters and modules to save, each on one of the ranks.
-        origin: the model that the adapters belong to.
-        tokenizer: the tokenizer to save along, if given.
-        world: all ranks of the job.
+        folder: the folder to write, on a file system shared by all ranks; replaced if it exists.
+        tensors: whole adapters and modules to save by name, each on one of the ranks.
     """
     of_ranks = gather_objects(tensors, world)
     with complete_folder(folder, world) as unfinished:
@@ -304,31 +288,19 @@ def save_adapters(
 
 
 def write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin) -> None:
-    """Writes adapters as PEFT does.
-
-    Args:
-        folder: a folder that exists.
-        tensors: all adapters and modules to save, by name.
-        origin: the model that the adapters belong to.
-    """
+    """Writes adapters and modules to save in PEFT's format, to an existing folder."""
     _write(folder, to_peft(tensors), origin, _peft_targets(_layers_of(tensors), origin))
 
 
 def write_single_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin) -> None:
-    """Writes adapters of layers and of experts one by one, as vLLM reads them.
-
-    Args:
-        folder: a folder that exists.
-        tensors: all adapters, by name.
-        origin: the model that the adapters belong to.
-    """
+    """Writes adapters of layers and of experts one by one, as vLLM reads them, to an existing folder."""
     short = {layer.rpartition(".")[2] for layer in _layers_of(tensors)}
     _write(folder, tensors, origin, {"target_modules": sorted(short)})
 
 
 def _name_in_class(name: str, family: CheckpointFamily) -> str:
-    """The name that PEFT sees of a tensor or layer: that in transformers' class, where the language model of a
-    multimodal model is a module of its own."""
+    """Returns the name of a tensor or layer in transformers' class, as PEFT sees it. There a multimodal model's
+    language model is a submodule."""
     if family.is_classifier and name == HEAD_IN_MODEL:
         return HEAD_IN_FILES
     name = name.removesuffix(".weight") if is_magnitude(name) else name
@@ -338,28 +310,28 @@ def _name_in_class(name: str, family: CheckpointFamily) -> str:
 
 
 def _own_name(name: str) -> str:
-    """The name that a tensor of PEFT's file has in the model's parts."""
+    """Returns the name in the model's parts of a tensor in PEFT's file."""
     name = f"{name}.weight" if name.endswith(f".{MAGNITUDE}") else name
     return HEAD_IN_MODEL if name == HEAD_IN_FILES else re.sub(r"^model\.language_model\.", "model.", name)
 
 
 HEAD, HEAD_OF_CLASSIFIER = "lm_head", "score"
-"""The module of a linear head in the model, and in transformers' sequence classifiers."""
+"""Module of a linear head in the model, and in transformers' sequence classifiers."""
 
 OF_CLASSIFIER = "SEQ_CLS"
-"""PEFT's task of adapters of a sequence classifier."""
+"""PEFT's task type of a sequence classifier."""
 
 UNUSED = "classifier"
-"""A module that PEFT names for every sequence classifier, whether it has one or not."""
+"""A module that PEFT lists for every sequence classifier, even without one."""
 
 
 def _own_modules(names: Sequence[str]) -> tuple[str, ...]:
-    """The modules to save of PEFT's config by their names in the model's parts."""
+    """Returns modules to save of PEFT's config by their names in the model's parts."""
     return tuple(HEAD if name == HEAD_OF_CLASSIFIER else name for name in names if name != UNUSED)
 
 
 def _modules_in_class(names: Sequence[str], family: CheckpointFamily) -> list[str]:
-    """The modules to save by their names in transformers' class."""
+    """Returns the modules to save by their names in transformers' class."""
     return [HEAD_OF_CLASSIFIER if name == HEAD and family.is_classifier else name for name in names]
 
 
@@ -388,17 +360,17 @@ def _write(folder: Path, tensors: dict[str, Tensor], origin: AdapterOrigin, targ
 
 
 def _peft_targets(layers: list[str], origin: AdapterOrigin) -> dict[str, list[str]]:
-    """What adapter_config.json says of the places of adapters.
+    """Returns the target entries of adapter_config.json.
 
-    PEFT applies an entry of `target_modules` to the fused experts if it ends with a name that an expert's weight has in
-    files, such as gate_proj. So dense layers and shared experts with such a name are listed in `target_parameters`.
+    PEFT applies an entry of `target_modules` to fused experts if it ends with the name of an expert's weight in the
+    files, such as gate_proj. So dense layers and shared experts of such a name are listed in `target_parameters`.
     """
     experts = origin.family.file_names.experts
     of_experts = () if experts is None else (experts.gate, experts.up, experts.down)
     stacks = [adapted_weight(layer) for layer in layers if layer.endswith(_OF_STACKS)]
     dense = [layer for layer in layers if not layer.endswith(_OF_STACKS)]
     by_weight = [layer for layer in dense if layer.rpartition(".")[2] in of_experts]
-    # PEFT would find the same short names in the encoder.
+    # In the encoder, PEFT would match the same short names.
     has_full_names = origin.family.is_multimodal or any(
         target.count(".") > target.startswith(f"{EXPERTS}.") for target in origin.config.targets
     )

@@ -1,8 +1,8 @@
-"""What a key of PEFT's adapter_config.json means here: it is followed, changes nothing, or is refused.
+"""Treatment of the keys of PEFT's adapter_config.json: honoured, ignored, or rejected.
 
-PEFT has many kinds of LoRA that share one format. A key that is not known here may ask for another kind, so it is
-refused unless its value asks for nothing. `init_lora_weights` stays in the file, and PEFT goes by it when adapters are
-loaded: PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take something from the weights of the base model.
+PEFT has many kinds of LoRA in one format. An unknown key may request another kind, so it is rejected unless its value
+is empty. `init_lora_weights` stays in the file, and PEFT applies it when it loads adapters: PiSSA, OLoRA, CorDA,
+LoftQ and LoRA-GA change the base model's weights.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ FOLLOWED = frozenset(
         "use_rslora",
     )
 )
-"""Keys that decide which adapters these are."""
+"""Keys that are honoured."""
 
 HARMLESS = frozenset(
     (
@@ -42,7 +42,8 @@ HARMLESS = frozenset(
         "task_type",
     )
 )
-"""Keys that do not change what adapters compute: notes, how they began, and settings of what other keys switch on."""
+"""Keys that do not change what adapters compute: notes, initialisation, and settings of features enabled by other
+keys."""
 
 REFUSED = frozenset(
     (
@@ -64,17 +65,16 @@ REFUSED = frozenset(
         "velora_config",
     )
 )
-"""Keys that ask for adapters of other kinds than those trained here, unless they ask for nothing."""
+"""Keys that request unsupported kinds of adapters, unless empty."""
 
 BEGINNING = "init_lora_weights"
 
 PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of `BEGINNING` that leave the base model's weights as they are."""
+"""Values of `BEGINNING` that leave the base model's weights unchanged."""
 
 
 def problem_of(values: dict[str, Any]) -> str:
-    """What in the values of an adapter_config.json asks for other adapters than those trained here, with the remedy;
-    empty if nothing does."""
+    """Returns why an adapter_config.json requests unsupported adapters, with the remedy; "" if it does not."""
     if values["peft_type"] != "LORA":
         return _unlike("peft_type", values["peft_type"])
     beginning = values.get(BEGINNING, True)

@@ -1,8 +1,7 @@
 """Adapters of a smaller rank, stored in adapters of a larger rank.
 
-They have some of the rows of A and the same columns of B. The rest is filled with zeros. Neither gets a gradient, for
-each is multiplied by the other. So an optimizer leaves them at 0, and the adapter computes and trains as one of its own
-rank.
+They use some rows of A and the same columns of B. The rest is 0, and gets no gradient, because A's and B's zeros
+multiply each other's. So optimizers leave it at 0, and the adapter computes and trains as one of its own rank.
 """
 
 import re
@@ -21,13 +20,13 @@ ATTENTION = re.compile(r"\.(self_attn|attn|attention|linear_attn)\.")
 
 
 def is_attention(name: str) -> bool:
-    """Whether an adapter belongs to an attention layer, by its full name."""
+    """Returns whether an adapter, by its full name, belongs to an attention layer."""
     return ATTENTION.search(name) is not None
 
 
 def set_scale(parts: Iterable[Any], scale: float) -> None:
-    """Sets the factor of the output of every adapter of a model's parts. It is a tensor: for a number, compiled layers
-    would need graphs for each that comes."""
+    """Sets the output factor of every adapter in a model's parts. It is a tensor: compiled layers would need graphs
+    for each number."""
     for part in parts:
         for linear in adapted_layers(part):
             linear.lora_scale = _beside(linear.lora_A.weight, scale)
@@ -36,30 +35,23 @@ def set_scale(parts: Iterable[Any], scale: float) -> None:
 
 
 def _beside(weight: Tensor, number: float) -> Tensor:
-    """A number as a tensor without dims on a weight's device, in fp32 or wider."""
+    """Returns a number as a scalar tensor on a weight's device, in fp32 or wider."""
     return torch.tensor(number, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
 
 
 def cut_to_rank(name: str, tensor: Tensor, rows: slice) -> Tensor:
-    """An adapter or its optimizer moment, cut to the rank of its own training.
+    """Cuts a whole adapter or optimizer moment to the rank of its own training.
 
     Args:
-        name: the adapter's name.
-        tensor: A [..., largest rank, inputs] or B [..., outputs, largest rank], whole.
-        rows: its own rows of A, and columns of B.
+        tensor: A [..., largest rank, inputs] or B [..., outputs, largest rank].
+        rows: its own rows of A, or columns of B.
     """
     return tensor.narrow(_rank_dim(name), rows.start, rows.stop - rows.start)
 
 
 def own_part(name: str, parameter: Tensor, shard: Tensor, rows: slice) -> Tensor:
-    """A copy of this rank's shard of an adapter, or of its gradient, with zeros in place of what others have.
-
-    Args:
-        name: the adapter's name.
-        parameter: the adapter, whose shard has the same place.
-        shard: the shard.
-        rows: the rows of A, and columns of B, to keep.
-    """
+    """Copies this rank's shard of an adapter or of its gradient, with zeros outside the given `rows` of A or columns
+    of B. `parameter` is the adapter, sharded like `shard`."""
     dim = _rank_dim(name) % shard.ndim
     held = local_box(parameter)[dim]
     start = min(max(rows.start - held.start, 0), shard.shape[dim])
@@ -70,16 +62,15 @@ def own_part(name: str, parameter: Tensor, shard: Tensor, rows: slice) -> Tensor
 
 
 def fill_up_to_rank(name: str, tensor: Tensor, shape: tuple[int, ...], first: int = 0) -> Tensor:
-    """An adapter or its optimizer moment, filled up with zeros to the rank of all trainings.
+    """Zero-pads a whole adapter or optimizer moment to the largest rank.
 
     Args:
-        name: the adapter's name.
-        tensor: A [..., rank, inputs] or B [..., outputs, rank], whole.
+        tensor: A [..., rank, inputs] or B [..., outputs, rank].
         shape: the shape with the largest rank.
-        first: the first of its rows of A, and columns of B.
+        first: index of its first row of A, or column of B.
 
     Raises:
-        ValueError: the tensor has another size than this shape in a dim that is not the rank's, or a larger rank.
+        ValueError: the tensor does not fit into this shape.
     """
     dim = _rank_dim(name) % len(shape)
     sizes = [*shape[:dim], tensor.shape[dim], *shape[dim + 1 :]]

@@ -1,7 +1,7 @@
 """Adapters of linear layers that tensor parallelism splits.
 
 Where ranks hold rows of the weight, B has the same rows, and each rank's gradient of A is a summand. Where they hold
-columns, A has the same columns; what it gives is summed over the ranks, which is narrow, and B is whole.
+columns, A has the same columns, its (narrow) output is summed over the ranks, and B is whole.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,10 @@ from automodel_rl.parallel.tensor_parallel import COLUMNS, ROWS, SECTIONS, Tenso
 def split_adapters(
     part: nn.Module, style_of: Callable[[str], str | None], mesh: DeviceMesh, how: TensorParallel
 ) -> list[tuple[nn.Module, str]]:
-    """Splits the adapters of a part without storage, before its linear layers are split.
-
-    Args:
-        part: the part.
-        style_of: gives how a module is split, by its name in the part; None for one that is not.
-        mesh: the mesh of the tp ranks.
-        how: how the blocks of these layers are entered and left.
+    """Splits a part's adapters, still without storage, before its linear layers are split.
 
     Returns:
-        Parameters, as (module, name), for which each rank's gradient is only a summand.
+        Parameters, as (module, name), whose gradient on each rank is only a summand.
 
     Raises:
         InputError: a layer with adapters has rows of several sections.

@@ -1,9 +1,9 @@
-"""How adapters of experts lie in files: stacked, as PEFT has them, or one by one, as vLLM wants them for most families.
+"""Layouts of experts' adapters in files: stacked, as in PEFT, or one by one, as vLLM expects for most families.
 
 PEFT keeps the stacked weights of an experts module in nested wrappers (`target_parameters`, peft 0.19.1 and later):
-`experts.lora_A.weight` is that of the last adapted weight, and `experts.base_layer.lora_A.weight` that of the one
-before. It writes the A of all experts below each other, [experts * rank, inputs], and their B side by side with the
-expert as the fastest dim, [outputs, rank * experts].
+`experts.lora_A.weight` belongs to the last adapted weight, and `experts.base_layer.lora_A.weight` to the one before.
+It stores all experts' A one below the other, [experts * rank, inputs], and their B side by side with the expert as
+the fastest dim, [outputs, rank * experts].
 """
 
 import re
@@ -19,7 +19,7 @@ OWN = re.compile(rf"(.+\.{EXPERTS})\.{ADAPTERS}\.(\w+)\.(lora_[AB])\.weight")
 
 
 def to_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adapters by the model's names, turned to PEFT's names and shapes; all else stays."""
+    """Converts adapters from the model's names to PEFT's names and shapes; other tensors are unchanged."""
     turned = {}
     for name, tensor in tensors.items():
         own = OWN.fullmatch(name)
@@ -35,13 +35,11 @@ def to_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_peft(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iterable[str]) -> dict[str, Tensor]:
-    """Adapters by PEFT's names, turned to the model's names and shapes; all else stays.
+    """Converts adapters from PEFT's names to the model's names and shapes; other tensors are unchanged.
 
     Args:
-        tensors: the adapters.
-        rank: their rank.
-        target_parameters: what PEFT's config says of parameters with adapters: where an experts module has adapters on
-            one of its weights, only this tells on which.
+        target_parameters: from PEFT's config. If only one weight of an experts module has adapters, this alone tells
+            which.
     """
     targets = [*target_parameters]
     nested = {match[1] for name in tensors if (match := WRAPPED.fullmatch(name)) and match[2]}

@@ -1,4 +1,4 @@
-"""Losses over microbatches: pure tensor functions."""
+"""Losses over microbatches, as pure tensor functions."""
 
 from automodel_rl.losses.distill import distill_loss
 from automodel_rl.losses.dpo import dpo_loss

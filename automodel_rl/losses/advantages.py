@@ -1,4 +1,4 @@
-"""Advantages of completions from their rewards, group by group."""
+"""Advantages of completions from their rewards, per group."""
 
 import torch
 from torch import Tensor
@@ -6,28 +6,26 @@ from torch import Tensor
 from automodel_rl.config.losses import AdvantageConfig
 
 EPSILON = 1e-6
-"""Added to standard deviations. The deviation of a reward's others divides nothing below this share of the group's
-range."""
+"""Added to standard deviations. With leave_one_out, deviations of at most this fraction of the group's range do not
+divide."""
 
 ROUNDING = 64
-"""Rewards whose difference is at most so many units in the last place are equal."""
+"""Rewards that differ by at most this many units in the last place count as equal."""
 
 
 def advantages(
     rewards: Tensor, config: AdvantageConfig, counts: Tensor | None = None, weights: Tensor | None = None
 ) -> Tensor:
-    """Advantages: how much better each completion is than what it is compared with. Papers are in `AdvantageConfig`.
+    """Computes the advantages of completions. See `AdvantageConfig` for formulas and papers.
 
     Args:
-        rewards: [P, G], the rewards of G completions for each of P prompts; for gdpo [P, G, R], each of R rewards
-            apart. Standard deviations are those of samples (divided by the number less 1).
-        config: what a completion is compared with.
-        counts: whether each completion is there, bool [P, G], for groups of unequal size; None if all are. Others
-            count in no mean and in no standard deviation.
-        weights: the weights of the R rewards, for gdpo.
+        rewards: [P, G] for P prompts with G completions each; for gdpo [P, G, R] with R separate rewards.
+        config: the kind of advantage.
+        counts: bool [P, G], False for completions to ignore; None if all count.
+        weights: [R], weights of the rewards; gdpo only.
 
     Returns:
-        [P, G], of the same dtype; 0 for completions that are not there. They are not whitened over tokens.
+        [P, G], same dtype; 0 for ignored completions. `whiten: tokens` is not yet applied.
     """
     counts = torch.ones(rewards.shape[:2], dtype=torch.bool) if counts is None else counts
     if config.kind == "gdpo":
@@ -50,18 +48,14 @@ def advantages(
 
 
 def whitened_over_tokens(of_rows: Tensor, num_tokens: Tensor) -> Tensor:
-    """Advantages less their mean and divided by their standard deviation over all tokens.
-
-    Args:
-        of_rows: the advantage of each row's tokens, [N].
-        num_tokens: number of each row's trained tokens, [N].
-    """
+    """Normalises advantages to mean 0 and standard deviation 1 over all trained tokens, given the advantage and the
+    number of trained tokens of each row, [N] each."""
     return _whitened(of_rows, num_tokens.to(of_rows.dtype))
 
 
 def _whitened(values: Tensor, weights: Tensor) -> Tensor:
-    """Values less their mean and divided by their sample deviation, each counted as often as its weight says; 0 where
-    that is 0, and if they differ by no more than rounding."""
+    """Normalises values by their weighted mean and sample deviation. Returns 0 where the weight is 0, and everywhere if
+    values differ only by rounding."""
     total, is_counted = weights.sum(), weights > 0
     if not _differ(values.flatten()[None], is_counted.flatten()[None]):
         return torch.zeros_like(values)
@@ -71,13 +65,13 @@ def _whitened(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _range(rewards: Tensor, counts: Tensor) -> Tensor:
-    """The largest difference within each group, [P, 1]; 0 for a group without rewards."""
+    """Largest difference within each group, [P, 1]; 0 for a group without rewards."""
     largest = torch.where(counts, rewards, -torch.inf).amax(1, keepdim=True)
     return (largest - torch.where(counts, rewards, torch.inf).amin(1, keepdim=True)).clamp_min(0)
 
 
 def _rounding(rewards: Tensor, counts: Tensor) -> Tensor:
-    """How far rounding may move rewards of each group apart that were computed in different ways, [P, 1]."""
+    """Largest rounding error of rewards in each group, [P, 1]."""
     return ROUNDING * torch.finfo(rewards.dtype).eps * torch.where(counts, rewards, 0.0).abs().amax(1, keepdim=True)
 
 
@@ -87,17 +81,17 @@ def _differ(rewards: Tensor, counts: Tensor) -> Tensor:
 
 
 def _mean(rewards: Tensor, counts: Tensor) -> Tensor:
-    """The mean of each group, [P, 1]."""
+    """Mean of each group, [P, 1]."""
     return torch.where(counts, rewards, 0.0).sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp_min(1)
 
 
 def _centred(rewards: Tensor, counts: Tensor) -> Tensor:
-    """Rewards less the mean of their group, [P, G]; 0 if they differ by no more than rounding."""
+    """Rewards minus their group mean, [P, G]; 0 if they differ only by rounding."""
     return torch.where(counts & _differ(rewards, counts), rewards - _mean(rewards, counts), 0.0)
 
 
 def _compared(rewards: Tensor, leave_one_out: bool, counts: Tensor) -> Tensor:
-    """(reward - mean) / standard deviation of each group, or of the group's others, [P, G]."""
+    """(reward - mean) / standard deviation, over the whole group or over its other completions, [P, G]."""
     if leave_one_out:
         places = range(rewards.shape[1])
         return torch.stack([_compared_with_others(rewards, counts, place) for place in places], 1)
@@ -106,7 +100,7 @@ def _compared(rewards: Tensor, leave_one_out: bool, counts: Tensor) -> Tensor:
 
 
 def _compared_with_others(rewards: Tensor, counts: Tensor, place: int) -> Tensor:
-    """(reward - mean) / standard deviation of the others, of the completion at a place of each group, [P]."""
+    """(reward - mean) / standard deviation over the others, for one completion of each group, [P]."""
     others = counts.clone()
     others[:, place] = False
     sizes = others.sum(1, keepdim=True)
@@ -119,29 +113,18 @@ def _compared_with_others(rewards: Tensor, counts: Tensor, place: int) -> Tensor
 
 
 def sample_deviation(squares: Tensor, count: Tensor) -> Tensor:
-    """The standard deviation of a sample, 0 for a sample of one.
-
-    Args:
-        squares: sum of the squared distances from the mean, any shape.
-        count: number of values, of the same shape.
-    """
+    """Returns the standard deviation of a sample (with Bessel's correction), 0 for a sample of one, from the sum of
+    squared deviations and the number of values."""
     return (squares / (count - 1).clamp_min(1)).sqrt()
 
 
 def has_signal(rewards: Tensor) -> Tensor:
-    """Whether the rewards [P, G] of each group differ by more than rounding, bool [P]. If they do not, nothing can be
-    learned from it."""
+    """Whether the rewards [P, G] of each group differ by more than rounding, bool [P]. Groups without a difference have
+    no gradient."""
     return _differ(rewards, torch.ones_like(rewards, dtype=torch.bool)).squeeze(1)
 
 
 def overlong_penalty(num_tokens: Tensor, max_tokens: int, buffer: int) -> Tensor:
-    """Penalty for completions that come close to the limit, from 0 to 1 (DAPO, arXiv:2503.14476, eq. 13).
-
-    It is subtracted from the reward and rises over the last `buffer` tokens before the limit.
-
-    Args:
-        num_tokens: lengths of completions, any shape.
-        max_tokens: length of the longest completion.
-        buffer: number of tokens over which the penalty rises.
-    """
+    """Computes a penalty from 0 to 1 for completions close to the limit, to be subtracted from the reward (DAPO,
+    arXiv:2503.14476, eq. 13). It rises linearly over the last `buffer` tokens before `max_tokens`."""
     return ((num_tokens - (max_tokens - buffer)) / buffer).clamp(0, 1)

@@ -1,7 +1,7 @@
-"""Metrics of how far a generator's log-probabilities are from the trainer's, under the names that NeMo RL gave them.
+"""Metrics of the difference between generator and trainer log-probabilities, named as in NeMo RL.
 
-In the formulas g is the generator's log-probability of a token, and p the trainer's at the start of the step. If both
-agree they are 0, or 1 where a ratio is meant. Nothing is clamped.
+In the formulas, g is a token's log-probability under the generator, and p that under the trainer at the start of the
+step. If both agree, the metrics are 0, or 1 for ratios. Nothing is clamped.
 """
 
 import math
@@ -18,17 +18,12 @@ WEIGHT, SQUARE_OF_WEIGHT = "train/correction_weight", "train/correction_weight_s
 RATIO_MAX, RATIO_MIN = "train/ratio_max", "train/ratio_min"
 
 EXTREMES = {RATIO_MAX: max, MAX_ERROR: max, RATIO_MIN: min}
-"""Metrics that are extremes, also where several optimizer steps make one record."""
+"""Metrics that are extremes, also when several optimizer steps are merged into one record."""
 
 
 def disagreement(trainer: Tensor, rollout: Tensor, microbatch: Microbatch) -> dict[str, Tensor]:
-    """Values of tokens, [T], by the metric that is their mean.
-
-    Args:
-        trainer: the trainer's log-probabilities at the start of the step, [T].
-        rollout: the generator's, [T].
-        microbatch: `loss_mask` says which tokens count; others get the value of tokens that agree.
-    """
+    """Computes per-token values [T] by the name of the metric that is their mean. `trainer` and `rollout` are
+    log-probabilities [T]; tokens outside `loss_mask` get the value of perfect agreement."""
     p, g = (torch.where(microbatch.loss_mask, logprobs, 0.0) for logprobs in (trainer, rollout))
     mixture = torch.logaddexp(p, g) - math.log(2)
     return {
@@ -41,7 +36,7 @@ def disagreement(trainer: Tensor, rollout: Tensor, microbatch: Microbatch) -> di
 
 
 def largest_error(trainer: Tensor, rollout: Tensor, microbatch: Microbatch) -> Tensor:
-    """The largest mean of exp|p - g| over a sequence's tokens; 0 without sequences."""
+    """Returns the largest per-sequence mean of exp|p - g|; 0 without sequences."""
     errors = mean_by_sequence((trainer - rollout).abs().exp(), microbatch)
     return torch.cat([errors, errors.new_zeros(1)]).max()
 
@@ -49,10 +44,8 @@ def largest_error(trainer: Tensor, rollout: Tensor, microbatch: Microbatch) -> T
 def out_of_bounds(
     trainer: Tensor, rollout: Tensor, microbatch: Microbatch, config: CorrectionConfig
 ) -> tuple[Tensor, Tensor]:
-    """Number of tokens, or of sequences, whose weight lies outside of the correction's bounds, and how many there are.
-
-    Sequences are counted where the correction compares means of sequences.
-    """
+    """Returns the number of tokens whose weight is outside the correction's bounds, and the number of all tokens.
+    Counts sequences instead if the correction compares sequences."""
     compared = compared_weights(trainer, rollout, microbatch, config)
     is_outside = microbatch.loss_mask & ~((compared >= config.low) & (compared <= config.high))
     if not config.compares_sequences:
@@ -62,11 +55,7 @@ def out_of_bounds(
 
 
 def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
-    """The share of tokens that weigh as much as all tokens with the correction's weights do (Kong, 1992), as a metric;
-    none without a correction.
-
-    Args:
-        metrics: the means of the weights and of their squares; others are left alone.
-    """
+    """Returns the effective sample size as a fraction of the tokens (Kong, 1992), from the means of the correction
+    weights and of their squares in `metrics`; {} without a correction."""
     square = metrics.get(SQUARE_OF_WEIGHT, 0.0)
     return {"train/effective_sample_size": metrics[WEIGHT] ** 2 / square} if square else {}

@@ -1,6 +1,6 @@
-"""The loss of distillation: a divergence between a student's distribution and a teacher's, token by token.
+"""The distillation loss: the divergence between a student's and a teacher's distribution for each token.
 
-Shape letters: T tokens, K tokens of the vocabulary that are compared one by one at each place.
+Shape letters: T tokens, K tokens of the vocabulary that are compared individually at each position.
 """
 
 import dataclasses
@@ -15,32 +15,31 @@ from automodel_rl.config.distillation import DistillLossConfig
 from automodel_rl.losses.outputs import LossFn, LossOutput, TokenOutputs
 
 IDS, TEACHER = "compared_ids", "teacher_logprobs"
-"""Names of values: the compared tokens, int64 [T, K], -1 for none, and the teacher's log-probabilities of them,
-[T, K]."""
+"""Names of values: compared tokens, int64 [T, K], -1 for none; and the teacher's log-probabilities of them, [T, K]."""
 
 NO_TOKEN = -100.0
-"""Log-probability that stands where there is no token to compare."""
+"""Log-probability used where there is no token to compare."""
 
 SMALLEST_TAIL = 1e-7
-"""Least probability of all tokens that are not compared, for a finite logarithm and gradient."""
+"""Minimum total probability of the tokens that are not compared, which keeps logarithm and gradient finite."""
 
 
 def distill_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DistillLossConfig) -> LossOutput:
-    """The divergence of each counted token. Formulas and papers are in `DistillLossConfig`.
+    """Computes the divergence for each token in `loss_mask`. See `DistillLossConfig` for formulas and papers.
 
     Args:
         outputs: the student's log-probabilities, read with `Readout(config.temperature, ids=IDS)`.
-        microbatch: `values` has `compared_ids` and `teacher_logprobs`, true log-probabilities over the whole
-            vocabulary at `config.temperature`.
-        config: the settings of the loss. If all tokens of the vocabulary are compared, `outside` must be drop.
+        microbatch: `values` has `compared_ids`, and `teacher_logprobs`, normalised over the whole vocabulary at
+            `config.temperature`.
+        config: settings. If the whole vocabulary is compared, `outside` must be drop.
 
     Returns:
-        A sum over tokens, float64. Metrics: means over tokens of train/divergence, and of train/teacher_mass and
-        train/student_mass, the probability that the compared tokens have together; with config.scaled_likelihood
-        also of train/scaled_likelihood_loss, -log p(token) at `config.temperature`.
+        A sum over tokens, float64. Metrics, as means over tokens: train/divergence; train/teacher_mass and
+            train/student_mass, the total probability of the compared tokens; and, with config.scaled_likelihood,
+            train/scaled_likelihood_loss, -log p(token) at `config.temperature`.
 
     Raises:
-        ValueError: the microbatch or the outputs lack something.
+        ValueError: a required value or output is missing.
 
     Example:
         >>> import torch
@@ -76,32 +75,21 @@ def distill_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DistillL
 def with_divergence(
     outputs: TokenOutputs, microbatch: Microbatch, loss: LossFn, config: DistillLossConfig, coefficient: float
 ) -> LossOutput:
-    """A loss and, with a factor, the divergence of each counted token.
-
-    Args:
-        outputs: what both losses need.
-        microbatch: the microbatch, with what both need.
-        loss: the other loss.
-        config: the settings of the divergence, as for `distill_loss`.
-        coefficient: its factor.
-
-    Returns:
-        The sum of both, and the metrics of both.
-    """
+    """Adds `coefficient` times the distillation loss to another loss, and merges their metrics."""
     own, of_teacher = loss(outputs, microbatch), distill_loss(outputs, microbatch, config)
     tokens = own.sums.get("tokens", 0.0) + coefficient * of_teacher.sums["tokens"]
     return dataclasses.replace(own, sums={**own.sums, "tokens": tokens}, metrics=own.metrics | of_teacher.metrics)
 
 
 def _usable(logprobs: Tensor, microbatch: Microbatch) -> Tensor:
-    """Log-probabilities of the compared tokens, [T, K]; with next to no probability where there is no token, and of a
-    fixed distribution where nothing counts: what is read there may be none."""
+    """Masks log-probabilities of the compared tokens, [T, K]: next to no probability where there is no token, and a
+    fixed distribution outside `loss_mask`, where the input may be undefined."""
     logprobs = torch.where(microbatch.values[IDS] >= 0, logprobs, NO_TOKEN)
     return torch.where(microbatch.loss_mask[:, None], logprobs, -math.log(2 * logprobs.shape[1]))
 
 
 def _completed(logprobs: Tensor, outside: str) -> Tensor:
-    """Log-probabilities of the compared tokens, [T, K], with what stands for all others."""
+    """Accounts for all tokens that are not compared, in log-probabilities [T, K]."""
     if outside == "drop":
         return logprobs
     total = logprobs.logsumexp(1, keepdim=True)
@@ -112,12 +100,12 @@ def _completed(logprobs: Tensor, outside: str) -> Tensor:
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:
-    """sum of first * log(first / second) from log-probabilities [T, K]: [T]."""
+    """Computes sum(first * log(first / second)) from log-probabilities [T, K]: [T]."""
     return (first.exp() * (first - second)).sum(1)
 
 
 def _jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    if beta in (0.0, 1.0):  # the limits that packages agree on; the formula itself would give 0
+    if beta in (0.0, 1.0):  # the limits that other packages also use; the formula itself would give 0
         return _kl(teacher, student) if beta == 0.0 else _kl(student, teacher)
     middle = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
     return beta * _kl(teacher, middle) + (1 - beta) * _kl(student, middle)
@@ -129,21 +117,19 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "jsd": _jsd,
     "mixed": lambda student, teacher, beta: beta * _kl(teacher, student) + (1 - beta) * _kl(student, teacher),
 }
-"""Divergences of a student's log-probabilities from a teacher's, [T, K] each, with `beta`: [T]."""
+"""Divergences of the student's log-probabilities from the teacher's, [T, K] each, with `beta`: [T]."""
 
 
 def teacher_advantages(old: Tensor, teacher: Tensor, mask: Tensor, coefficient: float, discount: float) -> Tensor:
-    """Advantages of a row's tokens by a teacher: coefficient * (log q - log p), with what later tokens get, discounted.
+    """Computes advantages from a teacher: coefficient * (log q - log p) plus the discounted terms of later tokens,
+    float64 [n].
 
     Args:
-        old: log-probabilities of the tokens as they were sampled, [n].
-        teacher: those under the teacher, [n].
-        mask: the tokens that count, bool [n].
-        coefficient: the factor.
-        discount: factor for every token in between; 0 for a token's own alone.
-
-    Returns:
-        float64 [n]; 0 for tokens that do not count.
+        old: log-probabilities as sampled, [n].
+        teacher: log-probabilities under the teacher, [n].
+        mask: bool [n], tokens that count; others get 0.
+        coefficient: factor of the log-ratio.
+        discount: discount per token; 0 for each token's own term only.
     """
     own = torch.where(mask, coefficient * (teacher.double() - old.double()), 0.0)
     if discount == 0.0:

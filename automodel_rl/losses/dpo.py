@@ -1,4 +1,4 @@
-"""Preference losses over pairs: chosen and rejected are neighbours in a microbatch, the chosen one first."""
+"""Preference losses over pairs. Chosen and rejected are adjacent in a microbatch, the chosen one first."""
 
 import math
 from collections.abc import Callable
@@ -13,26 +13,25 @@ from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
 from automodel_rl.losses.terms import check_pairs
 
 LARGEST_EXPONENT = 40.0
-"""Bound of exponents: exp of more would be infinite in fp32, or have no digit left of what it is compared with."""
+"""Bound of exponents: exp of more overflows fp32, or loses all digits of what it is compared with."""
 
 
 def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfig) -> LossOutput:
-    """Direct preference optimisation and its relatives. Formulas and papers are in `DPOLossConfig`.
+    """Computes direct preference optimisation or a related loss. See `DPOLossConfig` for formulas and papers.
 
     Args:
         outputs: log-probabilities under the policy.
-        microbatch: packed with `together=2`. `values["ref_logprobs"]` has the log-probabilities under the reference,
-            unless the variant needs none.
-        config: the variant of the loss and its settings.
+        microbatch: packed with `together=2`. `values` has `ref_logprobs`, log-probabilities under the reference, if the
+            variant needs them.
+        config: variant and settings.
 
     Returns:
-        A sum over pairs, and one over the tokens of chosen completions if `sft_mean` says so. Metrics, all of them
-        means over pairs: train/accuracy, train/margin, train/reward_chosen, train/reward_rejected. A reward is beta
-        times the l of `DPOLossConfig`, of the first variant of a mix.
+        A sum over pairs, and one over the tokens of chosen completions if `sft_mean` is "token". Metrics, as means over
+            pairs: train/accuracy, train/margin, train/reward_chosen, train/reward_rejected. A reward is beta times l of
+            the (first) variant, as in `DPOLossConfig`.
 
     Raises:
-        ValueError: the microbatch's neighbours are no pairs, or the variant compares with a reference and the
-            microbatch has no `ref_logprobs`.
+        ValueError: adjacent sequences are not pairs, or `ref_logprobs` are missing.
 
     Example:
         >>> import torch
@@ -83,7 +82,7 @@ def _scores(logprobs: Tensor, microbatch: Microbatch, variant: Preference, confi
 
 
 def _weights(logprobs: Tensor, microbatch: Microbatch, config: DPOLossConfig) -> Tensor:
-    """The weight of each token: `excess_weight` beyond the length of the pair's shorter completion, else 1; [T]."""
+    """Weight of each token, [T]: `excess_weight` beyond the length of the pair's shorter completion, otherwise 1."""
     ones = torch.ones_like(logprobs)
     if config.excess_weight == 1.0 or not microbatch.num_sequences:
         return ones
@@ -97,26 +96,26 @@ def _weights(logprobs: Tensor, microbatch: Microbatch, config: DPOLossConfig) ->
 
 
 def _num_tokens(logprobs: Tensor, microbatch: Microbatch) -> Tensor:
-    """Counted tokens of each completion, at least 1, [pairs, 2]."""
+    """Number of trained tokens of each completion, at least 1, [pairs, 2]."""
     return _by_pair(torch.ones_like(logprobs), microbatch).clamp_min(1)
 
 
 def _by_pair(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """Sums of values [T] over the counted tokens of each sequence, [pairs, 2]. An empty microbatch has no pair."""
+    """Sums values [T] over the trained tokens of each sequence: [pairs, 2]."""
     sums = sum_by_sequence(torch.where(microbatch.loss_mask, values, 0.0), microbatch)
     num_pairs = microbatch.num_sequences // 2
     return sums[: 2 * num_pairs].view(num_pairs, 2)
 
 
 def _divergent(score: Tensor, config: DPOLossConfig) -> Tensor:
-    """l under the divergence of the config."""
+    """Transforms l for the configured divergence."""
     if config.divergence == "forward_kl":
         return -torch.expm1((-score).clamp_max(LARGEST_EXPONENT))
     return math.log(2) + F.logsigmoid(score) if config.divergence == "js" else score
 
 
 def _of_margin(loss: Callable[[Tensor, DPOLossConfig], Tensor]) -> "PairLoss":
-    """A loss that depends on beta times the difference between the scores."""
+    """Wraps a loss that depends only on beta times the difference of the scores."""
 
     def of_pair(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
         return loss(config.beta * (_divergent(chosen, config) - _divergent(rejected, config)), config)
@@ -143,7 +142,7 @@ def _exo(margin: Tensor, config: DPOLossConfig) -> Tensor:
 
 def _discopop(margin: Tensor, config: DPOLossConfig) -> Tensor:
     share = torch.sigmoid(margin / config.tau)
-    # exp overflows where its share is 0: log share is small enough there.
+    # Summed as logarithms: exp(-margin) alone would overflow where its share is 0.
     return -F.logsigmoid(margin) * (1 - share) + (F.logsigmoid(margin / config.tau) - margin).exp()
 
 
@@ -162,7 +161,7 @@ def _simpo(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
 
 def _orpo(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor:
     def log_odds(score: Tensor) -> Tensor:
-        # A completion that is certain has no odds. The largest probability below 1 has.
+        # The odds of probability 1 are infinite, so clamp to the largest probability below 1.
         certain = -torch.finfo(score.dtype).eps
         return score - torch.log(-torch.expm1(score.clamp_max(certain)))
 
@@ -192,7 +191,7 @@ def _apo_down(chosen: Tensor, rejected: Tensor, config: DPOLossConfig) -> Tensor
 
 
 PairLoss = Callable[[Tensor, Tensor, DPOLossConfig], Tensor]
-"""(l of chosen completions [pairs], l of rejected ones, settings) -> losses of pairs."""
+"""(l of chosen completions [pairs], l of rejected ones [pairs], settings) -> losses [pairs]."""
 
 PREFERENCES: dict[Preference, PairLoss] = {
     "dpo": _of_margin(_dpo),
@@ -209,4 +208,4 @@ PREFERENCES: dict[Preference, PairLoss] = {
     "apo_down": _apo_down,
     "discopop": _of_margin(_discopop),
 }
-"""The variants of `DPOLossConfig`, where their formulas and papers are."""
+"""The variants of `DPOLossConfig`, which has formulas and papers."""

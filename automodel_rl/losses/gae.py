@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (Schulman et al., arXiv:1506.02438), row by row on the host."""
+"""Generalised advantage estimation (Schulman et al., arXiv:1506.02438), one row at a time on the host."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,17 +10,14 @@ from automodel_rl.config.critic import GAEConfig
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, config: GAEConfig) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of a row's tokens. A step that follows the last one has the value 0, also where a
-    completion was cut off.
+    """Computes advantages, not whitened, and returns, float64 [n] each; 0 outside the mask. The value after the last
+    step is 0, even if the completion was truncated.
 
     Args:
-        rewards: the reward of each token, [n].
-        values: the value of the state in which each token was chosen, [n].
-        mask: the tokens that the model wrote, bool [n]; others are passed over.
-        config: the estimate.
-
-    Returns:
-        Two tensors [n], float64; 0 for tokens that the model did not write. Advantages are not whitened.
+        rewards: reward of each token, [n].
+        values: value of the state in which each token was chosen, [n].
+        mask: bool [n], the generated tokens; others are skipped.
+        config: settings.
     """
     steps = _steps(mask, config.level)
     of_steps = [float(rewards[step].double().sum()) for step in steps]
@@ -38,13 +35,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, config: GAEConfig) -> tup
 
 
 def whitened(advantages: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
-    """Advantages of rows, [n] each, less their mean and divided by their sample standard deviation over all counted
-    tokens of all rows; 0 for the others.
-
-    Args:
-        advantages: float64 [n] for each row.
-        masks: the tokens that count, bool [n] for each row.
-    """
+    """Normalises advantages to mean 0 and standard deviation 1 over the tokens in the masks of all rows. Returns 0 for
+    all other tokens."""
     counted = torch.cat([of_row[mask] for of_row, mask in zip(advantages, masks, strict=True)])
     if len(counted) < 2:
         return [*advantages]
@@ -56,7 +48,7 @@ def whitened(advantages: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tens
 
 
 def _steps(mask: Tensor, level: str) -> list[list[int]]:
-    """The places of each step's tokens."""
+    """Returns the token indices of each step."""
     places = mask.nonzero()[:, 0].tolist()
     if level == "token":
         return [[place] for place in places]
@@ -65,7 +57,7 @@ def _steps(mask: Tensor, level: str) -> list[list[int]]:
 
 
 def _estimates(rewards: Sequence[float], values: Sequence[float], discount: float, decay: float) -> list[float]:
-    """Advantages of steps: the sum of later errors of the values, which fade by discount * decay."""
+    """Computes advantages of steps: the sum of later TD errors, discounted by discount * decay."""
     found, advantage, following = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         advantage = reward + discount * following - value + discount * decay * advantage

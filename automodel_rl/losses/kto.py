@@ -1,4 +1,4 @@
-"""The loss of single completions that are called good or bad (Kahneman-Tversky optimisation)."""
+"""The loss of single completions labelled good or bad (Kahneman-Tversky optimisation)."""
 
 from collections.abc import Sequence
 
@@ -10,27 +10,28 @@ from automodel_rl.config.losses import KTOLossConfig
 from automodel_rl.losses.outputs import LossOutput, TokenOutputs
 
 LABEL = "label"
-"""Name of the value that says whether a row's completion is desirable, 1 or 0 at every token."""
+"""Name of the value with a completion's label at every token: 1 for desirable, 0 for undesirable."""
 
 
 def kto_loss(
     outputs: TokenOutputs, microbatch: Microbatch, config: KTOLossConfig, reference_point: float
 ) -> LossOutput:
-    """w (1 - sigmoid(beta (s - z))) of a desirable completion, and w (1 - sigmoid(beta (z - s))) of another, with s the
-    sum of log(policy / reference) over its tokens (Ethayarajh et al., arXiv:2402.01306, eq. 8).
+    """Computes w (1 - sigmoid(beta (s - z))) for a desirable completion and w (1 - sigmoid(beta (z - s))) for an
+    undesirable one, where s is the sum of log(policy / reference) over its tokens (Ethayarajh et al., arXiv:2402.01306,
+    eq. 8).
 
     Args:
         outputs: log-probabilities under the policy.
         microbatch: `values` has `ref_logprobs` and `label`.
-        config: the settings of the loss.
+        config: settings.
         reference_point: z, the same for the whole global batch.
 
     Returns:
-        A sum over sequences. Metrics: train/reward_desirable and train/reward_undesirable, means of beta s over the
-        completions of each kind; train/accuracy, the share on the right side of z.
+        A sum over sequences. Metrics: train/reward_desirable and train/reward_undesirable, the means of beta s over the
+            completions of each kind; train/accuracy, the fraction on the correct side of z.
 
     Raises:
-        ValueError: the microbatch lacks a value.
+        ValueError: a value is missing.
 
     Example:
         >>> import torch
@@ -49,7 +50,7 @@ def kto_loss(
     difference = outputs.logprobs.double() - microbatch.values["ref_logprobs"].double()
     scores = sum_by_sequence(torch.where(microbatch.loss_mask, difference, 0.0), microbatch)
     scores = scores[: microbatch.num_sequences]
-    # A value stands at the position before its token, so the first position has that of the second token.
+    # Values are aligned with predicting positions, so the first position holds the label of the second token.
     is_good = microbatch.values[LABEL][microbatch.cu_seqlens[:-1].long()][: microbatch.num_sequences] > 0
     sign = torch.where(is_good, 1.0, -1.0).to(scores.dtype)
     weight = torch.full_like(scores, config.undesirable_weight).masked_fill(is_good, config.desirable_weight)
@@ -64,14 +65,9 @@ def kto_loss(
 
 
 def mismatched(rows: Sequence[TokenSequence], capacity: int) -> list[TokenSequence]:
-    """Prompts of rows with the completions of the rows before them, and of the first row with that of the last. A
-    completion is what follows the prompt from its first trained token on. Rows whose prompts are equal, or that
-    have images or clips, make none.
-
-    Args:
-        rows: the rows of a global batch.
-        capacity: most tokens of a row; longer ones are cut at their end.
-    """
+    """Returns each row's prompt with the completion of the previous row (for the first row, of the last). A completion
+    starts at the first trained token. Skips rows whose prompts are equal, and rows with media. Truncates to `capacity`
+    tokens."""
     starts = [int(row.loss_mask.nonzero()[0, 0]) if row.loss_mask.any() else len(row) for row in rows]
     found = []
     for place, row in enumerate(rows):
@@ -87,9 +83,6 @@ def mismatched(rows: Sequence[TokenSequence], capacity: int) -> list[TokenSequen
 
 
 def reference_point(policy: Tensor, reference: Tensor) -> float:
-    """z: the mean of log(policy / reference) of mismatched completions, at least 0; 0 if there are none.
-
-    Args:
-        policy, reference: log-probabilities of whole completions, [N] each.
-    """
+    """Computes z: the mean of log(policy / reference) over mismatched completions, clamped to at least 0; 0 if there
+    are none. Arguments are log-probabilities of whole completions, [N] each."""
     return max(0.0, (policy - reference).mean().item()) if len(policy) else 0.0

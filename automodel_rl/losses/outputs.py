@@ -1,4 +1,4 @@
-"""The inputs and the output of a loss. It gives sums, never means; `PPLossAdapter` divides them by global counts."""
+"""Inputs and outputs of losses. Losses return sums, never means; `PPLossAdapter` divides them by global counts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,25 +11,25 @@ from torch import Tensor
 from automodel_rl.batch import Microbatch
 
 Denominator = Literal["tokens", "sequences", "pairs", "positions", "chosen_tokens"]
-"""What a sum is divided by, counted over the global batch. "tokens": targets with `loss_mask` set; "sequences": real
-sequences; "pairs": half their number; "positions": all their tokens; "chosen_tokens": targets with `loss_mask` set of
-the first sequence of each pair."""
+"""Divisor of a sum, counted over the global batch. "tokens": targets with `loss_mask` set; "sequences": real sequences;
+"pairs": half their number; "positions": all their tokens; "chosen_tokens": targets with `loss_mask` set in the first
+sequence of each pair."""
 
 UNDIVIDED: dict[Denominator, int] = dict.fromkeys(get_args(Denominator), 1)
-"""Counts that leave sums as they are."""
+"""Counts that leave sums undivided."""
 
 
 @dataclass(frozen=True)
 class Readout:
-    """What is read from the model's final logits for every token.
+    """Quantities computed from the model's final logits for every token.
 
     Attributes:
-        temperature: the logits are divided by it before the softmax.
-        entropy: whether to read the softmax's entropy, too.
-        ids: the name of the values [T, K] that have token ids, int64, to read the log-probabilities of, besides the
-            target's; -1 for none. None reads the target's alone.
-        scores: whether to read the outputs of a linear head, which the model then has in place of the vocabulary's.
-        mtp: whether to read the log-probability of the token after the next, by the model's MTP layer.
+        temperature: divides the logits before the softmax.
+        entropy: whether to compute the softmax's entropy.
+        ids: name of values [T, K] of token ids, int64, -1 for none, whose log-probabilities are computed besides the
+            target's; None for the target only.
+        scores: whether to return the outputs of a linear head, which replaces the vocabulary's.
+        mtp: whether to compute the log-probability of the token after the next, by the model's MTP layer.
 
     Raises:
         ValueError: the temperature is not above 0.
@@ -55,19 +55,15 @@ class Readout:
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What a loss gets to know of the model for one microbatch.
+    """Model outputs for one microbatch, as seen by a loss. Fields that the `Readout` did not request are None.
 
     Attributes:
-        logprobs: log-probability of every target under the model, [T], fp32 or float64; 0 where there is no target. [0]
-            if scores were read in its place.
-        entropy: entropy of the model's distribution over the target, in nats, [T]; 0 where there is no target; None if
-            it was not asked for.
-        at: log-probabilities of the tokens of `Readout.ids` under the model, [T, K]; 0 where there is no such token or
-            no target; None if they were not asked for.
-        scores: outputs of a linear head, read at every token and not at its predictor, [T, L]; None if they were not
-            asked for.
-        mtp: log-probability of the token after the next under the model's MTP layer, [T]; 0 where there is none; None
-            if it was not asked for.
+        logprobs: log-probability of every target, [T], fp32 or float64; 0 where there is no target; [0] if scores were
+            read.
+        entropy: entropy of the model's distribution over the target in nats, [T]; 0 where there is no target.
+        at: log-probabilities of the tokens of `Readout.ids`, [T, K]; 0 where there is no such token or no target.
+        scores: outputs of a linear head at every token itself, not at its predictor, [T, L].
+        mtp: log-probability of the token after the next under the MTP layer, [T]; 0 where there is none.
 
     Example:
         >>> import torch
@@ -83,13 +79,8 @@ class TokenOutputs:
 
     @classmethod
     def from_columns(cls, columns: Tensor, readout: Readout) -> "TokenOutputs":
-        """The outputs in the columns that a readout gives.
-
-        Args:
-            columns: [T, 1], then K columns if ids are read, one of entropies if these are, and one of the tokens after
-                the next if these are; or [T, L] scores.
-            readout: what was read.
-        """
+        """Splits `columns`, the result of a `readout`: [T, 1] log-probabilities, followed by K columns of ids, one of
+        entropies and one of MTP, as far as requested; or [T, L] scores."""
         if readout.scores:
             return cls(columns.new_zeros(0), scores=columns)
         end = columns.shape[1] - readout.entropy - readout.mtp
@@ -103,14 +94,14 @@ class LossOutput:
     """Sums over one microbatch.
 
     Attributes:
-        sums: scalar tensors that carry gradients, by what divides them: "tokens" (targets with `loss_mask` set),
-            "sequences", "pairs" (half the sequences), "positions" (all tokens of the sequences) or "chosen_tokens"
-            ("tokens" of the first of each pair), counted over the global batch. The loss is the total of the quotients.
-        metrics: name -> (sum, denominator), scalar tensors without gradient. Both are added up over microbatches and
-            ranks before they are divided.
-        largest, smallest: name -> scalar tensor without gradient, a metric that is the largest, or the smallest, over
-            microbatches and ranks.
-        beside: like `sums`, of what is trained beside the loss and does not count in it.
+        sums: scalar tensors with gradients, by their divisor: "tokens" (targets with `loss_mask` set), "sequences",
+            "pairs" (half the sequences), "positions" (all tokens of the sequences) or "chosen_tokens" ("tokens" of the
+            first sequence of each pair), counted over the global batch. The loss is the total of the quotients.
+        metrics: name -> (sum, denominator), scalar tensors without gradient, which are each summed over microbatches
+            and ranks before the division.
+        largest, smallest: name -> scalar tensor without gradient, whose maximum or minimum over microbatches and ranks
+            is the metric.
+        beside: like `sums`, for an auxiliary objective that is trained but not part of the reported loss.
 
     Example:
         >>> import torch
@@ -131,15 +122,15 @@ LossFn = Callable[[TokenOutputs, Microbatch], LossOutput]
 
 @dataclass(frozen=True)
 class LinearLoss:
-    """A loss that is a weighted sum of log-probabilities, with weights that do not depend on the model.
+    """A loss that is a weighted sum of log-probabilities, with weights independent of the model.
 
-    Its gradient is known before the forward. So the head makes gradients while it has the logits, and need not make
-    the logits again. As every loss it is called with `outputs` and a `microbatch`.
+    Its gradient is known before the forward, so the head computes gradients while it has the logits rather than
+    recomputing them. Like any loss, it is called with `outputs` and a `microbatch`.
 
     Attributes:
-        weights: gives the weight of the log-probability of every target of a microbatch, [T], or of every token of
-            `Readout.ids`, [T, K].
-        denominator: what the sum is divided by.
+        weights: returns the weights of a microbatch: [T] for the log-probabilities of the targets, or [T, K] for those
+            of `Readout.ids`.
+        denominator: divisor of the sum.
 
     Example:
         >>> import torch
@@ -158,25 +149,14 @@ class LinearLoss:
             raise ValueError(f"denominator={self.denominator!r}: it is one of {', '.join(get_args(Denominator))}")
 
     def __call__(self, outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
-        """The loss of a microbatch.
-
-        Args:
-            outputs: log-probabilities under the model.
-            microbatch: the microbatch that they are for.
-        """
+        """Computes the loss from `outputs` of the `microbatch`."""
         weights = self._checked(microbatch).to(outputs.logprobs.dtype)
         logprobs = outputs.logprobs if weights.ndim == 1 else _of_ids(weights, outputs.at)
         return LossOutput(sums={self.denominator: torch.where(weights == 0, 0.0, weights * logprobs).sum()})
 
     def gradient(self, microbatch: Microbatch, counts: dict[Denominator, int], readout: Readout) -> Tensor:
-        """The derivative of the loss of the global batch by every log-probability of a microbatch, [T] or [T, K],
-        float64.
-
-        Args:
-            microbatch: one of the global batch.
-            counts: denominators over the global batch.
-            readout: what will be read.
-        """
+        """Returns the derivative of the global batch's loss with respect to each log-probability of a `microbatch`, [T]
+        or [T, K], float64. `counts` are the global denominators, `readout` is the planned readout."""
         weights = self._checked(microbatch)
         if weights.ndim == 2:
             _of_ids(weights, None if readout.ids is None else microbatch.values.get(readout.ids))
@@ -193,7 +173,7 @@ class LinearLoss:
 
 
 def _of_ids(weights: Tensor, of_ids: Tensor | None) -> Tensor:
-    """What belongs to the ids that are read, [T, K]. Raises ValueError if it is not as wide as the weights."""
+    """Checks that `of_ids` [T, K] has the shape of the weights, and returns it. Raises ValueError otherwise."""
     if of_ids is None or of_ids.shape != weights.shape:
         read = "none are read" if of_ids is None else f"{of_ids.shape[1]} are read"
         raise ValueError(
@@ -204,8 +184,8 @@ def _of_ids(weights: Tensor, of_ids: Tensor | None) -> Tensor:
 
 
 def count(microbatches: Sequence[Microbatch]) -> dict[Denominator, int]:
-    """Denominators of one data rank's microbatches. Masks that depend on results never enter, so that the denominators
-    are known before any forward."""
+    """Counts the denominators of one data rank's microbatches. They never depend on results, so they are known before
+    any forward."""
     return {
         "tokens": sum(int(microbatch.loss_mask.sum()) for microbatch in microbatches),
         "sequences": sum(microbatch.num_sequences for microbatch in microbatches),

@@ -1,4 +1,4 @@
-"""The policy-gradient family: one loss, with GRPO, DAPO, GSPO, CISPO and others as settings."""
+"""The policy-gradient losses: GRPO, DAPO, GSPO, CISPO and others as settings of one function."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,32 +32,32 @@ from automodel_rl.losses.terms import (
 )
 
 UNCERTAIN = "uncertain"
-"""Name of values: 1 for tokens that have a policy term, and 0 for others, [T]."""
+"""Name of the values that select tokens with a policy term, 1 or 0, [T]."""
 
 
 def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossConfig) -> LossOutput:
-    """A policy-gradient loss over completions. Formulas and papers are in `PolicyLossConfig`.
+    """Computes a policy-gradient loss over completions. See `PolicyLossConfig` for formulas and papers.
 
     Args:
         outputs: log-probabilities under the policy, and its entropy.
-        microbatch: `loss_mask` marks the completions' tokens. `values` has `advantages`, `old_logprobs` unless
-            `on_policy` is True, `rollout_logprobs` if there is a correction, `ref_logprobs` if there is a KL term, and
-            `uncertain` (`uncertain_tokens`) if there is such a share.
-            If `rollout_logprobs` are there, a metric says how far they are from the trainer's log-probabilities. If
-            `live_logprobs` (those without router replay) are there, a second metric says how far they are from these.
-        config: the settings of the loss.
+        microbatch: `loss_mask` selects the generated tokens. `values` has `advantages`; `old_logprobs` unless
+            `on_policy` is True; `rollout_logprobs` for a correction or `off_policy_bound`; `ref_logprobs` for a KL
+            term; `uncertain` (see `uncertain_tokens`) if that setting is below 1. Optional `rollout_logprobs` and
+            `live_logprobs` (without router replay) add metrics of their difference from the trainer.
+        config: settings.
 
     Returns:
-        A sum over tokens, or over sequences, float64. A token whose `rollout_logprobs` is no finite number counts
-        nowhere in it, nor in the mean ratio of its sequence, nor in metrics. What divides the sum is counted outside,
-        by `loss_mask`; a trainer takes such tokens out of `loss_mask`, too.
+        A sum over tokens or over sequences, float64. Tokens whose `rollout_logprobs` is not finite are excluded from
+            the loss, the sequence's mean ratio and metrics, but not from the divisor, which is counted by `loss_mask`
+            elsewhere; trainers remove such tokens from `loss_mask`, too.
 
         Metrics: means over tokens of train/ratio_mean, train/clip_fraction, train/entropy, train/kl_ref,
-        train/correction_weight and its square; train/ratio_max and train/ratio_min; how far the generator is from the
-        trainer, in train/logprob_error, train/logprob_error_live and by the formulas of losses/disagreement.py.
+            train/correction_weight and its square; train/ratio_max and train/ratio_min; the difference between
+            generator and trainer in train/logprob_error, train/logprob_error_live and the metrics of
+            losses/disagreement.py.
 
     Raises:
-        ValueError: the input of a term is missing, or the config normalises by a constant that it does not give.
+        ValueError: a required value is missing, or `normalise: constant` lacks its constant.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
         raise ValueError(f"entropy={config.entropy} needs the policy's entropy: read it with Readout(entropy=True)")
     _check_values(microbatch, config)
     microbatch = _without_lost_tokens(microbatch)
-    # In float64: a ratio of fp32 overflows at a log-ratio of 89. These are numbers per token, which are few.
+    # In float64: in fp32, ratios overflow at a log-ratio of 89. One value per token costs little.
     values = {name: value.double() for name, value in microbatch.values.items()}
     logprobs = outputs.logprobs.double()
     old = logprobs.detach() if config.on_policy is True else values["old_logprobs"]
@@ -100,8 +100,8 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
 def _correction(
     old: Tensor, values: dict[str, Tensor], microbatch: Microbatch, config: CorrectionConfig
 ) -> tuple[Tensor | None, dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """The weights of a correction, [T], values of tokens for metrics that are their means, and metrics; None without
-    one."""
+    """Returns the weights of a correction, [T] (None without one), per-token values of metrics that are means, and
+    other metrics."""
     if not config.is_on:
         return None, {}, {}
     rollout = values["rollout_logprobs"]
@@ -116,7 +116,7 @@ def _correction(
 
 
 def _is_far(ratios: Ratios, rollout_logprobs: Tensor, bound: float) -> Tensor:
-    """Whether a token's completion is worse than others, and so unlikely now that it is left out, bool [T]."""
+    """Whether a token's completion is off-policy beyond the bound and has a negative advantage, bool [T]."""
     difference = mean_by_sequence(rollout_logprobs - ratios.logprobs.detach(), ratios.microbatch)
     return (spread_over_tokens(difference, ratios.microbatch) > bound) & (ratios.advantages < 0)
 
@@ -124,7 +124,7 @@ def _is_far(ratios: Ratios, rollout_logprobs: Tensor, bound: float) -> Tensor:
 def _penalties(
     outputs: TokenOutputs, values: dict[str, Tensor], microbatch: Microbatch, config: PolicyLossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What entropy and the divergence from the reference add to each token's loss, [T], and their metrics."""
+    """Returns each token's entropy and KL terms of the loss, [T], and their metrics."""
     penalties, per_token = torch.zeros_like(values["advantages"]), {}
     if outputs.entropy is not None:
         penalties = penalties - config.entropy * outputs.entropy.double()
@@ -140,8 +140,8 @@ def _penalties(
 
 
 def _log_ratio(differences: Tensor, microbatch: Microbatch, config: PolicyLossConfig) -> Tensor:
-    """The logarithm of each token's ratio, [T], from differences of log-probabilities."""
-    # Masked before exp: an overflow outside of the mask would still spoil gradients.
+    """Returns each token's log-ratio, [T], from differences of log-probabilities."""
+    # Masked before exp: an overflow outside the mask would make gradients nan.
     log_ratio = torch.where(microbatch.loss_mask, differences, 0.0)
     if config.ratio == "token":
         return log_ratio
@@ -151,7 +151,7 @@ def _log_ratio(differences: Tensor, microbatch: Microbatch, config: PolicyLossCo
 
 
 def _without_lost_tokens(microbatch: Microbatch) -> Microbatch:
-    """The microbatch without tokens in `loss_mask` whose log-probability the generator did not give as a number."""
+    """Removes tokens from `loss_mask` whose generator log-probability is not finite."""
     if "rollout_logprobs" not in microbatch.values:
         return microbatch
     return dataclasses.replace(
@@ -160,7 +160,7 @@ def _without_lost_tokens(microbatch: Microbatch) -> Microbatch:
 
 
 def _extremes(ratio: Tensor, old: Tensor, values: dict[str, Tensor], microbatch: Microbatch) -> dict[str, Any]:
-    """`LossOutput.largest` and `LossOutput.smallest`."""
+    """Returns `LossOutput.largest` and `LossOutput.smallest`."""
     counted = microbatch.loss_mask
     largest = {RATIO_MAX: torch.where(counted, ratio, -torch.inf).max()}
     if "rollout_logprobs" in values:
@@ -169,7 +169,8 @@ def _extremes(ratio: Tensor, old: Tensor, values: dict[str, Tensor], microbatch:
 
 
 def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], microbatch: Microbatch) -> dict[str, Tensor]:
-    """Values of tokens, [T], for each metric that compares generator and trainer, as far as the microbatch has both."""
+    """Returns per-token values [T] of metrics that compare generator and trainer, as far as their inputs are
+    available."""
     if "rollout_logprobs" not in values:
         return {}
     rollout = values["rollout_logprobs"]
@@ -182,7 +183,7 @@ def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], microbatch:
 
 
 def _means(per_token: dict[str, Tensor], microbatch: Microbatch) -> dict[str, tuple[Tensor, Tensor]]:
-    """The sum over the counted tokens for each metric, and the number of these tokens."""
+    """Returns the sum over trained tokens of each metric, and their number."""
     count = microbatch.loss_mask.sum()
     return {name: (torch.where(microbatch.loss_mask, t.detach(), 0.0).sum(), count) for name, t in per_token.items()}
 
@@ -203,7 +204,7 @@ def _check_values(microbatch: Microbatch, config: PolicyLossConfig) -> None:
 
 
 def _who_compares_with_rollouts(config: PolicyLossConfig) -> str:
-    """The setting that needs the generator's log-probabilities; empty if none does."""
+    """Returns the setting that needs the generator's log-probabilities; empty if none does."""
     if config.off_policy_bound is not None:
         return f"off_policy_bound={config.off_policy_bound}"
     if config.correction.reject:
@@ -223,16 +224,15 @@ def _normalise(loss: Tensor, microbatch: Microbatch, config: PolicyLossConfig) -
 
 
 def uncertain_tokens(entropies: Sequence[Tensor], masks: Sequence[Tensor], share: float) -> list[Tensor]:
-    """Whether each token of each row is among those with the highest entropies of all rows (Wang et al.,
-    arXiv:2506.01939).
+    """Selects the tokens with the highest entropies over all rows (Wang et al., arXiv:2506.01939).
 
     Args:
-        entropies: the policy's entropy over each token of each row, [n].
-        masks: the tokens that count, bool [n].
-        share: the share of counted tokens that are asked for; the quantile between two of them is interpolated.
+        entropies: the policy's entropy at each token, [n] per row.
+        masks: trained tokens, bool [n] per row.
+        share: fraction of trained tokens to select; the threshold is an interpolated quantile.
 
     Returns:
-        float64 [n] for each row, 1 or 0.
+        float64 [n] per row, 1 or 0.
 
     Example:
         >>> import torch

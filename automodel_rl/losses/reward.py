@@ -1,4 +1,4 @@
-"""The loss of reward models, over pairs: chosen and rejected are neighbours in a microbatch, the chosen one first."""
+"""The loss of reward models over pairs. Chosen and rejected are adjacent in a microbatch, the chosen one first."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,20 +10,21 @@ from automodel_rl.losses.terms import check_pairs
 
 
 def reward_loss(outputs: TokenOutputs, microbatch: Microbatch, config: RewardLossConfig) -> LossOutput:
-    """The Bradley-Terry loss -log sigmoid(r_chosen - r_rejected - margin) of pairs, with r the score that a linear head
-    gives after the last token of a sequence (Bradley and Terry, 1952; Ouyang et al., arXiv:2203.02155, eq. 1).
+    """Computes the Bradley-Terry loss -log sigmoid(r_chosen - r_rejected - margin) of pairs, where r is the output of a
+    linear head at a sequence's last token (Bradley and Terry, 1952; Ouyang et al., arXiv:2203.02155, eq. 1).
 
     Args:
-        outputs: scores, read with `Readout(scores=True)`; the first of each token counts.
-        microbatch: whole pairs. If `values` has `margin`, it is the pair's, at every token of the chosen sequence.
-        config: the settings of the loss.
+        outputs: scores, read with `Readout(scores=True)`; only the first per token is used.
+        microbatch: whole pairs. Optional `margin` in `values` holds the pair's margin at every token of the chosen
+            sequence.
+        config: settings.
 
     Returns:
-        A sum over pairs, float64. Metrics: means over pairs of train/accuracy, train/score_margin, train/score_chosen
-        and train/score_rejected.
+        A sum over pairs, float64. Metrics, as means over pairs: train/accuracy, train/score_margin, train/score_chosen
+            and train/score_rejected.
 
     Raises:
-        ValueError: there are no scores, or the sequences are no whole pairs.
+        ValueError: there are no scores, or the sequences are not whole pairs.
 
     Example:
         >>> import torch
@@ -42,7 +43,7 @@ def reward_loss(outputs: TokenOutputs, microbatch: Microbatch, config: RewardLos
     difference = scores[:, 0] - scores[:, 1]
     advantage = difference
     if "margin" in microbatch.values:
-        # A value stands at the position before its token, so the first position has that of the second token.
+        # Values are aligned with predicting positions, so the first position holds that of the second token.
         advantage = difference - _pairs(microbatch.values["margin"][starts].double(), microbatch)[:, 0]
     loss = -F.logsigmoid(advantage) + config.centring * scores.sum(1).square()
     per_pair = {
@@ -56,5 +57,5 @@ def reward_loss(outputs: TokenOutputs, microbatch: Microbatch, config: RewardLos
 
 
 def _pairs(of_sequences: Tensor, microbatch: Microbatch) -> Tensor:
-    """Values of sequences, [N], by pairs, [pairs, 2]. An empty microbatch has no pair."""
+    """Reshapes values of sequences [N] to [pairs, 2]. An empty microbatch has no pairs."""
     return of_sequences[: microbatch.num_sequences].view(-1, 2)

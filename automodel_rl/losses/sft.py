@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: negative log-likelihood of the trained tokens, and the same with a weight for each."""
+"""Supervised losses: negative log-likelihood of the trained tokens, optionally weighted per token."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,8 @@ from automodel_rl.losses.outputs import LinearLoss, LossOutput, TokenOutputs
 
 
 class SFTLoss(LinearLoss):
-    """-sum of log p(target) over the tokens in `loss_mask`; divided by their global number it is the token mean.
-
-    Args:
-        outputs: log-probabilities under the model.
-        microbatch: the microbatch that they are for.
-
-    Returns:
-        A sum over tokens.
+    """Computes -sum(log p(target)) over the tokens in `loss_mask` of a `microbatch`, from log-probabilities in
+    `outputs`. Divided by their global number, this is the mean over tokens.
 
     Example:
         >>> import torch
@@ -35,15 +29,10 @@ sft_loss = SFTLoss(_weights, "tokens")
 
 
 def dft_loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
-    """-sum of p(target) log p(target) over the tokens in `loss_mask`, without a gradient of p (dynamic fine-tuning; Wu
-    et al., arXiv:2508.05629).
+    """Computes -sum(sg(p(target)) log p(target)) over the tokens in `loss_mask` of a `microbatch`, where sg stops the
+    gradient, from log-probabilities in `outputs` (dynamic fine-tuning; Wu et al., arXiv:2508.05629).
 
-    Args:
-        outputs: log-probabilities under the model.
-        microbatch: the microbatch that they are for.
-
-    Returns:
-        A sum over tokens. Its metric train/likelihood_loss is the mean of -log p(target).
+    The metric train/likelihood_loss is the mean of -log p(target).
 
     Example:
         >>> import torch
@@ -59,7 +48,7 @@ def dft_loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
 
 
 ENTROPY_WEIGHT = "entropy_weight"
-"""Name of the value with which `eaft_loss` weighs a token."""
+"""Name of the value that weights tokens in `eaft_loss`."""
 
 
 def _entropy_weights(microbatch: Microbatch) -> Tensor:
@@ -67,19 +56,12 @@ def _entropy_weights(microbatch: Microbatch) -> Tensor:
 
 
 eaft_loss = LinearLoss(_entropy_weights, "tokens")
-"""-sum of w log p(target) over the tokens in `loss_mask`, with w of `entropy_weights` (entropy-adaptive fine-tuning,
+"""-sum(w log p(target)) over the tokens in `loss_mask`, with w from `entropy_weights` (entropy-adaptive fine-tuning,
 arXiv:2601.02151)."""
 
 
 def entropy_weights(logprobs: Tensor, power: float) -> Tensor:
-    """The entropy of the likeliest tokens among themselves, to a power.
-
-    Args:
-        logprobs: log-probabilities, or logits, of the likeliest tokens at each place, [n, K].
-        power: the power.
-
-    Returns:
-        [n].
-    """
+    """Returns the entropy of the most likely tokens, renormalised, raised to `power`, [n], from their log-probabilities
+    or logits [n, K]."""
     among = logprobs.log_softmax(1)
     return (-(among.exp() * among).sum(1)).clamp_min(0).pow(power)

@@ -1,4 +1,4 @@
-"""Surrogates: losses of tokens whose gradient is a policy gradient. Formulas and papers are in `PolicyLossConfig`."""
+"""Surrogates: per-token losses whose gradient is a policy gradient. See `PolicyLossConfig` for formulas and papers."""
 
 import math
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from automodel_rl.config.losses import PolicyLossConfig
 from automodel_rl.losses.terms import binary_divergence, mean_by_sequence, pessimistic_ratio
 
 HIGHEST_RATIO = 20.0
-"""Bound of the ratios of dppo."""
+"""Bound of ratios in dppo."""
 
 LARGEST_LOG = 20.0
-"""Bound of log-ratios of vespo, of tokens and of sequences."""
+"""Bound of log-ratios of tokens and sequences in vespo, and of tokens in sapo."""
 
 LEAST_PRODUCT = 1e-8
-"""Least product of ratios of vespo."""
+"""Minimum product of ratios in vespo."""
 
 SHAPES = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}
 """k and l of vespo, by the sign of the advantage."""
@@ -26,15 +26,13 @@ SHAPES = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}
 
 @dataclass(frozen=True)
 class Ratios:
-    """What surrogates are made of: tensors [T].
+    """Inputs of surrogates, tensors [T].
 
     Attributes:
         logprobs: log-probabilities under the policy.
-        old: the old ones.
-        log_ratio: the logarithm of each token's ratio, with its gradient; 0 for tokens that do not count.
-        advantages: advantages.
-        weight: weights of a correction; None for none.
-        microbatch: the microbatch.
+        old: log-probabilities under the old policy.
+        log_ratio: log-ratio with gradient; 0 for tokens that do not count.
+        weight: correction weights; None without a correction.
     """
 
     logprobs: Tensor
@@ -46,14 +44,14 @@ class Ratios:
 
     @property
     def weighted(self) -> Tensor:
-        """Advantages times weights."""
+        """Advantages times correction weights."""
         return self.advantages if self.weight is None else self.advantages * self.weight
 
 
 def _clip(ratios: Ratios, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:
     low, high = 1 - config.clip_low, 1 + config.clip_high
     _, is_clipped = pessimistic_ratio(ratios.log_ratio.detach(), ratios.advantages, low, high, config.dual_clip)
-    # A token of weight 0 has none of the loss, whatever its ratio is.
+    # With the weighted advantage, a token of weight 0 has no loss, even if its ratio is infinite.
     ratio, _ = pessimistic_ratio(ratios.log_ratio, ratios.weighted, low, high, config.dual_clip)
     return -ratios.weighted * ratio, is_clipped
 
@@ -108,7 +106,7 @@ def _dppo(ratios: Ratios, config: PolicyLossConfig, *, by_divergence: bool) -> t
 
 
 Surrogate = Callable[[Ratios, PolicyLossConfig], tuple[Tensor, Tensor]]
-"""Loss of each token times its weight, and whether its ratio was bounded; both [T]."""
+"""Returns each token's loss times its weight, and whether its ratio was clipped; both [T]."""
 
 SURROGATES: dict[str, Surrogate] = {
     "clip": _clip,

@@ -1,5 +1,5 @@
-"""Terms of policy-gradient losses: KL estimates, means, and the correction between generator and trainer. Tensors [T]
-have an entry for each token, aligned with predicting positions."""
+"""Terms of policy-gradient losses: KL estimates, means, and corrections between generator and trainer. Tensors [T] have
+one entry per token, aligned with predicting positions."""
 
 import math
 
@@ -11,7 +11,7 @@ from automodel_rl.config.losses import CorrectionConfig, RejectConfig
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(policy || reference) at sampled tokens (Schulman, "Approximating KL divergence", 2020)."""
+    """Estimates KL(policy || reference) at sampled tokens (Schulman, "Approximating KL divergence", 2020)."""
     r = ref_logprobs - logprobs
     if estimator == "k1":
         return -r
@@ -19,11 +19,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """The same estimate, with the gradient of the divergence itself (Tang and Munos, arXiv:2506.09477).
+    """Returns the same estimate with the gradient of the divergence itself (Tang and Munos, arXiv:2506.09477).
 
-    Tokens were sampled from the policy, so the gradient has a part through the sampling: for k1 and k3 the estimate
-    itself. Without it k1 would have gradient 0 on average, and k3 the gradient of another divergence. Of k3 both parts
-    hold exp(r), which cancels in their sum. So the sum is written out: 1 - r for k1, and -r for k2 and k3.
+    Sampling from the policy adds a term to the gradient, which for k1 and k3 is the estimate itself. Without it, the
+    gradient would be 0 on average for k1, and that of another divergence for k3. In k3 both terms contain exp(r), which
+    cancels, so the sum is written out: 1 - r for k1, and -r for k2 and k3.
     """
     estimate, r = kl_estimate(logprobs, ref_logprobs, estimator).detach(), (ref_logprobs - logprobs).detach()
     return estimate + ((1.0 if estimator == "k1" else 0.0) - r) * (logprobs - logprobs.detach())
@@ -32,18 +32,15 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
 def pessimistic_ratio(
     log_ratio: Tensor, advantages: Tensor, low: float, high: float, highest: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The ratio q for which q A is the least of q A and clip(q) A, as PPO takes it (arXiv:1707.06347, eq. 7).
-
-    It is clipped before exp: a ratio that overflows where clipping protects would give 0 * inf in the backward.
+    """Returns the ratio q that gives min(q A, clip(q) A), as in PPO (arXiv:1707.06347, eq. 7), at most 1 where A is 0,
+    and whether it was clipped, never where A is 0; both [T]. The logarithm is clipped before exp: an overflowing ratio
+    would give 0 * inf in the backward even where it is clipped.
 
     Args:
         log_ratio: log q of each token, [T].
         advantages: A of each token, [T].
-        low, high: clip(q) lies between them.
-        highest: bound of q where A is negative, of dual clip; None for no bound.
-
-    Returns:
-        The ratios, [T], 1 or less where A is 0; and whether they were clipped, bool [T], never where A is 0.
+        low, high: clipping range of q.
+        highest: dual-clip bound of q where A is negative; None for no bound.
     """
     zeros, ones = torch.zeros_like(log_ratio), torch.ones_like(log_ratio)
     least = torch.where(advantages < 0, max(low, 0.0), zeros).log()
@@ -54,7 +51,7 @@ def pessimistic_ratio(
 
 
 def mean_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """Mean of values [T] over the counted tokens of each sequence, [N]; 0 for a sequence without any."""
+    """Averages values [T] over the trained tokens of each sequence: [N]; 0 for a sequence without any."""
     counted = torch.where(microbatch.loss_mask, values, 0.0)
     return sum_by_sequence(counted, microbatch) / sum_by_sequence(
         microbatch.loss_mask.to(values.dtype), microbatch
@@ -62,9 +59,9 @@ def mean_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
 
 
 def sum_of_means(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """The means of values [T] over the counted tokens of each episode, added up: []. An episode of several rows, which
-    may lie in other microbatches, has its number of counted tokens in the value `EPISODE_TOKENS`; without that value
-    each sequence is an episode."""
+    """Sums the means of values [T] over the trained tokens of each episode: []. The value `EPISODE_TOKENS` holds the
+    number of trained tokens of an episode with several rows, some possibly in other microbatches; without it, each
+    sequence is an episode."""
     if EPISODE_TOKENS not in microbatch.values:
         return mean_by_sequence(values, microbatch).sum()
     sizes = microbatch.values[EPISODE_TOKENS].to(values.dtype).clamp_min(1)
@@ -74,7 +71,7 @@ def sum_of_means(values: Tensor, microbatch: Microbatch) -> Tensor:
 def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, microbatch: Microbatch, config: CorrectionConfig
 ) -> Tensor:
-    """Weights of tokens, [T], that correct for the difference between generator and policy; without gradient."""
+    """Computes the weights [T], without gradient, that correct for the difference between generator and policy."""
     log_weight = torch.where(microbatch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
     compared = compared_weights(old_logprobs, rollout_logprobs, microbatch, config)
     if config.kind == "none":
@@ -91,7 +88,7 @@ def correction_weights(
 
 
 def is_kept(old_logprobs: Tensor, rollout_logprobs: Tensor, microbatch: Microbatch, rule: RejectConfig) -> Tensor:
-    """Whether a rule lets tokens be trained, bool [T]."""
+    """Whether a rule allows tokens to be trained, bool [T]."""
     p, g = (torch.where(microbatch.loss_mask, one, 0.0) for one in (old_logprobs, rollout_logprobs))
     log_weight = p - g
     statistic = {
@@ -113,14 +110,14 @@ def is_kept(old_logprobs: Tensor, rollout_logprobs: Tensor, microbatch: Microbat
 
 
 def binary_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL divergence of coins with probabilities exp(p) and exp(q), [T]."""
-    p, q = (one.clamp_max(-torch.finfo(one.dtype).eps) for one in (p, q))  # a certain token has no other side
+    """Computes the KL divergence between Bernoulli distributions with probabilities exp(p) and exp(q), [T]."""
+    p, q = (one.clamp_max(-torch.finfo(one.dtype).eps) for one in (p, q))  # log(1 - exp(p)) is -inf at p = 0
     other_p, other_q = torch.log(-torch.expm1(p)), torch.log(-torch.expm1(q))
     return p.exp() * (p - q) + other_p.exp() * (other_p - other_q)
 
 
 def _largest_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """The largest value over the counted tokens of each sequence, [N]; -inf for a sequence without any."""
+    """Returns the largest value over the trained tokens of each sequence, [N]; -inf for a sequence without any."""
     counted = torch.where(microbatch.loss_mask, values, -torch.inf)
     return torch.segment_reduce(counted, "max", lengths=microbatch.cu_seqlens.diff().long(), unsafe=True)
 
@@ -128,8 +125,8 @@ def _largest_by_sequence(values: Tensor, microbatch: Microbatch) -> Tensor:
 def compared_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, microbatch: Microbatch, config: CorrectionConfig
 ) -> Tensor:
-    """What a correction compares with its bounds, for each token, [T]: its weight, or the geometric mean or the product
-    of its sequence's weights."""
+    """Returns what a correction compares with its bounds for each token, [T]: its weight, or the geometric mean or
+    product of the weights of its sequence."""
     log_weight = torch.where(microbatch.loss_mask, old_logprobs - rollout_logprobs, 0.0)
     if config.compares_sequences:
         of_sequences = mean_by_sequence if config.kind == "sequence_mask" else sum_by_sequence
@@ -138,7 +135,8 @@ def compared_weights(
 
 
 def check_pairs(microbatch: Microbatch) -> None:
-    """Raises ValueError if neighbours are no pair: neighbours in the packed list, the first at an even place."""
+    """Raises ValueError unless adjacent sequences are pairs: neighbours in the packed list, the first at an even
+    index."""
     order = microbatch.order
     pairs = zip(order[::2], order[1::2], strict=False)
     if len(order) % 2 or any(chosen % 2 or rejected != chosen + 1 for chosen, rejected in pairs):

@@ -1,7 +1,7 @@
-"""Losses whose inputs come with the data, one for every token. They are sums over tokens, and nothing divides them.
+"""Losses whose inputs are supplied with the data, one per token. They are undivided sums over tokens.
 
-Names and formulas are those of Tinker's API (tinker-docs.thinkingmachines.ai/losses). With lp the log-probability of a
-target under the model, q its `logprobs` as it was sampled, A its `advantages` and r = exp(lp - q):
+Names and formulas follow Tinker's API (tinker-docs.thinkingmachines.ai/losses). With lp the log-probability of a target
+under the model, q its `logprobs` as it was sampled, A its `advantages` and r = exp(lp - q):
 
     cross_entropy        -weights * lp
     importance_sampling  -r * A
@@ -10,7 +10,7 @@ target under the model, q its `logprobs` as it was sampled, A its `advantages` a
                          (arXiv:2506.13585)
     dro                  -(lp * A - beta / 2 * (lp - q)^2), beta has no default (arXiv:2405.19107)
 
-A token whose weight or advantage is 0 drops out of all but dro.
+A token whose weight or advantage is 0 has no effect, except in dro.
 """
 
 import functools
@@ -34,8 +34,8 @@ class TokenLoss:
 
     Attributes:
         inputs: names of the tensors in `Microbatch.values` that it reads.
-        settings: names of its settings, with their defaults; None for one that must be given.
-        make: makes the loss from all settings.
+        settings: names of its settings with defaults; None if required.
+        make: builds the loss from complete settings.
     """
 
     inputs: tuple[str, ...]
@@ -44,14 +44,14 @@ class TokenLoss:
 
 
 def token_loss(name: str, settings: Settings) -> LossFn:
-    """One of the losses above. Its sum is over positions; to divide it by nothing, count with `UNDIVIDED`.
+    """Returns one of the losses above. Its sum is over positions; count with `UNDIVIDED` to leave it undivided.
 
     Args:
         name: a key of `TOKEN_LOSSES`.
-        settings: its settings, where they differ from the defaults.
+        settings: settings that differ from the defaults.
 
     Raises:
-        ValueError: there is no such loss or setting, or a setting without default is missing.
+        ValueError: an unknown loss or setting, or a missing required setting.
 
     Example:
         >>> import torch
@@ -90,7 +90,7 @@ def _of_ratio(
 
 
 def _counted_ratio(logprobs: Tensor, sampled: Tensor, advantages: Tensor) -> Tensor:
-    """The ratio where the advantage is not 0, and 1 elsewhere: an overflow there would spoil gradients."""
+    """Returns the ratio where the advantage is not 0, and 1 elsewhere, where an overflow would make gradients nan."""
     return torch.where(advantages == 0, 0.0, logprobs - sampled).exp()
 
 

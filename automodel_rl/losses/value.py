@@ -1,4 +1,4 @@
-"""The loss of critics."""
+"""The critic's loss."""
 
 import torch
 
@@ -6,24 +6,24 @@ from automodel_rl.batch import Microbatch
 from automodel_rl.losses.outputs import LossOutput, TokenOutputs
 
 RETURNS, OLD_VALUES = "returns", "old_values"
-"""Names of values: what the critic learns, and what it gave before the step, [T]."""
+"""Names of values: the critic's targets, and its outputs before the step, [T]."""
 
 MOMENTS = ("critic/return", "critic/return_square", "critic/error", "critic/error_square")
 """Metrics from which `explained_variance` is computed, over all microbatches and ranks."""
 
 
 def value_loss(outputs: TokenOutputs, microbatch: Microbatch, clip: float | None) -> LossOutput:
-    """Half the squared error of values, with values that are not trained beyond `clip` from those before the step
+    """Computes half the squared error of values, with values clipped to within `clip` of those before the step
     (Schulman et al., arXiv:1506.02438; Engstrom et al., arXiv:2005.12729, section 3).
 
     Args:
-        outputs: scores, read with `Readout(scores=True)`: at the position that predicts a token stands the value of the
-            state in which the token was chosen.
+        outputs: scores, read with `Readout(scores=True)`. The score at the position that predicts a token is the value
+            of the state in which the token was chosen.
         microbatch: `values` has `returns` and `old_values`.
-        clip: the bound; None for none.
+        clip: clipping range; None for no clipping.
 
     Returns:
-        A sum over tokens, float64. Metrics: means over tokens of critic/clip_fraction, critic/value and `MOMENTS`.
+        A sum over tokens, float64. Metrics, as means over tokens: critic/clip_fraction, critic/value and `MOMENTS`.
 
     Raises:
         ValueError: there are no scores.
@@ -57,11 +57,8 @@ def value_loss(outputs: TokenOutputs, microbatch: Microbatch, clip: float | None
 
 
 def explained_variance(metrics: dict[str, float]) -> float:
-    """The share of the returns' variance that the values explain; 0 where returns do not vary.
-
-    Args:
-        metrics: those of `value_loss`.
-    """
+    """Computes the fraction of the returns' variance explained by the values, from the metrics of `value_loss`; 0 if
+    returns do not vary."""
     mean, square, error, error_square = (metrics[name] for name in MOMENTS)
     variance = square - mean * mean
     return 1 - (error_square - error * error) / variance if variance > 1e-12 else 0.0

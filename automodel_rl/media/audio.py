@@ -1,4 +1,4 @@
-"""Audio of chats. Its length decides its number of tokens; its samples are read on the rank that encodes it."""
+"""Audio of chats. Its length determines its number of tokens; samples are read on the rank that encodes it."""
 
 import functools
 import importlib
@@ -16,18 +16,19 @@ from automodel_rl.batch.media import Audio, Media
 from automodel_rl.errors import InputError
 
 LONGEST = 10**6
-"""Seconds of a file that tells a length: streaming encoders write the largest number for one that is not known."""
+"""Maximum plausible seconds in a file's header: streaming encoders write the largest number if the length is
+unknown."""
 
 OPEN_END = 2**31
-"""Size from which on a WAV file's header does not tell the size: it was written as a stream."""
+"""Size in a WAV header from which on it is meaningless: the file was written as a stream."""
 
 
 class ClipSizes(Protocol):
-    """The sizes of clips in a model.
+    """Sizes of a model's audio clips.
 
     Attributes:
-        least_tokens: fewest tokens of a clip.
-        least_frames: fewest frames of a clip with so many tokens.
+        least_tokens: minimum tokens of a clip.
+        least_frames: minimum frames of a clip with that many tokens.
     """
 
     @property
@@ -37,33 +38,19 @@ class ClipSizes(Protocol):
     def least_frames(self) -> int: ...
 
     def num_tokens(self, num_frames: int) -> int:
-        """Number of tokens of a clip.
-
-        Args:
-            num_frames: frames of its spectrogram, without those of silence that fill it up.
-        """
+        """Returns the number of tokens of a clip with `num_frames` frames, silent padding excluded."""
 
     def spectrogram(self, config: PretrainedConfig, num_frames: int) -> tuple[int, int]:
-        """Mels and frames of a clip's spectrogram.
-
-        Args:
-            config: the config of the whole model.
-            num_frames: frames of the clip itself.
-        """
+        """Returns the mels and frames of the spectrogram of a clip with `num_frames` frames, including any padding."""
 
 
 class AudioReader(ABC):
-    """Reads clips of audio in the form that a model takes. It can be pickled, and goes with clips to the ranks that
-    encode them.
+    """Reads audio clips in the form that a model takes.
 
     Args:
-        folder: the checkpoint's folder, with its feature extractor.
-        config: the config of the whole model.
-        sizes: the sizes of clips in the model.
-
-    Raises:
-        InputError: transformers cannot open the feature extractor, it does not fit the model, or a library that reads
-            audio is missing.
+        folder: checkpoint folder with the feature extractor.
+        config: config of the whole model.
+        sizes: sizes of the model's clips.
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig, sizes: ClipSizes):
@@ -93,15 +80,7 @@ class AudioReader(ABC):
             )
 
     def __call__(self, source: Any, where: str) -> Audio:
-        """A clip whose samples are not read yet.
-
-        Args:
-            source: the path of an audio file, or the file's bytes.
-            where: its place in the data, for error messages.
-
-        Raises:
-            InputError: the file cannot be opened, or the clip is too long or too short.
-        """
+        """Returns a clip whose samples are read later. `source` is a file path or the file's bytes."""
         if not isinstance(source, str | bytes):
             raise InputError(f"{where}: audio is a {type(source).__name__}: give the path of a file, or its bytes")
         num_frames = -(-self._num_samples(source, where) // self.hop)
@@ -115,32 +94,20 @@ class AudioReader(ABC):
         return Audio(0, self.sizes.num_tokens(num_frames), num_frames, features, source)
 
     def token_ids(self, item: Media) -> Tensor:
-        """The tokens that stand for a clip, int64 [n]."""
+        """Returns the tokens of a clip, int64 [n]."""
         return torch.full((item.num_tokens,), self.token_id)
 
     def load(self, source: str | bytes, where: str) -> Tensor:
-        """The log-mel spectrogram [mels, frames] of a clip, from the model's own extractor.
-
-        Args:
-            source: the path of an audio file, or the file's bytes.
-            where: its place in the data, for error messages.
-
-        Raises:
-            InputError: the file is damaged.
-        """
+        """Computes a clip's log-mel spectrogram [mels, frames] with the model's feature extractor."""
         return torch.as_tensor(self.spectrogram(self.samples(source, where), _open_extractor(self.folder)))
 
     @abstractmethod
     def spectrogram(self, wave: np.ndarray, extractor: Any) -> np.ndarray:
-        """The log-mel spectrogram [mels, frames] that the encoder takes.
-
-        Args:
-            wave: a clip's samples at the model's sampling rate, float32 [n].
-            extractor: the model's `WhisperFeatureExtractor`.
-        """
+        """Computes the log-mel spectrogram [mels, frames] that the encoder takes, from samples at the model's sampling
+        rate, float32 [n], with the model's `WhisperFeatureExtractor`."""
 
     def samples(self, source: str | bytes, where: str) -> np.ndarray:
-        """A clip's samples at the model's sampling rate, the mean of its channels, float32 [n]."""
+        """Reads a clip as mono samples at the model's sampling rate, float32 [n]."""
         soundfile, soxr = _library("soundfile"), _library("soxr")
         try:
             wave, rate = soundfile.read(_file(source), dtype="float32", always_2d=True)
@@ -150,7 +117,7 @@ class AudioReader(ABC):
             raise InputError(f"{where}: the audio {_name(source)} has NaN or infinite samples: give an intact file")
         wave = soxr.resample(wave.mean(axis=1), rate, self.rate)
         wanted = self._num_samples(source, where)
-        if wanted - len(wave) > self.hop:  # a resampler may give one more or one less
+        if wanted - len(wave) > self.hop:  # a resampler may return one sample more or less
             raise InputError(
                 f"{where}: the audio {_name(source)} ends after {len(wave) / self.rate:.2f} s of "
                 f"{wanted / self.rate:.2f}: give an intact file"
@@ -158,7 +125,7 @@ class AudioReader(ABC):
         return np.pad(wave[:wanted], (0, max(0, wanted - len(wave))))
 
     def _num_samples(self, source: str | bytes, where: str) -> int:
-        """Samples of a clip at the model's sampling rate, from the file's header."""
+        """Returns the number of samples at the model's sampling rate, from the file's header."""
         soundfile = _library("soundfile")
         try:
             info = soundfile.info(_file(source))
@@ -173,7 +140,7 @@ class AudioReader(ABC):
 
 @functools.cache
 def _open_extractor(folder: Path) -> Any:
-    """The checkpoint's feature extractor. Its filters are large, so it does not travel with clips."""
+    """Opens the checkpoint's feature extractor. Its filters are large, so it is not pickled with clips."""
     from transformers import AutoFeatureExtractor  # as in images.py
 
     return AutoFeatureExtractor.from_pretrained(folder, trust_remote_code=False)
@@ -191,12 +158,13 @@ def _file(source: str | bytes) -> Any:
 
 
 def _is_cut(source: str | bytes) -> bool:
-    """Whether a WAV file is shorter than its header says. Readers take what is there; other formats are refused."""
+    """Whether a WAV file is shorter than its header states. Readers accept such files, but reject truncated files of
+    other formats."""
     head, size = (
         (source[:8], len(source)) if isinstance(source, bytes) else (_head(source), Path(source).stat().st_size)
     )
     said = int.from_bytes(head[4:8], "little")
-    return head[:4] == b"RIFF" and 0 < said < OPEN_END and said + 8 > size + 1  # an odd file may lack its last pad
+    return head[:4] == b"RIFF" and 0 < said < OPEN_END and said + 8 > size + 1  # the last padding byte may be missing
 
 
 def _head(path: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Images of chats. Their size decides their number of tokens; their pixels are read on the rank that encodes them."""
+"""Images of chats. Their size determines their number of tokens; pixels are read on the rank that encodes them."""
 
 import functools
 import io
@@ -16,29 +16,25 @@ from automodel_rl.batch.media import Image, Media
 from automodel_rl.errors import InputError
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
-"""EXIF's orientation tag, and the values with which a picture is shown with height and width exchanged."""
+"""EXIF's orientation tag, and the values that swap height and width."""
 
 FILE_ENDS = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND\xaeB`\x82", b"GIF8": b";"}
-"""What whole files end with, zeros aside, by what they begin with: JPEG, PNG and GIF."""
+"""Final bytes of complete JPEG, PNG and GIF files, ignoring zeros, by their first bytes."""
 
 PictureSource = str | bytes
-"""The path of a picture's file, or the file's bytes."""
+"""An image file's path or bytes."""
 
 ImageSource = PictureSource | Picture.Image
-"""The path of a picture's file, the file's bytes, or a picture that a dataset has opened."""
+"""An image file's path or bytes, or an image that a dataset has opened."""
 
 
 class ImageReader(ABC):
-    """Reads pictures in the form that a model takes. It can be pickled, and goes with images to the ranks that encode
-    them.
+    """Reads images in the form that a model takes.
 
     Args:
-        folder: the checkpoint's folder, with its image processor.
-        config: the config of the whole model.
-        limits: the fewest and the most pixels of an image of any size; None for what the image processor says.
-
-    Raises:
-        InputError: transformers cannot open the image processor, or the limits leave no room.
+        folder: checkpoint folder with the image processor.
+        config: config of the whole model.
+        limits: minimum and maximum pixels of an image, for models with variable sizes; None for the image processor's.
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig, limits: tuple[int | None, int | None] = (None, None)):
@@ -67,26 +63,18 @@ class ImageReader(ABC):
             }
 
     def open_processor(self, folder: Path) -> Any:
-        """The model's image processor. The argument is that of the reader."""
-        from transformers import AutoImageProcessor  # half a second of every process, of text, too
+        """Opens the model's image processor."""
+        from transformers import AutoImageProcessor  # half a second, which text-only processes need not spend
 
         return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
 
     @property
     def limit_factor(self) -> int:
-        """What a pixel of an image counts in the limits of the image processor."""
+        """Number of units per pixel in the image processor's limits."""
         return 1
 
     def __call__(self, source: ImageSource, where: str) -> Image:
-        """An image whose pixels are not read yet.
-
-        Args:
-            source: the picture.
-            where: its place in the data, for error messages.
-
-        Raises:
-            InputError: the picture cannot be opened, or the model's image processor refuses its size.
-        """
+        """Returns an image whose pixels are read later."""
         if isinstance(source, Picture.Image):
             source = _as_file(source)
         height, width = picture_size(source, where)
@@ -94,65 +82,35 @@ class ImageReader(ABC):
 
     @abstractmethod
     def image(self, height: int, width: int, pixels: Callable[[], Tensor], source: PictureSource, where: str) -> Image:
-        """An image of a picture.
-
-        Args:
-            height, width: the picture's size in pixels.
-            pixels: reads its pixels.
-            source: the path of the picture's file, or the file's bytes.
-            where: its place in the data, for error messages.
-
-        Raises:
-            InputError: the model's image processor refuses the size.
-        """
+        """Returns the `Image` for a picture of `height` x `width` pixels, which `pixels` reads. Raises InputError if
+        the model's image processor refuses the size."""
 
     def load(self, source: PictureSource, where: str) -> Tensor:
-        """The pixels of a picture, from the model's image processor.
-
-        Args:
-            source: the path of the picture's file, or the file's bytes.
-            where: its place in the data, for error messages.
-
-        Raises:
-            InputError: the picture is damaged.
-        """
+        """Reads a picture and preprocesses it with the model's image processor."""
         return self.pixels(open_picture(source, where))
 
     def pixels(self, picture: Picture.Image) -> Tensor:
-        """The pixels that the model's image processor makes of a picture."""
+        """Preprocesses a picture with the model's image processor."""
         return torch.as_tensor(self.processor(images=[picture], return_tensors="pt")["pixel_values"])[0]
 
     def token_ids(self, item: Media) -> Tensor:
-        """The tokens that stand for an image, int64 [n]."""
+        """Returns the tokens of an image, int64 [n]."""
         return torch.full((item.num_tokens,), self.token_id)
 
 
 def picture_size(source: PictureSource, where: str) -> tuple[int, int]:
-    """Height and width of a picture as it is shown. The pixels are not read.
-
-    Args:
-        source: the path of the picture's file, or the file's bytes.
-        where: its place in the data, for error messages.
-
-    Raises:
-        InputError: the picture cannot be opened.
-    """
+    """Returns height and width of a picture as displayed, without reading its pixels."""
     try:
         with Picture.open(io.BytesIO(source) if isinstance(source, bytes) else source) as picture:
             width, height = picture.size
             return (width, height) if picture.getexif().get(ORIENTATION) in TURNED else (height, width)
-    except Exception as error:  # PIL's formats raise errors of many kinds, and one of its own for too many pixels
+    except Exception as error:  # PIL raises many kinds of errors, including one for too many pixels
         raise _unreadable(source, where, error) from None
 
 
 def check_picture(source: ImageSource, where: str) -> None:
-    """Raises InputError for a picture that cannot be opened, has too many pixels or is cut off. The pixels are read
-    only if the file does not end as files of its format do.
-
-    Args:
-        source: the picture.
-        where: its place in the data, for error messages.
-    """
+    """Raises InputError for a picture that cannot be opened, has too many pixels or is truncated. Reads the pixels only
+    if the file does not end as its format requires."""
     if isinstance(source, Picture.Image):
         return
     picture_size(source, where)
@@ -161,14 +119,14 @@ def check_picture(source: ImageSource, where: str) -> None:
         file.seek(max(0, size - 4096))
         end = next((end for begin, end in FILE_ENDS.items() if head.startswith(begin)), b"")
         is_whole = file.read().rstrip(b"\0").endswith(end)
-    if head.startswith(b"RIFF"):  # WebP says its size
+    if head.startswith(b"RIFF"):  # WebP states its size
         is_whole = int.from_bytes(head[4:], "little") + 8 <= size
     if not is_whole:
         open_picture(source, where)
 
 
 def open_picture(source: PictureSource, where: str) -> Picture.Image:
-    """A picture with its pixels, as it is shown. The arguments and errors are those of `picture_size`."""
+    """Reads a picture as displayed."""
     from transformers.image_utils import load_image  # as above
 
     try:
@@ -179,7 +137,7 @@ def open_picture(source: PictureSource, where: str) -> Picture.Image:
 
 
 def _as_file(picture: Picture.Image) -> bytes:
-    """The bytes of a file of a picture that a dataset has opened, as it is shown."""
+    """Encodes a picture that a dataset has opened, as displayed."""
     from transformers.image_utils import load_image  # as above
 
     file = io.BytesIO()

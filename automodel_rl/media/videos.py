@@ -1,5 +1,5 @@
-"""Videos of chats, given as frames. Their size and number decide the number of tokens; pixels are read on the rank that
-encodes them."""
+"""Videos of chats, given as frames. Their size and number determine the number of tokens; pixels are read on the rank
+that encodes them."""
 
 import copy
 import functools
@@ -21,17 +21,17 @@ SETTINGS = (
     ("processor_config.json", "video_processor"),
     ("preprocessor_config.json", None),
 )
-"""Files with the limits of a frame's pixels, and the key below which they are; the first that has them counts."""
+"""Files that may have the pixel limits of a frame, with their key there. The first match applies."""
 
 UNLIMITED = {"shortest_edge": 1, "longest_edge": 2**62}
 
 
 class Frames(NamedTuple):
-    """A video's frames.
+    """The frames of a video.
 
     Attributes:
-        paths: the pictures' files, in order.
-        fps: frames a second.
+        paths: image files, in order.
+        fps: frames per second.
     """
 
     paths: tuple[str, ...]
@@ -39,16 +39,15 @@ class Frames(NamedTuple):
 
 
 class VideoReader:
-    """Reads videos in the form that a model takes. It can be pickled, and goes with videos to the ranks that encode
-    them.
+    """Reads videos in the form that a model takes.
 
-    Every two frames are one patch in time; the last frame stands twice if their number is odd.
+    Every two frames form one patch in time; an odd last frame is repeated.
 
     Args:
         folder: the checkpoint's folder.
-        config: the config of the whole model.
-        images: the model's reader of images, whose image processor also makes patches of frames.
-        pixels: the fewest and the most pixels of a frame; None for what the checkpoint's files say.
+        config: config of the whole model.
+        images: the model's image reader, whose image processor also splits frames into patches.
+        pixels: minimum and maximum pixels of a frame; None for the checkpoint's limits.
     """
 
     def __init__(
@@ -59,36 +58,20 @@ class VideoReader:
         own = _limits(_settings(folder), images.processor.size)
         self.limits = [given or default for given, default in zip(pixels, own, strict=True)]
         self.of_frames = [given is not None for given in pixels]
-        self.processor.size = UNLIMITED  # frames get their size here, which is another one than that of images
+        self.processor.size = UNLIMITED  # frames are resized here, by other rules than images
         vision = config.vision_config.to_dict()
         self.positions_per_second = vision.get("tokens_per_second") or config.to_dict().get("position_id_per_seconds")
 
     def __call__(self, source: Any, where: str) -> Video:
-        """A video whose frames are not read yet.
-
-        Args:
-            source: its `Frames`.
-            where: its place in the data, for error messages.
-
-        Raises:
-            InputError: frames differ in size or cannot be opened, or the model's image processor refuses their size.
-        """
+        """Returns a video whose frames are read later. They must all have the same size."""
         assert isinstance(source, Frames)  # made by `with_media_files`
         grid = self._grid(source.paths, where)
         interval = self.positions_per_second * self.processor.temporal_patch_size / source.fps
         return self._video(source.paths, grid, interval, where)
 
     def load(self, source: tuple[str, ...], where: str, grid: tuple[int, int, int]) -> Tensor:
-        """The patches of a video, patch in time by patch in time, as the model's video processor lays them out.
-
-        Args:
-            source: the files of its frames.
-            where: its place in the data, for error messages.
-            grid: its patches in time, height and width.
-
-        Raises:
-            InputError: a frame is damaged.
-        """
+        """Reads the patches of a video from its frames, patches in time one after the other, as in the model's video
+        processor."""
         pair, patch = self.processor.temporal_patch_size, self.processor.patch_size
         frames = [*source, *[source[-1]] * (-len(source) % pair)]
         patches = [self._patches(open_picture(path, where), grid[1] * patch, grid[2] * patch) for path in frames]
@@ -99,7 +82,7 @@ class VideoReader:
         return torch.cat(taken).flatten(1)
 
     def token_ids(self, item: Media) -> Tensor:
-        """The tokens that stand for a video, int64 [n]."""
+        """Returns the tokens of a video, int64 [n]."""
         return torch.full((item.num_tokens,), self.token_id)
 
     def _video(self, paths: tuple[str, ...], grid: tuple[int, int, int], interval: float, where: str) -> Video:
@@ -108,7 +91,7 @@ class VideoReader:
         return Video(0, num_tokens, grid, load, paths, interval=interval)
 
     def _grid(self, paths: tuple[str, ...], where: str) -> tuple[int, int, int]:
-        """A video's patches in time, height and width."""
+        """Returns a video's patches in time, height and width."""
         sizes = {picture_size(path, where) for path in paths}
         if len(sizes) != 1:
             raise InputError(f"{where}: frames of a video have sizes {sorted(sizes)}: give all the same size")
@@ -121,13 +104,14 @@ class VideoReader:
         return time, height // patch, width // patch
 
     def _resized(self, time: int, height: int, width: int, factor: int) -> tuple[int, int]:
-        """Height and width of the frames of a video with so many patches in time: multiples of a factor."""
+        """Returns the size of a video's frames, as multiples of `factor`, given their original size and the patches in
+        time."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # as in images.py
 
         return smart_resize(height, width, factor, *self.limits)
 
     def _patches(self, frame: Picture.Image, height: int, width: int) -> Tensor:
-        """The patches of one frame, which has the place of all frames of a patch in time: [n, C, pair, pixels]."""
+        """Returns the patches of a frame, repeated for all frames of a patch in time: [n, C, pair, pixels]."""
         resized = frame.resize((width, height), Picture.Resampling(self.processor.resample))
         made = torch.as_tensor(self.processor(images=[resized], return_tensors="pt")["pixel_values"])
         patch, pair = self.processor.patch_size, self.processor.temporal_patch_size
@@ -135,9 +119,9 @@ class VideoReader:
 
 
 class TimedVideoReader(VideoReader):
-    """Reads videos for a model that sees each patch in time apart, after a text with its seconds: Qwen3-VL.
+    """Reads videos for models that take each patch in time separately, after a timestamp: Qwen3-VL.
 
-    The checkpoint's files limit the pixels of all frames together, and the arguments of `VideoReader` those of a frame.
+    The checkpoint's limits apply to the pixels of all frames together, the argument `pixels` to each frame.
 
     Attributes:
         brackets: ids of the tokens before and after the tokens of each patch in time.
@@ -150,7 +134,7 @@ class TimedVideoReader(VideoReader):
         self.brackets = (config.vision_start_token_id, config.vision_end_token_id)
 
     def patches(self, source: Frames, where: str) -> list[tuple[float, Video]]:
-        """The patches in time of a video, each with its seconds. The arguments and errors are those of a call."""
+        """Returns the patches in time of a video, each with its time in seconds."""
         pair = self.processor.temporal_patch_size
         _, height, width = self._grid(source.paths, where)
         found = []
@@ -171,7 +155,7 @@ class TimedVideoReader(VideoReader):
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's files say of frames; nothing if they say nothing."""
+    """Returns a checkpoint's video settings; {} if there are none."""
     for name, key in SETTINGS:
         if (folder / name).is_file():
             found = json.loads((folder / name).read_text())
@@ -181,7 +165,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _limits(settings: dict[str, Any], default: Any) -> tuple[int, int]:
-    """The fewest and the most pixels of a frame that a checkpoint's file says."""
+    """Returns the minimum and maximum pixels of a frame from a checkpoint's settings."""
     size = settings.get("size") or {}
     least = settings.get("min_pixels") or size.get("shortest_edge") or default["shortest_edge"]
     most = settings.get("max_pixels") or size.get("longest_edge") or default["longest_edge"]

@@ -1,1 +1,1 @@
-"""Mixtures of experts: experts over ranks, what routers learn besides the loss, and router replay."""
+"""Mixtures of experts: experts over ranks, router losses and biases, and router replay."""

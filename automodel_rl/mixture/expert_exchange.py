@@ -1,7 +1,7 @@
-"""Brings tokens to the ranks of their experts, and results back.
+"""Sends tokens to the ranks of their experts, and results back.
 
-A token travels once to every rank that has any of its experts, however many these are, and the weighted sum over them
-comes back. With ep = 2 and 8 experts of a token, that is a quarter of what its 8 slots would be.
+A token is sent once to every rank with any of its experts, and the weighted sum over them comes back. With ep = 2 and
+8 experts per token, that is a quarter of the traffic of its 8 slots.
 
 Shape letters: n tokens of this rank, K experts of a token, R ranks, S rows sent, A rows that arrive, H hidden size.
 """
@@ -16,20 +16,16 @@ from torch import Tensor
 from automodel_rl.parallel.collectives import AllToAll, all_to_all
 
 ADDED = 2
-"""Rows of zeros that follow on all that arrives. Their only expert is this rank's last one, with weight 0. They change
-nothing, and compiled layers need no graph for a rank that gets no tokens or one."""
+"""Zero rows appended to the arriving ones. Their only expert is this rank's last one, with weight 0. They change
+nothing, but spare compiled layers a graph for ranks that receive no tokens or one."""
 
 
 class TakeRows(torch.autograd.Function):
-    """Copies of rows, [n, H] to [s, H].
-
-    torch's own backward of an index adds gradients up one by one, for it does not know where a row was copied to. Here
-    it is a gather and a sum.
+    """Copies rows, [n, H] to [s, H]. The backward is a gather and a sum; torch's own adds gradients one by one.
 
     Args (of `apply`):
-        tensor: [n, H].
-        source_s: the row that each copy is of, int64.
-        place_nJ: the places of each row's copies, int64. A row with fewer copies has places whose gradients are 0.
+        source_s: source row of each copy, int64.
+        place_nJ: indices of each row's copies, int64. Rows with fewer copies have indices whose gradients are 0.
     """
 
     @staticmethod
@@ -44,7 +40,7 @@ class TakeRows(torch.autograd.Function):
 
 
 class SumRows(torch.autograd.Function):
-    """Sums of rows, [s, H] to [n, H]: what `TakeRows` does backward. A place that stands for no row has zeros."""
+    """Sums rows, [s, H] to [n, H]: the backward of `TakeRows`. Indices without a row refer to zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, source_s: Tensor, place_nJ: Tensor) -> Tensor:
@@ -59,14 +55,13 @@ class SumRows(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """The way of one microbatch's tokens in one layer.
+    """The routing of one microbatch's tokens in one layer.
 
     Attributes:
         sent, received: number of rows to and from every rank.
-        tokens: the token of each row sent, and of `ADDED` more, int64 [S + ADDED].
+        tokens: the token of each sent row, and of `ADDED` more, int64 [S + ADDED].
         rows: each token's row for each rank, int64 [n, R]; the first added one if the rank has none of its experts.
-        num_slots: number of pairs of a token that arrives and an expert of this rank, without the added ones.
-        group: the ranks that share the experts.
+        num_slots: number of (arriving token, expert of this rank) pairs, without the added ones.
     """
 
     sent: list[int]
@@ -77,7 +72,7 @@ class Exchange:
     group: dist.ProcessGroup
 
 
-# Outside of graphs: the compiler would leave out an exchange whose result has no elements on one of the ranks.
+# Outside of graphs: the compiler would drop an exchange whose result is empty on one of the ranks.
 @torch.compiler.disable
 def send(
     hidden_nH: Tensor, experts_nK: Tensor, weights_nK: Tensor, num_experts: int, group: dist.ProcessGroup
@@ -85,8 +80,8 @@ def send(
     """Sends tokens to the ranks of their experts.
 
     Returns:
-        Hidden states [A + ADDED, H] of the tokens that arrived here, their experts [A + ADDED, K] as numbers on this
-        rank (for one that is elsewhere, the number of experts here), their weights (0 for those), and the way back.
+        Hidden states [A + ADDED, H] of the arriving tokens; their experts' indices on this rank, [A + ADDED, K], with
+        the number of local experts for those elsewhere; their weights, 0 for those; and the plan for the way back.
     """
     own_experts = num_experts // group.size()
     exchange = _exchange(experts_nK // own_experts, group)
@@ -106,10 +101,8 @@ def send(
 
 
 def _exchange(rank_nK: Tensor, group: dist.ProcessGroup) -> Exchange:
-    """Plans the way of tokens to the ranks `rank_nK`.
-
-    The numbers depend on the data, so the host waits for the device once in each layer.
-    """
+    """Plans sending tokens to the ranks `rank_nK`. The row counts depend on the data, so the host waits for the
+    device once per layer."""
     num_ranks, device = group.size(), rank_nK.device
     slots_Rn = (rank_nK == torch.arange(num_ranks, device=device)[:, None, None]).sum(2)
     is_sent_Rn = slots_Rn > 0
@@ -122,11 +115,11 @@ def _exchange(rank_nK: Tensor, group: dist.ProcessGroup) -> Exchange:
     tokens_Rn = torch.arange(rank_nK.shape[0], device=device).expand(num_ranks, -1)
     token_S = torch.zeros(num_rows + ADDED, dtype=torch.int64, device=device)
     token_S.scatter_(0, row_Rn.flatten(), tokens_Rn.flatten())
-    token_S[num_rows:] = 0  # every token without a row has written to the first of these
+    token_S[num_rows:] = 0  # tokens without a row have written to the first of these
     return Exchange(sent, received, token_S, row_Rn.T.contiguous(), sum(slots), group)
 
 
 @torch.compiler.disable
 def send_back(sums_AH: Tensor, exchange: Exchange) -> Tensor:
-    """Returns each token's sums over the experts of a rank to the token's own, as rows [S + ADDED, H] for `SumRows`."""
+    """Returns each token's sums over a rank's experts to the token's rank, as rows [S + ADDED, H] for `SumRows`."""
     return AllToAll.apply(sums_AH, exchange.received, exchange.sent, ADDED, exchange.group)

@@ -1,11 +1,10 @@
-"""Runs the experts of a mixture on tokens sorted by expert, with or without expert parallelism.
+"""Runs a mixture's experts on tokens sorted by expert, with or without expert parallelism.
 
-`experts_forward` is registered with transformers' ExpertsInterface and replaces the loop in every mixture's experts
-module; routers stay the models' own. With expert parallelism a rank holds a slice of the experts, and tokens travel to
-them and back.
+`experts_forward`, registered with transformers' ExpertsInterface, replaces the loop in every mixture's experts
+module; routers stay the models' own.
 
-Shape letters: n tokens, K experts of a token, s = n * K slots, E experts of the model, e experts of this rank, H hidden
-size.
+Shape letters: n tokens, K experts of a token, s = n * K slots, E experts of the model, e experts of this rank, H
+hidden size.
 """
 
 from typing import Any
@@ -24,7 +23,7 @@ from automodel_rl.mixture.expert_exchange import ADDED, SumRows, TakeRows, send,
 from automodel_rl.parallel.sharding import local_tensor
 
 EXPERTS = "automodel_rl"
-"""Name under which transformers knows the function."""
+"""Name of `experts_forward` in transformers' registry."""
 
 
 def register_experts() -> None:
@@ -32,13 +31,13 @@ def register_experts() -> None:
 
 
 def experts_of(part: nn.Module) -> list[Any]:
-    """The experts modules of a part, whose forward goes through the interface."""
+    """Returns the experts modules of a part."""
     return [module for name, module in part.named_modules() if name.endswith(".experts")]
 
 
 def transpose_experts(model: nn.Module, family: Family) -> None:
-    """Makes stacked weights of experts [experts, inputs, outputs], as files have them, where transformers has them the
-    other way round."""
+    """Transposes stacked expert weights to [experts, inputs, outputs], as in the files, for families where
+    transformers does not."""
     for module in experts_of(model) if family.transposes_experts else []:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not module.is_transposed and parameter.ndim == 3:
@@ -47,16 +46,10 @@ def transpose_experts(model: nn.Module, family: Family) -> None:
 
 
 def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_nK: Tensor) -> Tensor:
-    """Weighted sum of each token's experts.
+    """Computes the weighted sum of each token's experts, [n, H] in the dtype of `hidden_nH`.
 
     Args:
         module: transformers' experts module, with `ep_group` set (None without expert parallelism).
-        hidden_nH: hidden states of the tokens.
-        experts_nK: ids of the experts chosen for each token.
-        weights_nK: weights of these experts.
-
-    Returns:
-        [n, H] in the dtype of `hidden_nH`.
     """
     if module.ep_group is None:
         return _mix(module, hidden_nH, experts_nK, weights_nK, module.num_experts, experts_nK.numel())
@@ -71,23 +64,17 @@ def experts_forward(module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_
 def _mix(
     module: Any, hidden_nH: Tensor, experts_nK: Tensor, weights_nK: Tensor, num_experts: int, num_slots: int
 ) -> Tensor:
-    """The weighted sum of each token's experts among this rank's.
+    """Computes the weighted sum of each token's experts on this rank, [n, H] in the dtype of `hidden_nH`.
 
     Args:
-        module, hidden_nH: as for `experts_forward`.
-        experts_nK: numbers of experts on this rank; `num_experts` for an expert that is elsewhere.
-        weights_nK: weights of the experts, 0 for one that is elsewhere.
-        num_experts: number of this rank's experts.
-        num_slots: number of slots of these.
-
-    Returns:
-        [n, H] in the dtype of `hidden_nH`.
+        experts_nK: indices of experts on this rank; `num_experts` for those elsewhere.
+        weights_nK: their weights, 0 for experts elsewhere.
     """
     top_k = experts_nK.shape[1]
     expert_s, order = experts_nK.flatten().sort(stable=True)
     expert_s, order = expert_s[:num_slots], order[:num_slots]
     place_nK = _places(order, experts_nK.numel()).view_as(experts_nK)
-    # Not bincount: the host would wait for the device, in every layer, to learn the largest id.
+    # Not bincount, which makes the host wait for the device in every layer.
     bounds = torch.searchsorted(expert_s, torch.arange(num_experts + 1, device=expert_s.device))
     slots_sH = TakeRows.apply(hidden_nH, order // top_k, place_nK)
     outputs_sH = _run(module, slots_sH, bounds.diff())
@@ -95,18 +82,16 @@ def _mix(
 
 
 def _places(order: Tensor, num_choices: int) -> Tensor:
-    """The slot of each choice; for an expert that is elsewhere the last slot, which counts 0 times."""
+    """Returns the slot of each choice; for experts elsewhere the last slot, which has weight 0."""
     slots = torch.arange(len(order), device=order.device)
     return torch.full((num_choices,), len(order) - 1, device=order.device).scatter_(0, order, slots)
 
 
 class FromSlots(torch.autograd.Function):
-    """The weighted sum of each token's slots, [s, H] to [n, H].
+    """Weighted sum of each token's slots, [s, H] to [n, H].
 
     Args (of `apply`):
-        outputs_sH: outputs of the experts.
-        weights_nK: weights of each token's experts.
-        order: the choice of each slot among all n * K choices, int64 [s].
+        order: index of each slot's choice among all n * K choices, int64 [s].
         place_nK: the slot of each choice, int64.
     """
 
@@ -125,7 +110,7 @@ class FromSlots(torch.autograd.Function):
 
 
 def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:
-    """This rank's experts, each on its stretch of the slots."""
+    """Runs this rank's experts, each on its range of the slots."""
     if module.has_gate:
         hidden = apply_gate(module, _grouped_linear(slots_sH, module, "gate_up_proj", counts_e))
     else:
@@ -134,8 +119,8 @@ def _run(module: Any, slots_sH: Tensor, counts_e: Tensor) -> Tensor:
 
 
 def _through_adapter(adapter: Any, inputs: Tensor, counts_e: Tensor) -> Tensor:
-    """Each expert's stretch of the slots times its own A and B. Ranks are filled up with zeros to what torch's grouped
-    products take."""
+    """Multiplies each expert's slots by its own A and B. Ranks are zero-padded to the multiple that torch's grouped
+    products need."""
     down_eri, up_eor = local_tensor(adapter.lora_A.weight), local_tensor(adapter.lora_B.weight)
     missing = -down_eri.shape[1] % GROUPED_MULTIPLE
     if missing and inputs.dtype == torch.bfloat16:

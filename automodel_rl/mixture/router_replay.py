@@ -1,12 +1,11 @@
 """Router replay: tokens go to the experts that a generator chose for them, and routers still learn.
 
-This is R3 (arXiv:2510.11370). The scores of generator and trainer differ by rounding. Near a tie, rounding sends a
-token to another expert, and then probabilities differ by more than rounding. So the generator's choice is repeated. The
-weights of the chosen experts are still the router's own, and gradients go through them as usual.
+This is R3 (arXiv:2510.11370). Scores of generator and trainer differ by rounding. Near a tie, that sends a token to
+another expert, and probabilities then differ by much more. So the generator's choice is repeated. The weights of the
+chosen experts are still the router's own, and receive gradients as usual.
 
-A router of transformers or of nemo_automodel chooses by one `torch.topk` over the scores of all experts. It takes the
-weights from the values or at the places that this call returns. Only this call is answered differently. Everything else
-stays the model's own: weights may be normalised or scaled, and a bias or groups may count for the choice alone.
+Routers of transformers and nemo_automodel choose by one `torch.topk` over all experts, and take weights from the
+returned values or indices. Only the result of this call is replaced; scaling, biases and groups stay the model's own.
 """
 
 from collections.abc import Callable
@@ -23,17 +22,11 @@ from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 
 DIFFERS = "replay/differs"
-"""Metric: among tokens with a route, the share that the router itself would have sent to another expert."""
+"""Metric: the share of tokens with a route that the router itself would have sent to another expert."""
 
 
 class RouterReplay:
-    """Makes the routers of a part follow the routes of the microbatch that their layer computes, if it has routes.
-
-    Args:
-        routers: the part's routers, by layer.
-        num_experts: number of experts in a layer.
-        scope: shows which microbatch a layer computes.
-    """
+    """Makes a part's routers follow the routes, if any, of the microbatch that their layer computes."""
 
     def __init__(self, routers: dict[int, Any], num_experts: int, scope: MicrobatchScope):
         self.num_experts, self.scope, self.layers = num_experts, scope, tuple(routers)
@@ -46,10 +39,9 @@ class RouterReplay:
 
     @torch.no_grad()
     def note(self, number: int, live: Tensor, target: Tensor, is_known: Tensor) -> None:
-        """Keeps for `differing` the tokens that a layer's router would have sent to other experts.
+        """Records for `differing` the tokens that a layer's router would have sent to other experts.
 
         Args:
-            number: the layer's number.
             live, target: experts [t, K] of every token, by the router and by the token's route.
             is_known: which tokens have a route, bool [t, 1].
         """
@@ -61,8 +53,8 @@ class RouterReplay:
         self._noted[number, microbatch.index] = differs, is_known[:, 0], microbatch.is_routed
 
     def differing(self) -> dict[int, Tensor]:
-        """Counts by layer, float32 [2], of training since the last call: tokens with a route that the router would have
-        sent to another expert, and all tokens with a route."""
+        """Returns counts by layer since the last call, float32 [2], in training: tokens with a route that the router
+        would have sent to another expert, and all tokens with a route."""
         counts = {number: torch.zeros(2) for number in self.layers}
         for number in self.layers:
             noted = [kept for (layer, _), kept in self._noted.items() if layer == number]
@@ -75,7 +67,8 @@ class RouterReplay:
 
 
 def replay_metrics(replays: list[RouterReplay], layout: Layout) -> dict[str, float]:
-    """`DIFFERS` over all layers and for each one, equal on every rank; empty if no token had a route. A collective."""
+    """Returns `DIFFERS` over all layers and per layer, equal on every rank; empty if no token had a route. A
+    collective."""
     own = sum_over_stage({n: counts for replay in replays for n, counts in replay.differing().items()}, layout)
     stages = gather_objects({number: counts.tolist() for number, counts in own.items()}, layout.pp_control)
     counts = {number: pair for stage in stages for number, pair in stage.items() if pair[1]}
@@ -89,32 +82,21 @@ def replay_metrics(replays: list[RouterReplay], layout: Layout) -> dict[str, flo
 
 
 class Replayed:
-    """Makes one router follow routes.
-
-    Args:
-        replay: the replay of its part.
-        number: the number of its layer.
-    """
+    """Makes the router of layer `number` follow routes."""
 
     def __init__(self, replay: RouterReplay, number: int):
         self.replay, self.number = replay, number
 
     @property
     def routes(self) -> Routes | None:
-        """Routes of the microbatch that is computed; None if the router chooses."""
+        """Routes of the current microbatch; None if the router chooses."""
         microbatch = self.replay.scope.microbatch
         return None if microbatch is None else microbatch.routes
 
-    @torch.compiler.disable  # a mode that answers calls of functions
+    @torch.compiler.disable  # uses a mode that intercepts function calls
     def follow(self, routes: Routes, router: nn.Module, choose: Callable[..., Any], *args: Any) -> Any:
-        """The router's output with the experts of the routes.
-
-        Args:
-            routes: experts of the microbatch's tokens.
-            router: the router.
-            choose: its forward.
-            args: arguments of its forward.
-        """
+        """Returns the router's output with the experts of the routes. `choose` is the router's forward, `args` its
+        arguments."""
         target = routes.of(self.number).long()
         is_known = target[:, :1] != MISSING
 
@@ -129,12 +111,10 @@ class Replayed:
 
 
 class Selection(TorchFunctionMode):
-    """A context in which a router takes other experts than the experts with the largest scores.
+    """A context in which a router takes other experts than those with the largest scores.
 
     Args:
-        choose: gets the experts [t, K] that the router would take, and gives those that it shall take.
-        shape: (t, K).
-        num_experts: number of experts from which the router chooses.
+        choose: maps the experts [t, K] that the router would take to those to take instead.
 
     Raises:
         RuntimeError: at the end, unless experts were chosen exactly once.
@@ -149,7 +129,7 @@ class Selection(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is Tensor.masked_fill and args[0].shape[-1] == self.num_experts:
-            self.unmasked = args[0]  # a route may lead to a group of experts that the router would leave out
+            self.unmasked = args[0]  # a route may lead to a group of experts that the router excludes
         if func not in (torch.topk, Tensor.topk):
             return result
         if args[0].shape[-1] != self.num_experts or result[1].shape != self.shape:  # a choice of groups of experts

@@ -1,8 +1,7 @@
-"""Trains the routers of a mixture: the load of experts, the auxiliary loss, and DeepSeek's bias.
+"""Training of a mixture's routers: expert load, auxiliary loss, and DeepSeek's bias.
 
-Routers are the models' own modules and are only watched here (their forward calls `Watched.count`). Pads
-and empty microbatches do not count. A token that follows a route (mixture/router_replay.py) counts where the route
-sends it.
+Routers are the models' own modules and only observed here (their forward calls `Watched.count`). Pads and empty
+microbatches do not count. A token with a route (mixture/router_replay.py) counts for the experts on it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,28 +21,23 @@ from automodel_rl.parallel.host_collectives import combine
 from automodel_rl.parallel.layout import Layout
 
 RouterOutput = tuple[Any, Any, Any]
-"""Logits of all experts, and weights and ids of the chosen ones, of each token, in an order of the router's own.
-nemo_automodel's routers give None for the logits."""
+"""Each token's logits of all experts, and weights and ids of the chosen ones, in the router's own order.
+nemo_automodel's routers return None for the logits."""
 
 _ORDERS = ((2, 1, 0), (2, 0, 1), (0, 1, 2))
-"""The places of logits, weights and ids in a router's output, by the place of the ids."""
+"""Indices of logits, weights and ids in a router's output, by the index of the ids."""
 
 LOAD_METRIC = "moe/load_max"
 """Metric: the largest load of an expert relative to the mean load, averaged over layers; 1 is even."""
 
 
 def routers_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
-    """The routers of the layers that have one, by the layer's number.
-
-    Args:
-        layers: decoder layers by number.
-        family: the model's family, which says which module is the router.
-    """
+    """Returns the layers' routers by layer number. The family names the router module."""
     return {number: getattr(block, family.router) for number, block in _mixtures_of(layers, family).items()}
 
 
 def biases_of(layers: dict[int, Any], family: Family) -> dict[int, Tensor]:
-    """The biases with which routers choose experts, float [E], by the layer's number; empty if routers have none."""
+    """Returns the biases by which routers choose experts, float [E], by layer number; empty if there are none."""
     if not family.router_bias:
         return {}
     return {number: block.get_buffer(family.router_bias) for number, block in _mixtures_of(layers, family).items()}
@@ -61,13 +55,13 @@ def _mixtures_of(layers: dict[int, Any], family: Family) -> dict[int, Any]:
 
 
 def in_order(output: RouterOutput) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Logits, weights and ids, whatever order the router gives them in."""
+    """Returns logits, weights and ids from a router's output in any order."""
     logits, weights, ids = (output[place] for place in _order(output))
     return logits, weights, ids
 
 
 def in_order_of(output: RouterOutput, ordered: tuple[Tensor | None, Tensor, Tensor]) -> RouterOutput:
-    """Logits, weights and ids in the order of a router's output."""
+    """Returns logits, weights and ids in the order of a router's output."""
     by_place = dict(zip(_order(output), ordered, strict=True))
     return by_place[0], by_place[1], by_place[2]
 
@@ -78,12 +72,7 @@ def _order(output: RouterOutput) -> tuple[int, int, int]:
 
 
 def router_shape(num_layers: int, routers: dict[int, Any]) -> RouterShape | None:
-    """The shape of a model's routes; None if it has no routers.
-
-    Args:
-        num_layers: number of layers of the whole model.
-        routers: all routers of the model, by layer.
-    """
+    """Returns the shape of a model's routes, given its number of layers and all its routers; None without routers."""
     if not routers:
         return None
     router = next(iter(routers.values()))
@@ -91,14 +80,11 @@ def router_shape(num_layers: int, routers: dict[int, Any]) -> RouterShape | None
 
 
 class RouterWatch:
-    """Watches the routers of a part while it trains.
+    """Observes a part's routers during training.
 
     Args:
-        layers: the part's decoder layers by number.
-        family: the model's family.
-        scope: shows which microbatch a layer computes.
-        config: the weight of the auxiliary loss and the rate of the bias.
-        sharing: the groups of ranks that share a microbatch: those of cp, of tp, both or none.
+        config: weight of the auxiliary loss and rate of the bias.
+        sharing: the groups of ranks that share a microbatch: cp's, tp's, both or none.
     """
 
     def __init__(
@@ -116,11 +102,7 @@ class RouterWatch:
             router.watched = self._watched[number]
 
     def start_step(self, num_tokens: int) -> None:
-        """Starts counting for a new step.
-
-        Args:
-            num_tokens: number of tokens in the global batch, by which the auxiliary loss is divided.
-        """
+        """Starts counting for a new step. `num_tokens` of the global batch divides the auxiliary loss."""
         for number, watched in self._watched.items():
             router = self.routers[number]
             device = next(router.parameters()).device
@@ -128,27 +110,24 @@ class RouterWatch:
 
     @property
     def loads(self) -> dict[int, Tensor]:
-        """Number of this rank's tokens of each expert, by layer, since the step began, fp32 [E]."""
+        """This rank's token count per expert since the step began, by layer, fp32 [E]."""
         return {number: watched.load for number, watched in self._watched.items()}
 
     @torch.no_grad()
     def update_biases(self, loads: dict[int, Tensor]) -> None:
-        """Raises the biases of experts with less load than the mean, and lowers those of experts with more.
-
-        Args:
-            loads: the load of every expert over all ranks, by layer.
-        """
+        """Raises the biases of experts below the mean load, and lowers those above it. `loads` are over all ranks, by
+        layer."""
         for number, bias in biases_of(self.layers, self.family).items():
             load = loads[number].to(bias.device)
             bias += self.config.bias_update_rate * (load.mean() - load).sign()
 
 
 class Watched:
-    """What is counted of one router. Compiled layers hold the counting in their graph, so it is all done with tensors.
+    """Counts of one router, kept in tensors because compiled layers count within their graph.
 
     Attributes:
-        load: number of tokens of each expert, fp32 [E].
-        factor: factor of the auxiliary loss, which is computed as a sum over tokens, float64 [].
+        load: token count per expert, fp32 [E].
+        factor: factor of the auxiliary loss as a sum over tokens, float64 [].
     """
 
     def __init__(self, scope: MicrobatchScope, has_loss: bool, sharing: Sequence[dist.ProcessGroup]):
@@ -163,21 +142,15 @@ class Watched:
         self.factor.fill_(factor)
 
     def count(self, output: RouterOutput) -> RouterOutput:
-        """Counts the load of experts and adds the auxiliary loss.
-
-        Args:
-            output: what the router gives for a microbatch.
-
-        Returns:
-            The same, with the loss in the gradient of the weights.
-        """
+        """Counts the load of experts, and adds the auxiliary loss to the gradient of the weights in a router's
+        output."""
         microbatch = self.scope.microbatch
         assert microbatch is not None, "a router runs outside of a layer that notes its microbatch"
         logits, weights, chosen = in_order(output)
         load = _load(chosen, microbatch.is_routed, len(self.load))
         self.load.add_(load * self.scope.is_first)
         if self.has_loss:
-            assert logits is not None  # the table refuses the loss where routers give none
+            assert logits is not None  # the support table rejects the loss for routers without logits
             for group in self.sharing:
                 load = all_reduce(load, group)
             loss = _load_balancing(logits, load, microbatch.is_routed) * self.factor
@@ -186,10 +159,9 @@ class Watched:
 
 
 def install_router_forwards(routers: Iterable[Any]) -> None:
-    """Replaces the forwards of routers that have got `replayed` (mixture/router_replay.py) and `watched`.
+    """Replaces the forwards of routers that have `replayed` (mixture/router_replay.py) and `watched` set.
 
-    The new one is one function for all, and what it needs lies on the router, so that compiled layers that are equal
-    share a graph.
+    The new forward is one function with its state on the router, so that identical compiled layers share a graph.
     """
     for router in routers:
         router.forward = MethodType(_forward, router)
@@ -202,17 +174,13 @@ def _forward(router: Any, *args: Any) -> Any:
 
 
 def global_loads(watches: list[RouterWatch], layout: Layout) -> dict[int, Tensor]:
-    """Number of tokens of each expert, by layer, over the ranks of this rank's stages. A collective of the stage."""
+    """Returns the token count per expert over the ranks of this rank's stages, by layer. A collective of the stage."""
     return sum_over_stage({number: load for watch in watches for number, load in watch.loads.items()}, layout)
 
 
 def sum_over_stage(by_layer: dict[int, Tensor], layout: Layout) -> dict[int, Tensor]:
-    """Sums over all ranks of this rank's stages, float64 on the host. A collective of the stage.
-
-    Args:
-        by_layer: tensors of one shape, by layer; every rank has the same layers.
-        layout: this rank's place.
-    """
+    """Sums tensors of one shape over all ranks of this rank's stages, by layer, float64 on the host. A collective of
+    the stage, whose ranks have the same layers."""
     if not by_layer:
         return {}
     total = torch.stack(list(by_layer.values())).double().cpu()
@@ -221,7 +189,7 @@ def sum_over_stage(by_layer: dict[int, Tensor], layout: Layout) -> dict[int, Ten
 
 
 def load_metric(loads: dict[int, Tensor], layout: Layout) -> dict[str, float]:
-    """`LOAD_METRIC` over the layers of all stages, equal on every rank. A collective."""
+    """Returns `LOAD_METRIC` over the layers of all stages, equal on every rank. A collective."""
     ratios = [(load.max() / load.mean().clamp_min(1e-9)).item() for load in loads.values()]
     total = torch.tensor([sum(ratios), len(ratios)], dtype=torch.float64)
     combine(total, layout.pp_control)
@@ -229,19 +197,19 @@ def load_metric(loads: dict[int, Tensor], layout: Layout) -> dict[str, float]:
 
 
 def _load(chosen: Tensor, is_real: Tensor, num_experts: int) -> Tensor:
-    """Number of real tokens of each expert, [E]."""
+    """Returns the number of real tokens of each expert, [E]."""
     counts = is_real[:, None].expand_as(chosen).flatten().float()
     return torch.zeros(num_experts, device=chosen.device).index_add_(0, chosen.flatten(), counts)
 
 
 def _load_balancing(logits: Tensor, load: Tensor, is_real: Tensor) -> Tensor:
-    """This rank's summand of the auxiliary loss of a layer for one microbatch, times the number of its real tokens.
+    """Returns this rank's summand of a layer's auxiliary loss for one microbatch, times its number of real tokens.
 
     The loss is E * the sum over experts of (share of the choices * mean probability).
 
     Args:
         logits: scores of this rank's tokens, [t, E].
-        load: number of the whole microbatch's choices of each expert, [E].
+        load: the whole microbatch's choices of each expert, [E].
         is_real: which of this rank's tokens count, bool [t].
     """
     real = is_real.float()[:, None]
@@ -251,7 +219,7 @@ def _load_balancing(logits: Tensor, load: Tensor, is_real: Tensor) -> Tensor:
 
 
 class _AddLoss(torch.autograd.Function):
-    """Passes a tensor through and adds a scalar to the loss of the step, by giving it a gradient of 1."""
+    """Identity that adds a scalar to the step's loss by giving it a gradient of 1."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers compute activations again in the backward instead of keeping them."""
+"""Activation checkpointing: layers recompute activations in the backward."""
 
 import contextlib
 import functools
@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.nn.attention import varlen  # noqa: F401 (it registers its operator)
+from torch.nn.attention import varlen  # noqa: F401 (registers its operator)
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_rl.config.model import Recomputed
@@ -23,7 +23,7 @@ OF_ATTENTION = (
     "flash_attn_3::_flash_attn_forward",
     "automodel_rl::flash_sinks",
 )
-"""Operators of attention. Their results are small, and their work grows with the square of a row."""
+"""Attention operators: small results, cost quadratic in sequence length."""
 
 KEPT = (
     "aten::mm",
@@ -33,28 +33,27 @@ KEPT = (
     "automodel_rl::few_bits_product",
     "automodel_rl::few_bits_grouped_product",
 )
-"""Operators whose results selective checkpointing keeps: matrix products and attention, which are most of the work."""
+"""Operators whose results selective checkpointing keeps: matrix products and attention, which dominate the cost."""
 
 ANNOTATIONS = ("profiler::_record_function_enter_new", "profiler::_record_function_exit")
-"""Operators that name a stretch of a profile. An FSDP unit within a layer calls more of them in a recomputation than in
-the forward, and torch refuses a recomputation that calls an operator more often, if the operator is not ignored."""
+"""Operators that mark ranges in a profile. FSDP units inside a layer call more of them in recomputation than in the
+forward, which torch rejects for operators that are not ignored."""
 
 _keeps_nothing: ContextVar[bool] = ContextVar("keeps_nothing", default=False)
 
 OPTIONAL = ("flash_attn_3",)
-"""Libraries whose operators are only there once the library has been imported."""
+"""Libraries whose operators exist only after their import."""
 
 
 def checkpoint_layers(layers: Iterable[Any], mode: Recomputed, in_graph: bool = False) -> None:
-    """Makes every layer recompute in its backward.
+    """Makes layers recompute in the backward, by replacing their forwards.
 
     Args:
-        layers: layers of a part, whose forwards are replaced.
-        mode: "selective" keeps the results of `KEPT`, "full" and "offload" nothing.
-        in_graph: the layers are compiled afterwards, so that their graphs hold the recomputation. Such a graph always
-            keeps results of attention, and is told of each operator. Of autograd functions in a graph that recomputes
-            all, torch 2.11 keeps the results, such as the gathered keys of all ranks; and torch 2.13 does not compile
-            split layers. A layer whose graph breaks recomputes outside of graphs.
+        mode: "selective" keeps the results of `KEPT`; "full" and "offload" nothing.
+        in_graph: the layers are compiled afterwards, with the recomputation in their graphs. Results of attention are
+            then always kept. If a graph recomputed everything, torch 2.11 would keep results of autograd functions,
+            such as the gathered keys of all ranks, and torch 2.13 would not compile split layers. Layers whose graph
+            breaks recompute outside of graphs.
     """
     if mode == "none":
         return
@@ -71,8 +70,7 @@ def checkpoint_layers(layers: Iterable[Any], mode: Recomputed, in_graph: bool = 
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
-    """Selective checkpointing keeps nothing of this block, such as products from which only a choice or a gradient
-    follows."""
+    """Makes selective checkpointing keep nothing computed in the block, such as products needed only for a choice."""
     token = _keeps_nothing.set(True)
     try:
         yield

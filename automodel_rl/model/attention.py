@@ -1,8 +1,8 @@
-"""Attention over microbatches: every sequence sees itself, causally, and nothing else. Only the tokens of some models'
-images see each other both ways.
+"""Attention over microbatches: causal within each sequence, and nothing across sequences. In some models, tokens of
+an image also see each other in both directions.
 
-Each backend is a function that is registered with transformers' AttentionInterface. Layers of transformers' and of
-nemo_automodel's models call it alike. The microbatch comes as the keyword `microbatch` of every layer.
+Backends are registered with transformers' AttentionInterface, which layers of transformers' and nemo_automodel's
+models use alike. The microbatch is passed as the keyword `microbatch` of every layer.
 
 Shape letters: q queries and k keys of one call (`AttentionCall`), t tokens of this rank, D head dim.
 """
@@ -36,20 +36,19 @@ from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.support.attention import ATTENTION, FASTEST_FIRST
 from automodel_rl.support.combination import Combination
 
-# From torch 2.12 on, varlen_attn takes fewer KV heads than query heads only with this flag.
+# From torch 2.12 on, varlen_attn accepts fewer KV heads than query heads only with this flag.
 _GQA: dict[str, Any] = {"enable_gqa": True} if TORCH >= (2, 12) else {}
 
 
 @dataclass(frozen=True)
 class AttentionParameters:
-    """How scores become weights, besides what an `AttentionCall` says.
+    """Parameters of attention besides those of an `AttentionCall`.
 
     Attributes:
-        scale: the factor of query-key products.
-        window: number of keys that a query sees, itself included; None for all.
-        softcap: turns scores into softcap * tanh(scores / softcap), if not None.
-        sinks: a score for each query head, which takes part in the softmax but has no value; None for no sinks.
-        index: chooses the keys that each query sees, with the queries and keys of the call; None if it sees all.
+        window: number of keys that a query sees, its own included; None for all.
+        softcap: if set, scores become softcap * tanh(scores / softcap).
+        sinks: a score per query head that takes part in the softmax but has no value.
+        index: selects the keys that each query of the call sees; None for all.
     """
 
     scale: float
@@ -64,7 +63,7 @@ Backend = Callable[[Tensor, Tensor, Tensor, AttentionCall, AttentionParameters],
 
 
 def register_attention() -> None:
-    """Makes every backend known to transformers as `automodel_rl_NAME`."""
+    """Registers every backend with transformers as `automodel_rl_NAME`."""
     for name, backend in BACKENDS.items():
         function: Any = functools.partial(packed_attention, backend)
         if not ATTENTION[name].is_traceable:
@@ -73,13 +72,7 @@ def register_attention() -> None:
 
 
 def set_attention_of_heads(model: Any, head_dim: int, name: str) -> None:
-    """Gives layers whose heads have these dims an attention of their own.
-
-    Args:
-        model: a causal language model.
-        head_dim: dims of their heads.
-        name: what `choose_attention` gave for these.
-    """
+    """Sets the attention of layers with this head dim to a name from `choose_attention`."""
     for layer in model.model.layers:
         attention = dict(layer.named_children()).get("self_attn")
         if attention is not None and attention.head_dim == head_dim:
@@ -88,12 +81,8 @@ def set_attention_of_heads(model: Any, head_dim: int, name: str) -> None:
 
 
 def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtype, compiled: bool) -> str:
-    """The registered name for a config's `attention`.
-
-    Args:
-        asked: the combination of model, layout and settings, which the table has accepted.
-        device, dtype: device and dtype of the computation.
-        compiled: whether layers are compiled, for which `auto` takes a backend that their graphs can hold.
+    """Returns the registered name for the config's `attention`. `auto` takes the fastest backend that runs here and,
+    for compiled layers, can be traced.
 
     Raises:
         InputError: the backend cannot run here.
@@ -110,7 +99,7 @@ def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtyp
 
 
 def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run here; None if it can."""
+    """Returns why a backend cannot run here; None if it can."""
     limits, description = ATTENTION[name], asked.description
     if limits.needs_cuda and device.type != "cuda":
         return "needs CUDA, and this rank has none"
@@ -133,15 +122,15 @@ def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: 
 
 
 def _failure(name: Attention, dims: tuple[int, int], has_sinks: bool, device: torch.device) -> str | None:
-    """How a backend fails on a few tokens of heads with these dims; None if it does not. Wheels for another torch or
-    GPU, and kernels that are not there, show only so."""
+    """Returns how a backend fails on a few tokens; None if it works. Only a trial reveals wheels for another torch or
+    GPU, and missing kernels."""
     call = AttentionCall(None, None, *(torch.tensor([0, 8], dtype=torch.int32, device=device),) * 2, (8,), (8,))
     query, value = (torch.zeros(8, 1, dim, dtype=torch.bfloat16, device=device) for dim in dims)
     try:
         key = query.clone().requires_grad_()
         parameters = AttentionParameters(1.0, sinks=query.new_zeros(1) if has_sinks else None)
         BACKENDS[name](query.requires_grad_(), key, value, call, parameters).sum().backward()
-    except Exception as error:  # of any library, even while it is imported
+    except Exception as error:  # any library's, import errors included
         return f"fails here for heads of {dims[0]} dims ({type(error).__name__}: {str(error)[:80]})"
     return None
 
@@ -166,13 +155,13 @@ def packed_attention(
     """Attention of this rank's tokens, in transformers' signature.
 
     Args:
-        backend: computes each call.
         query: [1, query heads, t, D].
-        key, value: [1, KV heads, t, D]; under context parallelism those of all ranks are gathered, or heads exchanged.
-        indices: what an indexer makes of this rank's tokens, if the layer has one.
+        key, value: [1, KV heads, t, D]; under context parallelism those of all ranks are gathered, or heads
+            exchanged.
+        indices: the indexer's result for this rank's tokens, if the layer has one.
 
     Returns:
-        [1, t, query heads, D], and no attention weights.
+        [1, t, query heads, D], and None for the attention weights.
     """
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     sinks = None if s_aux is None else local_tensor(s_aux)
@@ -208,14 +197,11 @@ def _of_own_heads(
     parameters: AttentionParameters,
     cp_group: dist.ProcessGroup,
 ) -> Tensor:
-    """Attention of all ranks' tokens in this rank's share of the heads, and of this rank's tokens in all heads again.
+    """Exchanges tokens for heads, computes all ranks' tokens in this rank's heads, and exchanges back:
+    [t, heads, Dv].
 
     Args:
-        tensors: queries, keys and values of this rank's tokens.
         call: the call for all tokens, in the order of its keys.
-
-    Returns:
-        [t, heads, Dv].
     """
     if parameters.sinks is not None:
         parameters = replace(parameters, sinks=parameters.sinks.chunk(cp_group.size())[cp_group.rank()])
@@ -228,14 +214,14 @@ def _of_own_heads(
 def _outputs_of(
     backend: Backend, q: Tensor, gathered: Tensor, call: AttentionCall, parameters: AttentionParameters
 ) -> tuple[Tensor, Tensor]:
-    """One call for some of this rank's queries.
+    """Computes one call for some of this rank's queries.
 
     Args:
         q: all queries of this rank, [t, heads, D].
-        gathered: keys, and values beside them, of all ranks, [t * cp, KV heads, D + Dv].
+        gathered: keys and values of all ranks side by side, [t * cp, KV heads, D + Dv].
 
     Returns:
-        Places among this rank's tokens, int64 [m], and their outputs, [m, heads, Dv].
+        Indices among this rank's tokens, int64 [m], and their outputs, [m, heads, Dv].
     """
     places = call.queries
     assert places is not None
@@ -253,7 +239,7 @@ def _outputs_of(
 def _attended(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters
 ) -> Tensor:
-    """A call of a backend or, where a query may see more keys than an indexer chooses, of chosen keys."""
+    """Runs the backend or, where an indexer selects fewer keys than there are, attention over the selected keys."""
     index = parameters.index
     chooses = index is not None and call.longest_key > index.most
     output = (_over_chosen_keys if chooses else backend)(q, k, v, call, parameters)
@@ -264,8 +250,7 @@ def _attended(
 def _with_indexer_loss(
     output: Tensor, q: Tensor, k: Tensor, call: AttentionCall, parameters: AttentionParameters
 ) -> Tensor:
-    """What attention gives, with the gradient of the indexer's own loss. The other arguments are those of a
-    `Backend`."""
+    """Attaches the gradient of the indexer's own loss to attention's output."""
     index = parameters.index
     assert index is not None
     assert index.loss is not None
@@ -282,8 +267,8 @@ def _with_indexer_loss(
 
 @torch.compiler.disable
 def _over_chosen_keys(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
-    """Causal attention over the keys that an indexer chooses, by masks, for some queries of a sequence at a time. Its
-    time is that of all keys. The arguments are those of a `Backend`."""
+    """Attention over an indexer's selected keys, by masks, for some queries at a time. Costs as much as attention
+    over all keys."""
     index, outputs = parameters.index, []
     assert index is not None
     for queries, keys in _segments(call):
@@ -299,7 +284,7 @@ def _over_chosen_keys(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, para
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
-    """torch's scaled_dot_product_attention, one call for each sequence. Any device and dtype."""
+    """torch's scaled_dot_product_attention, one call per sequence. Any device and dtype."""
     outputs = []
     for queries, keys in _segments(call):
         sq, sk, sv = (t[part].transpose(0, 1)[None] for t, part in ((q, queries), (k, keys), (v, keys)))
@@ -313,7 +298,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Atten
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
-    """Attention written out, one sequence after the other, for soft caps and sinks. The softmax is in fp32 or wider."""
+    """Attention in plain torch, one sequence at a time, for soft caps and sinks. The softmax is in fp32 or wider."""
     group = q.shape[1] // k.shape[1]
     accurate = torch.promote_types(q.dtype, torch.float32)
     outputs = []
@@ -335,7 +320,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Atte
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
-    """torch's varlen_attn (FlashAttention), all sequences in one call. CUDA and 16-bit types."""
+    """torch's varlen_attn (FlashAttention), all sequences in one call. CUDA and 16-bit types only."""
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     if value_dim != head_dim:
         v = F.pad(v, (0, head_dim - value_dim))
@@ -353,12 +338,13 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: Att
         window_size=_window(call, parameters),
         **_GQA,
     )
-    assert isinstance(output, Tensor)  # a tuple only when auxiliary outputs are asked for
+    assert isinstance(output, Tensor)  # a tuple only if auxiliary outputs are requested
     return output[..., :value_dim]
 
 
 def fa3(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
-    """FlashAttention-3 (Shah et al., arXiv:2407.08608), all sequences in one call. Hopper GPUs and 16-bit types."""
+    """FlashAttention-3 (Shah et al., arXiv:2407.08608), all sequences in one call. Hopper GPUs and 16-bit types
+    only."""
     if parameters.sinks is not None:
         return _with_sinks("fa3", q, k, v, call, parameters)
     return flash_attention_3.attention(
@@ -385,7 +371,7 @@ def _with_sinks(
 
 
 def te(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, parameters: AttentionParameters) -> Tensor:
-    """TransformerEngine's fused attention over ragged sequences (THD). CUDA and 16-bit types."""
+    """TransformerEngine's fused attention over ragged sequences (THD). CUDA and 16-bit types only."""
     attention = _te_attention(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], parameters.scale)
     output = attention(
         q,
@@ -411,7 +397,7 @@ def _te_attention(heads: int, kv_heads: int, head_dim: int, value_dim: int, scal
 
 
 BACKENDS: dict[Attention, Backend] = {"sdpa": sdpa, "eager": eager, "varlen": varlen, "fa3": fa3, "te": te}
-"""The backends by name. `ATTENTION` says what each can compute."""
+"""The backends by name. `ATTENTION` lists their limits."""
 
 
 def _registered(name: str) -> str:
@@ -419,7 +405,7 @@ def _registered(name: str) -> str:
 
 
 def _segments(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
-    """Slices with the queries and the keys of every sequence."""
+    """Yields the slices of queries and keys of every sequence."""
     ends = zip(itertools.accumulate(call.query_lengths), itertools.accumulate(call.key_lengths), strict=True)
     last_q = last_k = 0
     for end_q, end_k in ends:
@@ -428,12 +414,12 @@ def _segments(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
 
 
 def _window(call: AttentionCall, parameters: AttentionParameters) -> tuple[int, int]:
-    """Number of keys before and after a query's own place that it sees; -1 for all."""
+    """Returns how many keys before and after its own a query sees; -1 for all."""
     return -1 if parameters.window is None else parameters.window - 1, 0 if call.is_causal else -1
 
 
 def _mask(num_queries: int, num_keys: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """True where a query sees a key, bool [q, k]: aligned at the bottom right."""
+    """Returns True where a query sees a key, bool [q, k], aligned at the bottom right."""
     seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     seen = seen.tril(num_keys - num_queries) if is_causal else seen
     return seen if window is None else seen.triu(num_keys - num_queries - window + 1)

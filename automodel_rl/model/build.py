@@ -1,4 +1,4 @@
-"""Builds the whole model without storage, from classes of transformers or of nemo_automodel."""
+"""Builds the whole model without storage, from classes of transformers or nemo_automodel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,10 +37,9 @@ class EmptyModel:
     """A model without storage, divided into language model and encoders.
 
     Attributes:
-        config: the config of the whole model.
         language: a causal language model, or a module with the same names.
-        encoders: the encoders by component; none for a model that only reads text.
-        base: how weights of an adapters' base are kept in few bits, by their names; others are plain.
+        encoders: by component; empty for text models.
+        base: quantized formats of an adapters' base, by weight name; other weights are plain.
     """
 
     config: PretrainedConfig
@@ -63,17 +62,12 @@ def build_empty_model(
 ) -> EmptyModel:
     """Builds the whole model without storage for its parameters.
 
-    Buffers have storage: nothing recomputes the rotary frequencies of a pipeline stage, and on the meta device they
-    would stay uninitialised without any error.
+    Buffers have storage: nothing recomputes a pipeline stage's rotary frequencies, and on the meta device they would
+    silently stay uninitialised.
 
     Args:
-        config: the checkpoint's config.
-        implementation: the package whose class is used.
-        dtype: the dtype of the parameters.
         attention: name of a registered attention function.
-        untie: whether to give a tied head a parameter of its own, which a pipeline needs. It is loaded with the same
-            values.
-        has_mtp: whether it has the layer for multi-token prediction.
+        untie: gives a tied head its own parameter, loaded with the same values, as pipelines need.
 
     Raises:
         InputError: the package is not installed.
@@ -85,7 +79,7 @@ def build_empty_model(
     with parameters_without_storage():
         family = language_family(config)
         if implementation == "nemo_automodel" and not family.is_moe:
-            assert family.nemo_class is not None  # the table has refused other families
+            assert family.nemo_class is not None  # the support table has rejected other families
             model = nemo_model(family.nemo_class, config, dtype, attention)
         elif multimodal_family(config) is not None:
             encoders = {f"{name}_config": "sdpa" for name in encoder_families(config)}
@@ -108,7 +102,7 @@ def build_empty_model(
 
 
 def _completed(model: Any, config: PretrainedConfig, dtype: torch.dtype, untie: bool) -> EmptyModel:
-    """A model that is built, with what families need besides. The arguments are those of `build_empty_model`."""
+    """Adds a linear head, ties or unties the vocabulary's, and adapts names and parameters to the family."""
     family = language_family(config)
     if is_classifier(config):
         model.lm_head = nn.Linear(config.hidden_size, config.num_labels, bias=False, dtype=dtype)
@@ -127,12 +121,7 @@ def _completed(model: Any, config: PretrainedConfig, dtype: torch.dtype, untie: 
 
 
 def rename_modules(model: Any, family: Family) -> None:
-    """Gives modules of a model's body the names that most models have. A body without rotary embeddings has None.
-
-    Args:
-        model: transformers' model.
-        family: its language model's family.
-    """
+    """Gives modules of a model's body their usual names. A body without rotary embeddings gets `rotary_emb = None`."""
     body = language_model(model).model
     for own, usual in family.renamed_modules:
         setattr(body, usual, body.get_submodule(own))
@@ -142,15 +131,15 @@ def rename_modules(model: Any, family: Family) -> None:
 
 
 def _set_sizes_of_routers(layers: dict[int, Any], config: PretrainedConfig) -> None:
-    """Routers know how many experts there are and how many they choose, also those that ask the config."""
+    """Sets `num_experts` and `top_k` on routers that read them from the config."""
     for router in routers_of(layers, FAMILIES[config.model_type]).values():
         vars(router).setdefault("num_experts", describe_model(config).num_experts)
         vars(router).setdefault("top_k", experts_per_token(config))
 
 
 def _make_uniform(model: nn.Module, dtype: torch.dtype, router_bias: str) -> None:
-    """Gives all parameters one dtype, as FSDP wants it, and makes buffers of the biases of routers that are parameters:
-    no optimizer trains them, and every rank needs them whole."""
+    """Casts all parameters to one dtype, as FSDP requires. Router biases become buffers: no optimizer trains them,
+    and every rank needs them whole."""
     for name, parameter in list(model.named_parameters()):
         if router_bias and name.endswith(f".{router_bias}"):
             owner, _, own_name = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Changes every trained weight for a while, visibly, and takes the change back to the last bit."""
+"""A temporary, visible change of every trained weight that is undone bit for bit."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,24 +10,23 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.sharding import local_tensor
 
 STRIDE = 7
-"""One of so many numbers of a weight is changed. Sizes of weights are seldom multiples of it, so that the changed
-numbers lie in all rows and columns."""
+"""Every seventh value is changed. Weight sizes are seldom multiples of 7, so these are spread over all rows and
+columns."""
 
 FACTOR = 0.5
-"""Numbers are multiplied by a power of two, which can be undone exactly."""
+"""Factor of the changed values: a power of two, which can be undone exactly."""
 
 IN_PLACE_OF_ZERO = 0.01
-"""Zeros, such as those of new adapters, become this number."""
+"""Replacement for zeros, such as those of new adapters."""
 
 
 @contextlib.contextmanager
 @torch.no_grad()
 def changed_weights(handle: ModelHandle) -> Iterator[None]:
-    """Every trained weight differs in this block from itself by about a fifth, measured by its norm. After the block
-    every weight is as before, bit for bit. Copies of a weight on several ranks stay equal.
+    """Changes every trained weight inside the block, by about a fifth of its norm, and restores it bit for bit
+    afterwards.
 
-    Args:
-        handle: the model. All its ranks enter the block.
+    All ranks of the model enter the block. Replicas stay equal.
     """
     numbers_of = _changed(handle)
     zeros = [(numbers == 0).nonzero()[:, 0] for numbers in numbers_of]
@@ -43,7 +42,7 @@ def changed_weights(handle: ModelHandle) -> Iterator[None]:
 
 
 def _changed(handle: ModelHandle) -> list[Tensor]:
-    """This rank's numbers of every trained weight that are changed, as views."""
+    """Returns views of the values to change in this rank's shards."""
     handle.before_change()
     trained = (parameter for part in handle.parts for parameter in part.parameters() if parameter.requires_grad)
     return [local_tensor(parameter).detach().view(-1)[::STRIDE] for parameter in trained]

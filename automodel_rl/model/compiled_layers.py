@@ -1,7 +1,7 @@
-"""Compiled decoder layers: equal layers share one graph with gradients and one without, whatever microbatches hold.
+"""Compiled decoder layers. Identical layers share one graph with gradients and one without.
 
-A layer is compiled whole, attention included where its backend allows it. Numbers of tokens and of sequences are
-symbols of the graph, so no microbatch needs a graph of its own.
+Layers are compiled whole, with attention where its backend allows it. Token and sequence counts are symbolic, so new
+microbatch sizes do not recompile.
 """
 
 import functools
@@ -18,19 +18,15 @@ from automodel_rl.support.features import COMPILED
 
 
 def are_compiled(asked: Combination, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers are compiled: as asked or, with `auto`, where it pays and works.
-
-    Args:
-        asked: the combination of model, layout and settings, which the table has accepted.
-        device, dtype: device and dtype of the computation.
-    """
+    """Returns whether to compile layers: as requested or, for `auto`, where compilation works and pays off. The
+    support table has accepted `asked`."""
     if asked.memory.compile != "auto":
         return asked.memory.compile
     return device.type == "cuda" and dtype == torch.bfloat16 and goes_with_all(COMPILED, asked)
 
 
 def compile_layers(layers: Iterable[Any]) -> None:
-    """Compiles the forwards of layers in place, each at its first call."""
+    """Compiles the forwards of layers in place, each on its first call."""
     for layer in layers:
         forward = compile_for_any_size(layer.forward)
         trained = any(parameter.requires_grad for parameter in layer.parameters())
@@ -38,11 +34,8 @@ def compile_layers(layers: Iterable[Any]) -> None:
 
 
 def _with_gradient(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A layer's forward whose input always has a gradient.
-
-    The input of the first layer has none if the embedding is frozen, as with adapters. It would need graphs of its own,
-    which cost more time than its gradient.
-    """
+    """Makes a layer's input always require a gradient. Without one, as after a frozen embedding, the first layer
+    would need graphs of its own, which cost more time than the gradient."""
 
     @functools.wraps(forward)
     def call(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,8 +1,7 @@
 """An encoder of a multimodal model as a module of its own: media in, embeddings of the language model out.
 
-All parts consist of transformers' own modules. `LanguagePart` has the names of a causal language model, so the rest of
-the package treats it as one. An `EncoderPart` is what is left of the inner model without its language model and without
-other encoders.
+All parts consist of transformers' own modules. `LanguagePart` has the names of a causal language model, so the rest
+of the package treats it as one. An `EncoderPart` is the inner model without its language model and other encoders.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,12 +27,7 @@ from automodel_rl.parallel.tensor_parallel import TensorParallel, split_linears
 
 
 class LanguagePart(nn.Module):
-    """The language model of a multimodal model, with the names of a causal language model.
-
-    Args:
-        whole: transformers' model for conditional generation.
-        config: the language model's config.
-    """
+    """The language model of a multimodal model, with the names of a causal language model."""
 
     def __init__(self, whole: Any, config: PretrainedConfig):
         super().__init__()
@@ -41,15 +35,7 @@ class LanguagePart(nn.Module):
 
 
 class EncoderPart(nn.Module):
-    """An encoder with its projector. Its forward is called through FSDP's hooks, a few images or clips at a time.
-
-    Args:
-        whole: transformers' model for conditional generation.
-        name: the component.
-
-    Attributes:
-        family: the encoder's family.
-    """
+    """An encoder with its projector. Its forward runs through FSDP's hooks, a few media at a time."""
 
     def __init__(self, whole: Any, name: EncoderName):
         super().__init__()
@@ -60,12 +46,11 @@ class EncoderPart(nn.Module):
         self.model: Any = without_modules(inner, others)
 
     def forward(self, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
-        """Embeddings of the tokens of all images or clips, in order.
+        """Embeds the tokens of all images or clips, in order.
 
         Args:
-            loaded: what `Media.load` gives, on the device and in the compute dtype; of a single one if the family
+            loaded: results of `Media.load`, on the device and in the compute dtype; a single one if the family
                 `takes_one`.
-            media: the images or clips.
 
         Returns:
             [m, H] in the compute dtype, or [m, (1 + D) * H] if features follow each embedding (batch/media.py).
@@ -73,40 +58,35 @@ class EncoderPart(nn.Module):
         return self.family.encode(self.model, self.config, loaded, media)
 
     def blank(self) -> Media:
-        """The smallest image or clip. A rank of the encoder without any encodes it to join its peers' collectives."""
+        """Returns the smallest image or clip, which a rank without media encodes to join its peers' collectives."""
         return self.family.blank(self.config)
 
     def shape(self, item: Media) -> tuple[int, ...]:
-        """The shape of what an image or clip of its size loads."""
+        """Returns the shape of the loaded tensor for media of this size."""
         return self.family.shape(self.config, item)
 
 
 def language_model(whole: Any) -> Any:
-    """The language model of transformers' model for conditional generation, with the names of a causal language model;
-    a causal language model itself."""
+    """Returns the model itself if it is a causal language model, else its language model under the same names."""
     if multimodal_family(whole.config) is None:
         return whole
     return LanguagePart(whole, language_config(whole.config))
 
 
 def split_modules(whole: Any, config: PretrainedConfig) -> tuple[LanguagePart, dict[str, EncoderPart]]:
-    """The parts of a multimodal model, which share no weight: the language model, and the encoders by component.
-
-    Args:
-        whole: transformers' model for conditional generation; may be without storage.
-        config: the language model's config.
-    """
+    """Splits a multimodal model into its parts, which share no weight: the language model, and encoders by
+    component."""
     names = (family.component for family in encoder_families(whole.config).values())
     return LanguagePart(whole, config), {name: EncoderPart(whole, name) for name in names}
 
 
 def as_encoder(part: EncoderPart) -> Encoder:
-    """The encoder as adapters see it."""
+    """Describes the encoder for adapters."""
     return Encoder(part, part.name, tuple(f"model.{name}" for name in part.family.projectors))
 
 
 def freeze(language: LanguagePart, encoders: Mapping[str, EncoderPart], frozen: Sequence[str]) -> None:
-    """Freezes the parts that `ModelConfig.frozen` names."""
+    """Freezes the parts named in `ModelConfig.frozen`."""
     chosen = list(language.parameters()) if "language" in frozen else []
     for name, part in encoders.items():
         projector = {p for module in part.family.projectors for p in part.model.get_submodule(module).parameters()}
@@ -119,16 +99,10 @@ def freeze(language: LanguagePart, encoders: Mapping[str, EncoderPart], frozen: 
 def parallelise_encoder(
     part: EncoderPart, layout: Layout, model: ModelConfig, memory: MemoryConfig
 ) -> list[tuple[nn.Module, str]]:
-    """Lays out an encoder over ranks, in place: its linear layers over tp, the rest with FSDP.
-
-    Args:
-        part: the encoder, on the meta device except for its buffers.
-        layout: the encoder's layout.
-        model: the model's config, for its precision.
-        memory: what is recomputed.
+    """Lays out an encoder over ranks in place: linear layers over tp, the rest with FSDP.
 
     Returns:
-        Parameters, as (module, name), for which each tp rank's gradient is only a summand.
+        Parameters, as (module, name), whose gradient on each tp rank is only a summand.
     """
     dtypes = dtypes_of(model)
     compute = dtypes.compute
@@ -143,13 +117,13 @@ def parallelise_encoder(
     install_fused_norms(part, [], layout.device, compute)
     layers = encoder_layers(part)
     checkpoint_layers(layers, memory.recomputed)
-    # Ranks may have different numbers of images, so they cannot gather or reduce for each.
+    # Ranks may have different numbers of images, so gathers and reductions cannot be per image.
     policy = layers_precision(model)
     wrap_fsdp([Unit(module, layout.fsdp_mesh, policy) for module in (*layers, part)], reshards=False)
     return partial
 
 
 def encoder_layers(part: EncoderPart) -> list[Any]:
-    """The layers of the encoder; none if it is a projection."""
+    """Returns the encoder's layers; none if it is only a projection."""
     stacks = (module for module in part.modules() if isinstance(module, nn.ModuleList))
     return [*max(stacks, key=len, default=[])]

@@ -1,4 +1,4 @@
-"""FlashAttention-3 for Hopper GPUs, an optional dependency: the package `flash_attn_interface`."""
+"""FlashAttention-3 for Hopper GPUs, from the optional package `flash_attn_interface`."""
 
 import importlib.util
 from typing import Any
@@ -9,13 +9,8 @@ HOPPER = (9, 0)
 
 
 def obstacle(head_dim: int, value_dim: int, device: torch.device) -> str | None:
-    """Why it cannot compute attention here; None if it may. Builds differ in the dims that they have kernels for.
-
-    Args:
-        head_dim: dims of a head's queries and keys.
-        value_dim: dims of its values.
-        device: the CUDA device.
-    """
+    """Returns why it cannot run here, None if nothing is known. Head dims that a build has no kernels for are not
+    detected."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return "needs the package flash_attn_interface, which is not installed"
     if torch.cuda.get_device_capability(device) != HOPPER:
@@ -26,8 +21,8 @@ def obstacle(head_dim: int, value_dim: int, device: torch.device) -> str | None:
 
 
 def attention(*args: Any, **kwargs: Any) -> Any:
-    """`flash_attn_interface.flash_attn_varlen_func`: [q, heads, D], [k, KV heads, D] twice, starts and longest lengths
-    of the segments, to [q, heads, D]."""
+    """`flash_attn_interface.flash_attn_varlen_func`: query [q, heads, D], key and value [k, KV heads, D], cumulative
+    and longest lengths of segments -> [q, heads, D]."""
     from flash_attn_interface import flash_attn_varlen_func  # an optional dependency
 
     return flash_attn_varlen_func(*args, **kwargs)

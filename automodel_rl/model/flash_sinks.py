@@ -1,10 +1,10 @@
-"""Attention sinks on flash kernels that know none: memory linear in the tokens, with exact gradients.
+"""Attention sinks on flash kernels without them: memory linear in the tokens, exact gradients.
 
-A sink is one more score s of a head, whose key has no value (Xiao et al., arXiv:2309.17453; gpt-oss). With the
-kernel's output O and its log-sum-exp L of the real scores, attention with the sink is O' = O * sigmoid(L - s), and its
-log-sum-exp is L' = log(exp(L) + exp(s)). A flash backward forms the weights exp(S - L) and the row sums of dO * O
-again. Given (O', L') in place of (O, L) it returns the exact gradients of queries, keys and values, because the sink's
-own column adds nothing to the row sums. The gradient of s is -sum over queries of sigmoid(s - L) * rowsum(dO * O').
+A sink is one additional score s per head, whose key has no value (Xiao et al., arXiv:2309.17453; gpt-oss). With the
+kernel's output O and log-sum-exp L of the real scores, attention with the sink is O' = O * sigmoid(L - s), and its
+log-sum-exp L' = log(exp(L) + exp(s)). A flash backward recomputes the weights exp(S - L) and the row sums of dO * O.
+Given (O', L') it returns exact gradients of queries, keys and values, because the sink adds nothing to the row sums.
+The gradient of s is -sum over queries of sigmoid(s - L) * rowsum(dO * O').
 
 Shape letters: q queries and k keys of one call, D head dim.
 """
@@ -18,16 +18,12 @@ from automodel_rl.compat.flash_kernels import KERNELS, Segments
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: str, segments: Segments) -> Tensor:
-    """Attention with a sink for each head.
+    """Computes attention with a sink per head, [q, heads, D].
 
     Args:
         q, k, v: query [q, heads, D], key and value [k, KV heads, D].
-        sinks: the scores, [heads].
-        kernel: a name of `KERNELS`.
-        segments: the sequences of the call.
-
-    Returns:
-        [q, heads, D].
+        sinks: [heads].
+        kernel: a key of `KERNELS`.
     """
     window = -1 if segments.window is None else segments.window
     return _attention(q, k, v, sinks, kernel, *segments[:5], window)[0]
@@ -41,7 +37,7 @@ _BACKWARD = (
 )
 
 
-# Operators, because torch.compile takes no autograd.Function that gets the same starts for queries and keys.
+# Custom operators, because torch.compile rejects an autograd.Function whose cu_queries and cu_keys are one tensor.
 @torch.library.custom_op("automodel_rl::flash_sinks", mutates_args=(), schema=_FORWARD)
 def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: str, *segments: Any) -> tuple[Tensor, Tensor]:
     """Output, and log-sum-exp with the sinks [heads, q]. A window of -1 is none."""
@@ -59,7 +55,6 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("automodel_rl::flash_sinks_backward", mutates_args=(), schema=_BACKWARD)
 def _gradients(d_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and sinks."""
     q, k, v, sinks, output, lse, kernel, *segments = rest
     row_sums = (d_output.to(lse.dtype) * output).sum(-1).t()  # [heads, q]
     share = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # of the sink

@@ -1,9 +1,8 @@
-"""Linear layers in fp8: weights, inputs and gradients are scaled and cast before each matrix product, by torchao.
+"""Linear layers in fp8: torchao scales and casts weights, inputs and gradients before each matrix product.
 
-Scales are chosen anew for every product: `tensorwise` one for each tensor, `rowwise` one for each row (Micikevicius et
-al., arXiv:2209.05433, describe the formats). `rowwise` leaves the gradients of weights in bfloat16, which is more
-accurate, and faster too: their rows go along the tokens, and to cast those took more time than the products saved.
-Master weights, gradients, adapters and all that is not a matrix product keep their dtype.
+Scales are computed anew for every product, per tensor (`tensorwise`) or per row (`rowwise`); formats: Micikevicius et
+al., arXiv:2209.05433. `rowwise` leaves weight gradients in bfloat16: more accurate, and faster, since casting along
+the tokens took longer than fp8 products saved. Everything that is not a matrix product keeps its dtype.
 """
 
 from collections.abc import Iterable
@@ -16,13 +15,13 @@ from automodel_rl.errors import InputError
 from automodel_rl.lora.layers import ADAPTER_NAMES, adapted_layers, move_adapter
 
 MULTIPLE = 16
-"""Sizes of fp8 products, tokens included, are multiples of this."""
+"""All dimensions of fp8 products, tokens included, are multiples of this."""
 
 RECIPES: dict[Float8, str] = {"rowwise": "rowwise_with_gw_hp", "tensorwise": "tensorwise"}
-"""torchao's names."""
+"""torchao's recipe names."""
 
 OLDEST = (8, 9)
-"""Compute capability of the oldest GPUs with fp8 products."""
+"""Lowest compute capability with fp8 products."""
 
 
 def check_float8(recipe: Float8, device: torch.device) -> None:
@@ -34,14 +33,13 @@ def check_float8(recipe: Float8, device: torch.device) -> None:
 
 
 def install_float8(layers: Iterable[nn.Module], recipe: Float8) -> None:
-    """Replaces the linear layers of decoder layers by fp8 ones with the same parameters and adapters.
-
-    Experts and routers are no linear layers and stay as they are; adapters are narrow, and stay, too.
+    """Replaces linear layers of decoder layers with fp8 layers that keep their parameters and adapters. Experts,
+    routers and the narrow adapter matrices stay as they are.
 
     Raises:
-        InputError: a linear layer has a size that is no multiple of `MULTIPLE`, or torchao is not installed.
+        InputError: a dimension is not a multiple of `MULTIPLE`, or torchao is not installed.
     """
-    try:  # here, because torchao takes long to import and complains of kernels that it cannot load
+    try:  # not at the top: torchao is slow to import and warns about kernels that it cannot load
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ModuleNotFoundError:
         raise InputError(
@@ -66,5 +64,4 @@ def install_float8(layers: Iterable[nn.Module], recipe: Float8) -> None:
 
 
 def _is_wide(module: nn.Module, name: str) -> bool:
-    """Whether a module is a linear layer and no adapter, by its name."""
     return isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ADAPTER_NAMES

@@ -1,7 +1,8 @@
-"""Puts torch's fused RMSNorm in place of transformers' chain of elementwise kernels.
+"""Replaces transformers' chain of elementwise RMSNorm kernels, which dominates a 16-bit step on CUDA, with torch's
+fused kernel.
 
-The chain dominates a 16-bit step on CUDA. The fused kernel rounds once where the chain rounds twice. In fp32 and
-float64 the chain stays, for its exact results.
+The fused kernel rounds once where the chain rounds twice. fp32 and float64 keep the chain, to match transformers
+exactly.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,9 @@ from torch import Tensor, nn
 def install_fused_norms(
     part: nn.Module, compiled: Iterable[nn.Module], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Replaces the forward of a part's norms, which compute weight * x / rms(x), if it runs in bfloat16 on CUDA.
+    """Replaces the forward of norms that compute weight * x / rms(x), for bfloat16 on CUDA only.
 
-    Args:
-        part: the part with the norms.
-        compiled: modules whose norms are left as they are, since the compiler fuses them.
-        device, dtype: device and dtype of the computation.
+    Norms within `compiled` modules are left to the compiler, which fuses them.
     """
     if device.type != "cuda" or dtype != torch.bfloat16:
         return
@@ -32,8 +30,8 @@ def install_fused_norms(
 
 
 def plain_norms(part: nn.Module) -> Iterator[Any]:
-    """The norms that transformers writes out as Llama's. Gemma's compute otherwise, and have no `variance_epsilon`;
-    torch's own, which nemo_automodel's classes have, are fused already."""
+    """Yields norms that compute as Llama's. Gemma's, with another formula, have no `variance_epsilon`;
+    nemo_automodel's are torch's own and fused already."""
     for module in part.modules():
         if type(module).__name__.endswith("RMSNorm") and "variance_epsilon" in vars(module):
             yield module

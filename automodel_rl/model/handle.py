@@ -55,9 +55,8 @@ class Component:
     """Parts of the model that share meshes.
 
     Attributes:
-        name: "language", or the encoder's, "vision" or "audio".
-        parts: this rank's parts of the component.
-        layout: this rank's place among the component's ranks.
+        name: "language", "vision" or "audio".
+        layout: this rank's layout among the component's ranks.
     """
 
     name: str
@@ -65,43 +64,43 @@ class Component:
     layout: Layout
 
     def every_parameter(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and parameters of all parts; a tied weight as often as this rank has a copy of it."""
+        """Yields names and parameters of all parts; a tied weight once for each copy on this rank."""
         return itertools.chain(*(part.named_parameters() for part in self.parts))
 
 
 class ModelHandle:
-    """A causal or multimodal model on any layout: its parts, their layouts, and its tensors as they are in Hugging
-    Face files. `StepRunner` runs it.
+    """A causal or multimodal model on any layout: its parts, their layouts, and its tensors as in Hugging Face files.
+    `StepRunner` runs it.
+
+    A program that loads several models one after the other closes each, with `close` or as a context manager.
 
     Attributes:
         parts: this rank's parts of all components.
         components: the components of which this rank has parts.
-        config: the Hugging Face config of the language model.
-        whole_config: the Hugging Face config of the whole model; for a text model it is the same.
-        model: the config that says which checkpoint it is, how it computes, and what is trained.
-        memory: the config that says what is recomputed, offloaded or compiled.
+        config: Hugging Face config of the language model.
+        whole_config: Hugging Face config of the whole model; the same as `config` for a text model.
+        model: settings of the checkpoint, of computation and of what is trained.
+        memory: settings of recomputation, offloading and compilation.
         meshes: the layouts of its components.
         stages: this rank's pipeline stages of the language model.
-        layout: this rank's place among the ranks of the language model; it may be an outsider there (see `Layout`).
-        flops: gives the FLOPs of a sequence in a training step by its length; those of encoders do not count.
-        router_shape: the shape of the whole model's routes; None for a dense model.
-        family: its family, with the names that files have: those of the checkpoint it was loaded from.
-        num_deepstack: number of the language model's first layers after which features of images are added.
-        extras: what a step needs of each part of the language model, in the order of `stages`.
-        unused_tensors: names of tensors of the checkpoint that the model does not have, such as its MTP layers.
-        partial_in_encoders: parameters of each encoder, as (module, name), for which each tp rank's gradient is only a
+        layout: the language model's layout; this rank may be an outsider there (see `Layout`).
+        flops: FLOPs of a sequence in a training step by its length, without encoders.
+        router_shape: shape of the whole model's routes; None for a dense model.
+        family: the checkpoint's family, with the tensor names in its files.
+        num_deepstack: number of the language model's first layers after which image features are added.
+        extras: what a step needs of each language model part, in the order of `stages`.
+        unused_tensors: names of checkpoint tensors that the model does not have, such as its MTP layers.
+        partial_in_encoders: by encoder, parameters, as (module, name), whose gradient on each tp rank is only a
             summand.
-        trained_encoders: names of the encoders of which anything is trained, projector included.
+        trained_encoders: names of encoders with any trained parameter, projector included.
         has_changed: whether training or a checkpoint has changed the weights since they were loaded.
-        tied: the two copies of a tied embedding that a pipeline has split; None for other models and layouts.
+        tied: the two copies of a tied embedding that a pipeline has split, else None.
 
     Example:
         >>> handle = ModelHandle.from_pretrained(checkpoint)  # a folder or a hub id; every rank calls it
         >>> name, embedding = next(handle.named_hf_tensors())
         >>> name, embedding.dtype
         ('model.embed_tokens.weight', torch.bfloat16)
-
-    A program that loads one model after the other closes each, by `close` or as a context manager.
     """
 
     def __init__(
@@ -112,14 +111,14 @@ class ModelHandle:
         memory: MemoryConfig,
         family: CheckpointFamily | None = None,
     ):
-        """Lays out the parts of a model without storage. `from_pretrained` also gives them storage and weights."""
+        """Lays out the parts of a model without storage. `from_pretrained` also allocates and loads its weights."""
         self.family, self._name = family or checkpoint_family(empty.config), model.path
         self._checkpoint: Checkpoint | None = None
         self.whole_config, self.config = empty.config, empty.language.config
         self.model, self.memory, self.meshes, self.layout = model, memory, meshes, meshes.language
         self.flops = StepFlops(empty.language)
         layers = numbered_layers(empty.language)
-        layers.pop(self.config.num_hidden_layers, None)  # the router of an MTP layer follows no routes
+        layers.pop(self.config.num_hidden_layers, None)  # an MTP layer's router follows no routes
         routers = routers_of(layers, self.family.language)
         self.router_shape = router_shape(self.config.num_hidden_layers, routers)
         self.stages = split_model(empty.language, self.layout, model.implementation)
@@ -152,14 +151,14 @@ class ModelHandle:
     ) -> "ModelHandle":
         """Loads a Hugging Face checkpoint onto a layout. A collective: every rank calls it.
 
-        Joins the process group that is there, else starts one from torchrun's environment.
+        Joins the existing process group, else starts one from torchrun's environment.
 
         Args:
             model: folder or hub id, or a `ModelConfig` for more settings.
-            parallel: sizes of the mesh axes; by default one rank.
-            memory: what is recomputed, offloaded or compiled; by default nothing.
-            components: ranks and sizes for each component of a multimodal model, in place of `parallel`. By default
-                all components are on all ranks.
+            parallel: sizes of the mesh axes; one rank by default.
+            memory: recomputation, offloading and compilation; none by default.
+            components: ranks and sizes per component of a multimodal model, in place of `parallel`. By default all
+                components are on all ranks.
 
         Raises:
             InputError: the layout does not fit the model or the job, or the checkpoint is missing or damaged.
@@ -180,14 +179,13 @@ class ModelHandle:
         *,
         is_trained: bool = True,
     ) -> "ModelHandle":
-        """`from_pretrained` for a checkpoint that has been opened, on a layout that the table supports. A collective.
+        """`from_pretrained` for an opened checkpoint. A collective. The support table has accepted `parallel`,
+        `memory` and `components`.
 
         Args:
             opened: the checkpoint.
-            parallel: sizes of the mesh axes.
-            memory: what is recomputed, offloaded or compiled.
-            components: as for `from_pretrained`.
-            is_trained: whether it is trained at all. If not, weights have no master copy, and none has a gradient.
+            parallel, memory, components: as for `from_pretrained`.
+            is_trained: False for a model that is only read: its weights have neither master copies nor gradients.
 
         Raises:
             InputError: the weights are missing or damaged, or the job has another number of ranks.
@@ -231,12 +229,11 @@ class ModelHandle:
         return handle
 
     def close(self) -> None:
-        """Destroys this model's process groups, with their threads and connections. A collective: every rank calls it,
-        after the last use of the model. The end of the process does the same. Threads end once nothing refers to the
-        model."""
+        """Destroys this model's process groups, with their threads and connections. A collective: every rank calls it
+        after the last use of the model. Process exit does the same. Threads end once nothing refers to the model."""
         self.meshes.close()
         forget_meshes()
-        gc.collect()  # modules and hooks of models that were closed before refer to each other
+        gc.collect()  # modules and hooks of closed models form reference cycles
 
     def __enter__(self) -> "ModelHandle":
         return self
@@ -254,83 +251,79 @@ class ModelHandle:
 
     @property
     def source(self) -> Path:
-        """Folder of the checkpoint it was loaded from."""
+        """Folder of the loaded checkpoint."""
         return Path(self.model.path)
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Folder of the tokenizer: that of the adapters it was loaded with, if they came with one."""
+        """Folder of the tokenizer: the loaded adapters' if they include one, else the checkpoint's."""
         return self.source if self._checkpoint is None else self._checkpoint.files.tokenizer_folder
 
     @property
     def quantized_here(self) -> tuple[str, ...]:
-        """Names of the checkpoint's tensors that are in nf4 in this rank's parts, and not in the checkpoint."""
+        """Names of checkpoint tensors that this rank quantized to nf4 while loading."""
         return () if self._checkpoint is None else tuple(dict.fromkeys(self._checkpoint.quantized_here))
 
     @functools.cached_property
     def description(self) -> ModelDescription:
-        """What rules judge of the model."""
+        """Properties of the model that the support table's rules check."""
         return describe_model(self.whole_config)
 
     def fingerprint(self) -> str:
-        """A text that differs if the files that the weights were loaded from have changed."""
+        """Returns a string that changes if the loaded weight files change."""
         return "" if self._checkpoint is None else self._checkpoint.fingerprint()
 
     @property
     def num_values(self) -> int:
-        """Number of values of all tensors of the checkpoint that it was loaded from."""
+        """Total number of values in the loaded checkpoint's tensors."""
         return 0 if self._checkpoint is None else self._checkpoint.num_values
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which the model computes."""
+        """The compute dtype."""
         return dtypes_of(self.model).compute
 
     @property
     def adapter_origin(self) -> AdapterOrigin | None:
-        """The model that the trained adapters belong to; None if there are none."""
+        """The base model of the trained adapters; None if there are none."""
         return None if self.model.lora is None else AdapterOrigin(self.model.lora, self._name, self.family)
 
     @property
     def has_encoder(self) -> bool:
-        """Whether the model has an encoder, of images or of audio."""
+        """Whether the model has an image or audio encoder."""
         return bool(self.meshes.encoders)
 
     @property
     def is_mixture(self) -> bool:
-        """Whether the model's layers have experts and routers."""
+        """Whether the model has experts and routers."""
         return self.router_shape is not None
 
     @property
     def router_layers(self) -> tuple[int, ...]:
-        """Numbers of this rank's layers that have a router."""
+        """Numbers of this rank's layers with a router."""
         return tuple(sorted(number for extras in self.extras for number in extras.router_watch.routers))
 
     def is_mtp(self, name: str) -> bool:
-        """Whether a tensor, by its name in the model, belongs to the MTP layer."""
+        """Returns whether the tensor called `name` in the model belongs to the MTP layer."""
         return name.startswith(f"model.layers.{self.config.num_hidden_layers}.")
 
     @property
     def trains_apart(self) -> bool:
-        """Whether there are parameters whose training leaves the model as it is."""
+        """Whether any parameters are trained without effect on the model's own output."""
         return self.model.indexer is not None or (self.model.mtp is not None and self.model.mtp.detached)
 
     def is_apart(self, name: str) -> bool:
-        """Whether the training of a parameter, by its name, leaves the model as it is: that of indexers, and of the MTP
-        layer if it is detached. Gradients of such parameters have a norm of their own."""
+        """Returns whether training the parameter called `name` leaves the model's own output unchanged, as for
+        indexers and a detached MTP layer. Such gradients have a norm of their own."""
         return self.trains_apart and (".indexer." in name or self.is_mtp(name))
 
     def check_mtp(self, *, is_read: bool) -> None:
-        """Raises InputError, alike on every rank, if an MTP layer is read that the model has not.
-
-        Args:
-            is_read: whether it is read.
-        """
+        """Raises InputError, alike on every rank, if `is_read` and the model has no MTP layer."""
         if is_read and self.model.mtp is None:
             raise InputError("the model has no layer for multi-token prediction: give model.mtp, or read without it")
 
     def named_parameters(self, component: Component | None = None) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names and (sharded) parameters of this rank's parts; a tied weight only once in the model.
+        """Yields names and (sharded) parameters of this rank's parts; a tied weight only once in the model.
 
         Args:
             component: one of `components`; by default all.
@@ -341,10 +334,9 @@ class ModelHandle:
                     yield name, parameter
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors of this rank's stages. A collective of each stage's ranks.
+        """Yields Hugging Face names and whole tensors of this rank's stages. A collective of each stage's ranks.
 
-        Tensors have the dtype in which the model computes, so that they give the same results. Adapters are merged.
-        Tensors that come one after the other may share memory.
+        Tensors are in the compute dtype, with adapters merged. Successive tensors may share memory.
         """
         return itertools.chain(*(self._whole_tensors(component) for component in self.components))
 
@@ -352,22 +344,18 @@ class ModelHandle:
         return whole_tensors(self.hf_sources(component, self.dtype), self.family, component.layout)
 
     def hf_sources(self, component: Component, dtype: torch.dtype) -> list[Source]:
-        """Sources of a component's tensors on this rank, with adapters merged in fp32. A collective of each stage's
-        ranks.
+        """Returns sources of a component's tensors on this rank, with adapters merged in fp32. A collective of each
+        stage's ranks.
 
         Args:
             component: one of `components`.
-            dtype: the dtype in which parameters are sent; buffers keep theirs.
+            dtype: dtype of the sent parameters; buffers keep theirs.
         """
         self.check_on_device()
         return merged_sources(self.named_parameters(component), component.parts, dtype, self.family, component.layout)
 
     def adapter_sources(self, dtype: torch.dtype) -> list[Source]:
-        """Sources of the adapters of this rank's stages.
-
-        Args:
-            dtype: the dtype in which they are sent.
-        """
+        """Returns sources of the adapters of this rank's stages, to be sent in `dtype`."""
         self.check_on_device()
         return adapters_alone(self.named_parameters(), dtype)
 
@@ -378,16 +366,14 @@ class ModelHandle:
         ends: Sequence[int] = (),
         pads_with: int | None = None,
     ) -> None:
-        """Writes a Hugging Face checkpoint in the compute dtype, or PEFT's files if adapters are trained. A collective.
-
-        The folder is complete, or not there at all.
+        """Writes a Hugging Face checkpoint in the compute dtype, or PEFT files if adapters are trained. A collective.
+        The folder appears only once complete.
 
         Args:
-            path: the folder to write; replaced if it exists; on a file system that all ranks share.
-            tokenizer: the tokenizer to save along, if given.
-            ends: tokens at which generation stops besides those of the checkpoint's generation_config.json. Adapters
-                have no such file.
-            pads_with: the config's padding token of a model with a linear head; None leaves the checkpoint's.
+            path: the folder to write, on a file system shared by all ranks; replaced if it exists.
+            tokenizer: a tokenizer to save with the model.
+            ends: stop tokens besides those of the checkpoint's generation_config.json, which adapters do not have.
+            pads_with: padding token in the config of a model with a linear head; None keeps the checkpoint's.
         """
         self.check_on_device()
         if self.adapter_origin is not None:
@@ -410,8 +396,8 @@ class ModelHandle:
         save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, world, ends)
 
     def _trained_tensors(self) -> dict[str, Tensor]:
-        """Names and whole trained tensors of this rank's stages, on the host; only on one rank of each stage. A
-        collective of each stage's ranks."""
+        """Returns the whole trained tensors of this rank's stages, on the host; empty on all but one rank of a stage.
+        A collective of each stage's ranks."""
         found = {}
         for component in self.components:
             for name, parameter in self.named_parameters(component):
@@ -421,31 +407,30 @@ class ModelHandle:
         return found
 
     def _copied_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the checkpoint that belong to no part, such as layers that predict further tokens, from one
-        rank."""
+        """Yields, on one rank, the checkpoint's tensors that belong to no part, such as unused MTP layers."""
         if self._checkpoint is not None and self.layout.writes_for_stage and self.layout.pp_rank == 0:
             for name in self.unused_tensors:
                 yield name, self._checkpoint.read_untrained(name, self.dtype)
 
     def let_read(self, hold: Callable[[], None]) -> None:
-        """Lets something read the weights while the model computes.
+        """Registers a reader of the weights that runs while the model computes.
 
         Args:
-            hold: called once, before the weights change; it makes the change wait for the reader.
+            hold: called once before the weights change; blocks until the reader has finished.
         """
         self._readers.append(hold)
 
     def before_change(self) -> None:
-        """Lets readers finish. Call it before any change of the weights or of the optimizer's state."""
+        """Waits for readers. Call it before any change of the weights or of the optimizer's state."""
         while self._readers:
             self._readers.pop()()
 
     def to_host(self) -> int:
-        """Moves the weights and buffers of all parts to the host, and lets go of gradients, so that another process can
-        use their device memory. Until `to_device` the model can neither compute nor be read.
+        """Moves weights and buffers to the host and releases gradients, to free their device memory for another
+        process. Until `to_device` the model can neither compute nor be read.
 
         Returns:
-            Bytes that are free now, as `Offload.to_host`.
+            Bytes freed, as `Offload.to_host`.
         """
         self.before_change()
         self.zero_grad()
@@ -454,16 +439,12 @@ class ModelHandle:
         return self._weights.to_host()
 
     def to_device(self) -> None:
-        """Brings everything back that `to_host` moved, bit for bit. If memory runs out, it can be called again."""
+        """Brings back everything that `to_host` moved, bit for bit. If memory runs out, it can be called again."""
         self._weights.to_device()
 
     def to_device_after(self, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Brings everything back. These tensors get their own values only after the block, in which they may have
-        others.
-
-        Args:
-            tensors: this rank's parameters and buffers, or shards of them.
-        """
+        """Brings everything back. Parameters and buffers in `tensors`, or shards of them, get their values only after
+        the block, which may use their memory for other values."""
         return self._weights.to_device_after(tensors)
 
     @property
@@ -478,15 +459,12 @@ class ModelHandle:
 
     @property
     def has_linear_head(self) -> bool:
-        """Whether it has a linear head in place of the vocabulary's."""
+        """Whether a linear head replaces the vocabulary's."""
         return is_classifier(self.whole_config)
 
     def check_head(self, *, is_linear: bool) -> None:
-        """Raises InputError, alike on every rank, if the model's head is not of this kind.
-
-        Args:
-            is_linear: whether a linear head is needed, or the vocabulary's.
-        """
+        """Raises InputError, alike on every rank, if the model's head is not linear as required, or is although
+        `is_linear` is False."""
         if self.has_linear_head and not is_linear:
             raise InputError(
                 "the model has a linear head (model.num_labels) and no vocabulary, so that no token has a "
@@ -496,24 +474,25 @@ class ModelHandle:
             raise InputError("the model has no linear head, whose scores are asked for: give model.num_labels")
 
     def named_hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole gradients of this rank's stages, between `forward_backward` and `zero_grad`. A
-        collective of each stage's ranks.
+        """Yields Hugging Face names and whole gradients of this rank's stages, between `forward_backward` and
+        `zero_grad`. A collective of each stage's ranks.
 
-        Gradients have the dtype in which they are reduced. A weight that took no part in the step has gradient 0.
-        Frozen weights have none; with LoRA only adapters have gradients, under their own names. Tensors that come one
-        after the other may share memory.
+        Gradients have the dtype in which they are reduced. A weight not used in the step has gradient 0. Frozen
+        weights have none; with LoRA only adapters have gradients, under their own names. Successive tensors may share
+        memory.
         """
         for component in self.components:
             named = [(name, p) for name, p in self.named_parameters(component) if p.requires_grad]
             yield from whole_tensors(gradient_sources(named), self.family, component.layout)
 
     def zero_grad(self) -> None:
-        """Lets go of all gradients."""
+        """Releases all gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
     def _finite_if_weights_are(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's weights; of those in few bits numbers that are not finite if a value is not."""
+        """Yields this rank's weights; for quantized ones, tensors that hold an inf or nan if the dequantized weight
+        does."""
         yield from ((name, local_tensor(parameter)) for name, parameter in self.named_parameters())
         for part in self.parts:
             yield from ((name, of) for name, held, _ in few_bits_weights(part) for of in held.numbers())
@@ -528,7 +507,7 @@ class ModelHandle:
 
 
 def _with_adapters(empty: EmptyModel, lora: LoraConfig, checkpoint: Checkpoint) -> LoraConfig:
-    """Gives a model without storage its adapters; their config with the targets that it has."""
+    """Adds adapters to a model without storage. Returns their config with the targets found in it."""
     encoders = [as_encoder(part) for part in empty.encoders.values()]
     found = add_adapters(empty.language, lora, encoders)
     check_magnitudes(empty.language, checkpoint.family)
@@ -536,7 +515,8 @@ def _with_adapters(empty: EmptyModel, lora: LoraConfig, checkpoint: Checkpoint) 
 
 
 def _check_files_of_adapters(empty: EmptyModel, checkpoint: Checkpoint) -> None:
-    """Raises InputError if adapters do not fit the model. Adapters that are merged get the base of their training."""
+    """Raises InputError if loaded adapters do not fit the model. A base for merging is quantized as in their
+    training."""
     adapters = checkpoint.files.adapters
     if adapters is None:
         return

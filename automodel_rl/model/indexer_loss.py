@@ -1,13 +1,13 @@
-"""The indexers' own loss (DeepSeek-V3.2, arXiv:2512.02556, eq. 4): the scores that an indexer gives the keys of a query
-should be distributed as the layer's attention is.
+"""The indexers' own loss (DeepSeek-V3.2, arXiv:2512.02556, eq. 4): an indexer's scores of a query's keys should be
+distributed like the layer's attention.
 
-For each query it is the KL divergence of the softmax of scores from attention's weights, averaged over heads. Weights
-and the indexer's inputs are constants in it, so it trains indexers alone. The gradient by scores is softmax - weights.
-It is made in the forward, for some queries at a time, so that no [t, t] waits for the backward. A layer that takes over
-the index of another adds its own divergence to that index's loss.
+It is the KL divergence of the softmax of scores from the attention weights, averaged over heads. Weights and the
+indexer's inputs are constants, so only indexers are trained. The gradient by scores is softmax - weights, computed in
+the forward in blocks of queries, so that no [t, t] tensor is kept for the backward. A layer that reuses another's
+index adds its divergence to that index's loss.
 
-Under tensor parallelism a rank knows the weights of its own heads only. As the gradient is linear in them, each rank's
-is a summand, as that of other weights which ranks share, and ranks need not exchange anything for it.
+Under tensor parallelism a rank knows only its own heads' weights. The gradient is linear in them, so each rank's is a
+summand, reduced like that of other shared weights.
 
 Shape letters: q queries and k keys of one sequence, t tokens of a rank, h heads of attention.
 """
@@ -23,22 +23,20 @@ from automodel_rl.parallel.host_collectives import combine
 from automodel_rl.parallel.layout import Layout
 
 CROSS_ENTROPY = "indexer/cross_entropy"
-"""Metric: the cross-entropy of indexers' softmax to attention's weights, averaged over tokens and layers. It is the
-divergence and the entropy of the weights, which is its least value."""
+"""Metric: cross-entropy of the indexers' softmax to attention weights, averaged over tokens and layers. Its minimum
+is the entropy of the weights."""
 
 
 class IndexerLoss:
-    """The loss of the indexers of a part.
+    """The loss of a part's indexers.
 
     Args:
-        weight: the weight of its mean over tokens, summed over layers.
-        scope: shows which microbatch a layer computes.
-        num_tp: number of ranks that share the heads of attention.
+        weight: factor of the loss (mean over tokens, summed over layers).
+        scope: the microbatch that a layer currently computes.
 
     Attributes:
-        factor: the weight divided by the number of tokens of the global batch, float64 [].
-        num_tokens: number of tokens in the global batch.
-        total: this rank's summand of cross-entropies, summed over tokens and layers, since the step began, float64 [].
+        factor: weight / tokens of the global batch, float64 [].
+        total: this rank's summand of cross-entropies over tokens and layers since the step began, float64 [].
     """
 
     def __init__(self, weight: float, scope: MicrobatchScope, num_tp: int):
@@ -47,39 +45,27 @@ class IndexerLoss:
         self.num_tokens = 1
 
     def start_step(self, num_tokens: int, device: torch.device) -> None:
-        """Starts a new step.
-
-        Args:
-            num_tokens: number of tokens in the global batch.
-            device: this rank's device.
-        """
+        """Resets the sums for a global batch of `num_tokens`."""
         self.num_tokens = max(num_tokens, 1)
         self.factor = torch.tensor(self.weight / self.num_tokens, dtype=torch.float64, device=device)
         self.total = torch.zeros_like(self.factor)
 
     def is_real(self, queries: Tensor | None) -> Tensor:
-        """False for pads, bool [q], of some of this rank's tokens.
-
-        Args:
-            queries: their places, int64; None for all.
-        """
+        """Returns False for pads, bool [q], of this rank's tokens at `queries`, int64; None for all."""
         assert self.scope.microbatch is not None, "an indexer runs outside of a layer that notes its microbatch"
         is_real = self.scope.microbatch.is_real
         return is_real if queries is None else is_real.index_select(0, queries)
 
     @torch.no_grad()
     def by_scores(self, scores: Tensor, products: Tensor, seen: Tensor, is_real: Tensor) -> Tensor:
-        """This rank's summand of the gradient of the loss by an indexer's scores. The cross-entropy is added to
-        `total`, unless it is computed again for the backward.
+        """Returns this rank's summand of the loss's gradient by an indexer's scores. Adds to `total`, except in a
+        recomputation.
 
         Args:
-            scores: the indexer's, fp32 or wider [q, k].
-            products: scaled products of queries and keys of this rank's heads of attention, [h, q, k].
+            scores: fp32 or wider [q, k].
+            products: scaled query-key products of this rank's attention heads, [h, q, k].
             seen: True for the keys that a query sees, bool [q, k].
             is_real: False for pads, bool [q].
-
-        Returns:
-            Like `scores`.
         """
         weights = products.to(scores.dtype).masked_fill(~seen, -torch.inf).softmax(-1).sum(0)
         weights /= len(products) * self.num_tp
@@ -90,20 +76,15 @@ class IndexerLoss:
 
 
 def cross_entropy(losses: Sequence[IndexerLoss], num_layers: int, layout: Layout) -> dict[str, float]:
-    """`CROSS_ENTROPY` of the step, equal on every rank. A collective.
-
-    Args:
-        losses: those of this rank's parts.
-        num_layers: number of layers of the whole model.
-        layout: this rank's place.
-    """
+    """Returns the step's `CROSS_ENTROPY`, equal on every rank. A collective. `losses` are this rank's parts';
+    `num_layers` is the whole model's."""
     total = torch.stack([loss.total for loss in losses]).sum().cpu()
     combine(total, layout.world_control)
     return {CROSS_ENTROPY: total.item() / (losses[0].num_tokens * num_layers)}
 
 
 class AddGradients(torch.autograd.Function):
-    """Passes a tensor through, and gives others gradients that are known: `apply(tensor, *others, *gradients)`."""
+    """Identity on the first tensor that adds known gradients to others: `apply(tensor, *others, *gradients)`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others_and_gradients: Tensor) -> Tensor:
@@ -112,5 +93,5 @@ class AddGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        known = ctx.saved_tensors  # which recomputation gives once
+        known = ctx.saved_tensors  # read once: recomputation provides them a single time
         return gradients[0], *known, *(None for _ in known)

@@ -1,7 +1,7 @@
-"""Log-probabilities of targets, and entropies, from hidden states, a chunk of tokens at a time: [T, V] never exists.
+"""Log-probabilities of targets, and entropies, computed in chunks of tokens: [T, V] logits are never materialised.
 
-Shape letters: T tokens, H hidden size, V vocabulary (this rank's part of it under tensor parallelism), C tokens of a
-chunk, K token ids whose log-probabilities are read for a token: its target first.
+Shape letters: T tokens, H hidden size, V vocabulary (this rank's shard under tensor parallelism), C tokens of a
+chunk, K token ids read per token, its target first.
 """
 
 import itertools
@@ -23,18 +23,15 @@ from automodel_rl.parallel.collectives import all_gather
 
 
 def target_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, readout: Readout) -> Tensor:
-    """log p(target) under softmax(hidden @ weight.T / temperature), and the softmax's entropy if it is asked for.
+    """Computes log p(target) under softmax(hidden @ weight.T / temperature), and on request the softmax's entropy.
 
     Args:
         hidden: final hidden states [T, H]. Under tensor parallelism its gradient is this rank's summand.
-        head: the output projection.
-        microbatch: its `targets` are scored.
-        readout: the temperature, and whether to give the entropy, too.
 
     Returns:
-        The columns that `TokenOutputs.from_columns` takes: log p(target), then log p of each of `READ_IDS` if there are
-        any, then the entropy if it is asked for. 0 where there is no target, or no id; float64 for float64 hidden
-        states, else float32; equal on all tp ranks.
+        The columns of `TokenOutputs.from_columns`: log p(target), then log p of each of `READ_IDS` if there are any,
+            then the entropy if requested. 0 where there is no target or id; float64 for float64 hidden states, else
+            float32; equal on all tp ranks.
     """
     wanted = microbatch.targets[:, None]
     if READ_IDS in microbatch.tokens:
@@ -43,14 +40,14 @@ def target_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, read
     known = microbatch.tokens.get(LOGPROB_GRADIENT)
     if known is None or readout.entropy or not torch.is_grad_enabled():
         return _TargetReadout.apply(hidden, head.weight, wanted, head, readout)
-    # Of the targets alone, or of the other ids alone.
+    # The known gradient is that of the targets only, or of the other ids only.
     missing = (0, wanted.shape[1] - 1) if known.ndim == 1 else (1, 0)
     known = functional.pad(known.view(len(known), -1), missing)
     return _LinearLossReadout.apply(hidden, head.weight, wanted, known, head, readout)
 
 
 class _TargetReadout(torch.autograd.Function):
-    """Keeps the log-sum-exp (and entropy) of every token and makes each chunk's logits again in the backward."""
+    """Keeps each token's log-sum-exp (and entropy) and recomputes the logits in the backward, chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, wanted: Tensor, head: Head, readout: Readout) -> Tensor:
@@ -80,7 +77,7 @@ class _TargetReadout(torch.autograd.Function):
 
 
 class _LinearLossReadout(torch.autograd.Function):
-    """Makes the gradients in the forward, while it has the logits, for a loss whose gradient is known before."""
+    """Computes the gradients in the forward, while the logits exist, for a loss whose gradient is known in advance."""
 
     @staticmethod
     def forward(
@@ -94,7 +91,7 @@ class _LinearLossReadout(torch.autograd.Function):
                 products = work.products(chunk)
                 scores.put(chunk, work.score(products, chunk, False))
                 sums.put(products, chunk, tokens.start, Given(scores.logsumexp[chunk], known[chunk]))
-                del products  # before the next chunk's
+                del products  # before the next chunk allocates its own
             sums.add(tokens)
         ctx.save_for_backward(sums.d_hidden, sums.for_autograd())
         ctx.head = head
@@ -104,13 +101,13 @@ class _LinearLossReadout(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
         if ctx.head.gradient is not None:
-            ctx.head.gradient()  # a sum to reduce, also if the backward of another microbatch has reduced this one's
+            ctx.head.gradient()  # leaves a sum to reduce even if another microbatch's backward has reduced this one's
         return d_hidden, d_weight, None, None, None, None
 
 
 @dataclass
 class _Scores:
-    """What the forward reads for every token, [T], of logits [T, K]; over the whole vocabulary."""
+    """Per-token results over the whole vocabulary: logits [T, K] of the wanted ids, the others [T]."""
 
     picked: Tensor
     logsumexp: Tensor
@@ -133,12 +130,7 @@ class _Scores:
 
 
 class _HeadWork:
-    """The head's work on the tokens of a microbatch: chunks of tokens, and groups of chunks, as large as memory allows.
-
-    Attributes:
-        chunks: tokens whose products with the weight exist at once.
-        groups: tokens for which gradients of the products exist at once, each with its chunks.
-    """
+    """The head's computation for a microbatch, in chunks of tokens and groups of chunks as large as memory allows."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, wanted: Tensor, head: Head, temperature: float):
         self.hidden, self.weight, self.head = hidden, weight, head
@@ -163,7 +155,7 @@ class _HeadWork:
 
 
 class _GradientSums:
-    """Gradients of hidden states and of the weight, made group by group."""
+    """Gradients of hidden states and weight, computed group by group."""
 
     def __init__(self, work: _HeadWork, for_autograd: bool):
         self.work, weight = work, work.weight
@@ -175,19 +167,19 @@ class _GradientSums:
             self._d_weight = torch.zeros(weight.shape, dtype=accurate(weight.dtype), device=weight.device)
 
     def put(self, products: Tensor, chunk: slice, first: int, given: Given) -> None:
-        """Makes the gradient of a chunk's products. `first` is the first token of its group."""
+        """Computes the gradient of a chunk's products. `first` is the first token of its group."""
         out = self._d_products[chunk.start - first : chunk.stop - first]
         self.work.softmax.gradient(products, self.work.places[chunk], given, out)
 
     def add(self, tokens: slice) -> None:
-        """Adds the gradients of a group, whose chunks have all been put."""
+        """Adds the gradients of a group, once all its chunks have been put."""
         d_products = self._d_products[: tokens.stop - tokens.start]
         torch.mm(d_products, self.work.weight, out=self.d_hidden[tokens])
         if self._d_weight is not None:
             add_matmul(self._d_weight, d_products.t(), self.work.hidden[tokens])
 
     def for_autograd(self) -> Tensor | None:
-        """The weight's gradient, if autograd is to have it."""
+        """Returns the weight's gradient if autograd needs it."""
         if self._d_weight is None or self.work.head.gradient is not None:
             return None
         return self._d_weight.to(self.work.weight.dtype)
@@ -196,7 +188,7 @@ class _GradientSums:
 def _over_vocabulary(
     picked: Tensor, logsumexp: Tensor, mean_logit: Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Combines these values, for each rank's part of the vocabulary, over all tp ranks in one collective."""
+    """Combines the vocabulary shards' values over tp ranks in one collective."""
     columns = [logsumexp] if mean_logit is None else [logsumexp, mean_logit]
     rows = torch.cat([torch.stack(columns), picked.t()])
     parts = all_gather(rows, group).view(group.size(), *rows.shape)
@@ -206,7 +198,7 @@ def _over_vocabulary(
 
 
 def top_logits(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits of every token and their ids, both [T, k], largest first. No gradient.
+    """Returns the k largest logits of every token and their ids, both [T, k], largest first. No gradient.
 
     Raises:
         ValueError: the vocabulary has fewer than k tokens.
@@ -216,8 +208,8 @@ def top_logits(hidden: Tensor, head: Head, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_logprobs(hidden: Tensor, head: Head, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The k largest log-probabilities of every token under softmax(logits / temperature) and their ids, both [T, k],
-    largest first. No gradient.
+    """Returns the k largest log-probabilities of every token under softmax(logits / temperature) and their ids, both
+    [T, k], largest first. No gradient.
 
     Raises:
         ValueError: the vocabulary has fewer than k tokens.
@@ -227,15 +219,15 @@ def top_logprobs(hidden: Tensor, head: Head, k: int, temperature: float = 1.0) -
 
 
 def _top(hidden: Tensor, head: Head, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest logits of every token, divided by the temperature, and their ids, [T, k], and the log-sum-exp of
-    all of these, [T, 1]."""
+    """Returns the k largest logits / temperature and their ids, [T, k], and the log-sum-exp over the vocabulary,
+    [T, 1]."""
     size = 1 if head.tp_group is None else head.tp_group.size()
     if k > size * len(head.weight):
         raise ValueError(f"k={k}: the vocabulary has {size * len(head.weight)} tokens")
     values, ids, sums = [], [], []
     for chunk in _chunks(len(hidden), head.weight):
         logits = _logits(hidden[chunk], head) / temperature
-        # Each rank may have all of them, or fewer than k in all.
+        # One rank may hold all k, and a shard may have fewer than k tokens.
         best = logits.topk(min(k, len(head.weight)), dim=1)
         values.append(best.values)
         ids.append(best.indices + head.first_token)
@@ -250,17 +242,17 @@ def _top(hidden: Tensor, head: Head, k: int, temperature: float = 1.0) -> tuple[
 
 
 def _side_by_side(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Tensors [T, k] of all ranks side by side, [T, size * k]."""
+    """Concatenates the ranks' tensors [T, k] to [T, size * k]."""
     return torch.cat(all_gather(tensor, group).chunk(group.size()), dim=1)
 
 
 def _chunks(num_tokens: int, weight_VH: Tensor) -> list[slice]:
-    """Slices of tokens whose logits exist at once; a multiple of 128 tokens if that many fit."""
-    most = block_sizes.head_bytes if weight_VH.is_cuda else block_sizes.head_bytes // 32  # a GPU wants large matrices
+    """Returns slices of tokens whose logits exist at once; multiples of 128 tokens if that many fit."""
+    most = block_sizes.head_bytes if weight_VH.is_cuda else block_sizes.head_bytes // 32  # GPUs need large matrices
     size = max(1, most // (len(weight_VH) * accurate(weight_VH.dtype).itemsize))
     size -= size % 128 if size > 128 else 0
     starts = list(range(0, num_tokens, size))
-    if len(starts) > 1 and num_tokens - starts[-1] == 1:  # compiled functions would need a graph for a single row
+    if len(starts) > 1 and num_tokens - starts[-1] == 1:  # compiled functions would need another graph for one row
         starts.pop()
     return [slice(start, end) for start, end in itertools.pairwise([*starts, num_tokens])]
 

@@ -1,9 +1,9 @@
-"""Multi-token prediction (MTP, DeepSeek-V3, arXiv:2412.19437, section 2.2): a further layer says the token after the
-next, from the model's final hidden states and the embedding of the next token. Generators draft with it
-(speculative decoding).
+"""Multi-token prediction (MTP, DeepSeek-V3, arXiv:2412.19437, section 2.2): an additional layer predicts the token
+after the next from final hidden states and the next token's embedding. Generators draft with it (speculative
+decoding).
 
-The layer has the number after the model's last, as in DeepSeek's files, and the parts of a decoder layer besides its
-own. A step runs it on the last stage, where microbatches have `MTP_TARGETS`.
+As in DeepSeek's files, its number follows the model's last layer, and it has modules of its own besides a decoder
+layer's. It runs on the last stage, for microbatches with `MTP_TARGETS`.
 
 Shape letters: T tokens of a microbatch, t tokens of a rank, H hidden size.
 """
@@ -25,12 +25,7 @@ from automodel_rl.model.logprobs import target_readout
 
 
 def add_mtp_layer(model: Any, kinds: tuple[str, str]) -> None:
-    """Gives a causal language model without storage the layer that says the token after the next.
-
-    Args:
-        model: transformers' model.
-        kinds: `Family.mtp_kinds`.
-    """
+    """Adds the MTP layer to a causal language model without storage. `kinds` is `Family.mtp_kinds`."""
     layers, number = model.model.layers, model.config.num_hidden_layers
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = number + 1
@@ -48,31 +43,20 @@ def add_mtp_layer(model: Any, kinds: tuple[str, str]) -> None:
 
 
 def _forward(layer: Any, hidden: Tensor, embedded: Tensor, **arguments: Any) -> Tensor:
-    """Hidden states for the token after the next, [1, t, H].
-
-    Args:
-        hidden: the model's final hidden states, [1, t, H].
-        embedded: embeddings of the next tokens, [1, t, H].
-        arguments: those of the decoder layer.
-    """
+    """Maps final hidden states and embeddings of the next tokens to hidden states for the token after, each
+    [1, t, H]."""
     mixed = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
     output = type(layer).forward(layer, mixed, **arguments)
     return layer.shared_head.norm(output[0] if isinstance(output, tuple) else output)
 
 
 def mtp_targets(microbatch: Microbatch) -> Tensor:
-    """The token after the next of every token, int64 [T]; `IGNORED_TARGET` at the last two of a sequence."""
+    """Returns the token after the next of every token, int64 [T]; `IGNORED_TARGET` at the last two of a sequence."""
     return _moved_up(microbatch.targets, microbatch, IGNORED_TARGET)
 
 
 def with_mtp(loss_fn: LossFn, weight: float) -> LossFn:
-    """A loss and, times a weight and beside it, the mean negative log-probability that the MTP layer gives trained
-    tokens.
-
-    Args:
-        loss_fn: the loss.
-        weight: the weight.
-    """
+    """Adds the MTP loss to a loss: `weight` times the mean negative log-probability of trained tokens."""
 
     def loss(outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
         output = loss_fn(outputs, microbatch)
@@ -87,25 +71,18 @@ def with_mtp(loss_fn: LossFn, weight: float) -> LossFn:
 
 
 def mtp_readout(hidden: Tensor, head: Head, microbatch: LocalMicrobatch, readout: Readout, detached: bool) -> Tensor:
-    """Log-probabilities of the tokens after the next, [t, 1].
-
-    Args:
-        hidden: hidden states of the MTP layer, [t, H].
-        head: the model's head.
-        microbatch: this rank's tokens.
-        readout: what is read of the next tokens.
-        detached: whether the head gets no gradient.
-    """
+    """Returns log-probabilities of the tokens after the next, [t, 1], from the MTP layer's hidden states [t, H]. If
+    `detached`, the head gets no gradient."""
     targets = microbatch.tokens[MTP_TARGETS]
     head = dataclasses.replace(head, weight=head.weight.detach(), gradient=None) if detached else head
-    tokens = {MTP_TARGETS: targets}  # and not the gradient of the loss by log-probabilities of next tokens
+    tokens = {MTP_TARGETS: targets}  # drops the known gradients, which belong to the next tokens
     return target_readout(
         hidden, head, dataclasses.replace(microbatch, targets=targets, tokens=tokens), Readout(readout.temperature)
     )
 
 
 def _moved_up(values: Tensor, microbatch: Microbatch, last: int) -> Tensor:
-    """Each token's value of the token after it, [T], and `last` at the end of a sequence."""
+    """Shifts values [T] forward by one token; the last token of a sequence gets `last`."""
     moved = values.roll(-1)
     moved[microbatch.cu_seqlens[1:].long() - 1] = last
     return moved

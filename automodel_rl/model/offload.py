@@ -1,4 +1,4 @@
-"""Offloading: tensors wait on the host while their device memory is used for something else."""
+"""Offloading: moves tensors to host memory to free their device memory."""
 
 import contextlib
 import weakref
@@ -10,20 +10,17 @@ from torch import Tensor
 from automodel_rl.parallel.sharding import local_tensor
 
 ALIGNMENT = 64
-"""The copy of every storage starts at a multiple of this many bytes."""
+"""Alignment in bytes of storages in host memory."""
 
 
 class Offload:
-    """Moves the storages of tensors to the host and back, in place: every alias of a tensor keeps its identity.
+    """Moves the storages of tensors to the host and back, in place: aliases stay valid.
 
-    A storage on the host has size 0, so its tensors must not be used. The host memory is allocated once and used again,
-    for pinning takes seconds.
+    A storage on the host has size 0, so its tensors must not be used. Host memory is allocated once and reused:
+    pinning takes seconds.
 
     Args:
-        tensors: gives the tensors, whole or sharded, at every move to the host; only this rank's shards move.
-
-    Attributes:
-        is_on_host: whether the tensors are on the host.
+        tensors: called at every move to the host; returns the tensors, whole or sharded. Only local shards move.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]):
@@ -34,11 +31,10 @@ class Offload:
 
     @torch.no_grad()
     def to_host(self) -> int:
-        """Moves the tensors to the host, after all work that is queued on the device. Does nothing if they are there.
+        """Moves the tensors to the host, after all work queued on the device. Does nothing if they are there.
 
         Returns:
-            Bytes of the device's memory that are free now, for this process; `torch.cuda.empty_cache` frees them for
-            others.
+            Bytes of device memory freed for this process; `torch.cuda.empty_cache` frees them for others.
         """
         if self.is_on_host:
             return 0
@@ -64,7 +60,7 @@ class Offload:
     def to_device(self) -> None:
         """Brings the tensors back, bit for bit. Does nothing if they are there.
 
-        If memory runs out it raises and brings back none, and can be called again.
+        If memory runs out it raises, brings back none, and can be called again.
         """
         with self.to_device_after(()):
             pass
@@ -72,18 +68,14 @@ class Offload:
     @contextlib.contextmanager
     @torch.no_grad()
     def to_device_after(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Brings everything back. These tensors get their own values only after the block, in which they may have
-        others.
-
-        Args:
-            tensors: some of the tensors that are on the host, or views of them.
-        """
+        """Brings everything back. The given tensors, or views of offloaded ones, get their values only after the
+        block, which may use their memory for other values."""
         waiting = self._waiting
         try:
             for storage, host in waiting:
                 storage.resize_(host.numel())
             later = _sizes_by_storage(tensors)
-            # A storage with more bytes than these tensors has other values, too.
+            # A storage with more bytes than these tensors also holds other values.
             _fill((storage, host) for storage, host in waiting if later.get(storage.data_ptr()) != storage.nbytes())
         except BaseException:
             for storage, _ in waiting:
@@ -97,10 +89,10 @@ class Offload:
 
 
 def host_memory(num_bytes: int, devices: Iterable[torch.device]) -> Tensor:
-    """Host memory, uint8 [num_bytes], pinned if a device is a GPU.
+    """Allocates host memory, uint8 [num_bytes], pinned if a device is a GPU.
 
-    It is pinned through CUDA, because torch's own pinned memory is rounded up to a power of two. If pinning fails,
-    copies are slower, but still right.
+    CUDA pins it, because torch rounds pinned allocations up to a power of two. If that fails, copies are slower but
+    correct.
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if num_bytes and any(device.type == "cuda" for device in devices):
@@ -109,18 +101,18 @@ def host_memory(num_bytes: int, devices: Iterable[torch.device]) -> Tensor:
             finalizer = weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
             finalizer.atexit = False  # the driver may be gone by then
         else:
-            with contextlib.suppress(RuntimeError):  # the driver reports this error once more, in the next kernel
+            with contextlib.suppress(RuntimeError):  # the driver reports this error again at the next kernel
                 torch.zeros(1, device="cuda")
     return memory
 
 
 def aligned(num_bytes: int) -> int:
-    """The size, rounded up to a multiple of `ALIGNMENT`."""
+    """Rounds a size up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _sizes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the tensors in each storage, by its address."""
+    """Returns the bytes of the tensors in each storage, by its address."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         address = tensor.untyped_storage().data_ptr()
@@ -129,7 +121,6 @@ def _sizes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _fill(storages: Iterable[tuple[torch.UntypedStorage, Tensor]]) -> None:
-    """Copies bytes on the host into storages."""
     for storage, host in storages:
         _as_bytes(storage).copy_(host, non_blocking=True)
 

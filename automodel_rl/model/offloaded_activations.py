@@ -1,7 +1,8 @@
-"""Activations on the host: what layers keep for the backward waits in host memory, but for that of the last few layers.
+"""Activation offloading: tensors that layers save for the backward are kept in host memory, except for the last few
+layers.
 
-Copies run on streams of their own, beside the layers' work: to the host while the next layer computes, and back one
-layer ahead of the backward. A copy is exact.
+Copies run on their own streams: to the host while the next layer computes, back one layer ahead of the backward. They
+are exact.
 """
 
 import functools
@@ -19,23 +20,19 @@ from automodel_rl.compat.operations import tensors_in
 from automodel_rl.model.offload import host_memory
 
 PAGE = 1 << 22
-"""Bytes of a page of host memory."""
+"""Bytes per page of host memory."""
 
 SLAB = 64
-"""Pages that are allocated, and pinned, at a time."""
+"""Pages allocated and pinned at a time."""
 
 ON_DEVICE = 3
-"""Layers at most whose activations are on the device at one time: of two in the forward, whose copies may be under way,
-and in the backward of one that is brought back ahead."""
+"""Maximum number of layers whose activations are on the device: two in the forward, while being copied, and one
+fetched ahead in the backward."""
 
 
 class OffloadedActivations:
-    """Keeps on the host what layers keep for the backward: with full recomputation each layer's input and, of compiled
-    dense layers, the result of attention.
-
-    Args:
-        device: the device on which layers compute. A CPU's "host" is its own memory: there is nothing to save.
-    """
+    """Keeps layers' saved tensors on the host: with full recomputation each layer's input and, for compiled dense
+    layers, the attention result. A CPU's "host" is its own memory, so nothing is saved there."""
 
     def __init__(self, device: torch.device):
         self.pages = HostPages(device)
@@ -45,7 +42,8 @@ class OffloadedActivations:
         self._last: _LayerCall | None = None
 
     def install(self, layers: Iterable[Any]) -> None:
-        """Wraps the forwards of a part's layers, in the order of their calls; hidden states [1, t, H] come first."""
+        """Wraps the forwards of a part's layers, given in calling order. Their first argument is hidden states
+        [1, t, H]."""
         for position, layer in enumerate(layers):
             layer.forward = self._wrap(layer, layer.forward, is_first=position == 0)
 
@@ -63,7 +61,7 @@ class OffloadedActivations:
         return call
 
     def _keep(self, call: "_LayerCall", lasting: set[int], least: int, tensor: Tensor) -> "Tensor | _Activation":
-        """Starts the copy to the host of a tensor of at least so many values, unless it belongs to others, too."""
+        """Starts copying a tensor of at least `least` values to the host, unless it stays on the device anyway."""
         is_small = tensor.numel() < max(least, 1) or not tensor.is_floating_point()
         if is_small or tensor.untyped_storage().data_ptr() in lasting or isinstance(tensor, nn.Parameter):
             return tensor
@@ -77,18 +75,18 @@ class OffloadedActivations:
         return kept
 
     def _free_all_but(self, call: "_LayerCall") -> None:
-        """Frees the device's memory of activations that are on the host, but those of a call and of the one before."""
+        """Frees the device memory of activations on the host, except those of a call and the one before."""
         while self._leaving:
             kept = self._leaving[0]()
             if kept is not None and kept.call in (call, call.before):
                 return
             self._leaving.popleft()
             if kept is not None:
-                self._wait_for(kept.left)  # what takes the memory next is queued after this
+                self._wait_for(kept.left)  # later users of the memory are queued after this
                 kept.flat = None
 
     def _bring_back(self, kept: "Tensor | _Activation") -> Tensor:
-        """The tensor on the device; and starts to bring back those of the layer before."""
+        """Returns the tensor on the device, and starts fetching the previous layer's."""
         if isinstance(kept, Tensor):
             return kept
         self._fetch(kept)
@@ -101,7 +99,7 @@ class OffloadedActivations:
         return kept.flat.as_strided(kept.shape, kept.strides)
 
     def _fetch(self, kept: "_Activation") -> None:
-        """Starts the copy to the device, if it is not there or on its way."""
+        """Starts the copy to the device, unless it is done or under way."""
         if kept.flat is None:
             kept.flat = torch.empty(kept.num_values, dtype=kept.dtype, device=self._device)
             kept.arrived = self._copy(self._inward, zip(kept.pieces(), kept.pages, strict=True), kept.left)
@@ -109,8 +107,8 @@ class OffloadedActivations:
     def _copy(
         self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]], after: "torch.cuda.Event | None" = None
     ) -> "torch.cuda.Event | None":
-        """Copies sources to targets, (target, source), behind all that is queued and an event. Returns the event of
-        its end; None on a CPU, which copies at once."""
+        """Copies (target, source) pairs after all queued work and `after`. Returns the end event; None on a CPU,
+        which copies at once."""
         if stream is None:
             for target, source in pairs:
                 target[: source.numel()].copy_(source[: target.numel()])
@@ -129,15 +127,8 @@ class OffloadedActivations:
 
 
 class HostPages:
-    """Host memory in pages of `PAGE` bytes, pinned if the device is a GPU, which are used again and again: pinning
-    takes seconds, and rows of all lengths leave no holes.
-
-    Args:
-        device: the device with which copies are exchanged.
-
-    Attributes:
-        num_bytes: bytes that are allocated.
-    """
+    """Host memory in reusable pages of `PAGE` bytes, pinned if the device is a GPU. Pinning takes seconds, and pages
+    avoid fragmentation by rows of all lengths."""
 
     def __init__(self, device: torch.device):
         self.num_bytes = 0
@@ -145,7 +136,7 @@ class HostPages:
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> list[Tensor]:
-        """Takes as many pages, uint8 [PAGE], as hold so many bytes."""
+        """Takes enough pages, uint8 [PAGE] each, for `num_bytes`."""
         count = -(-num_bytes // PAGE)
         while len(self._free) < count:
             slab = host_memory(SLAB * PAGE, [self._device])
@@ -154,19 +145,12 @@ class HostPages:
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: list[Tensor]) -> None:
-        """Takes back pages that nobody reads or writes any more, but copies that are queued already."""
+        """Returns pages to the pool. Only copies queued earlier may still use them."""
         self._free += pages
 
 
 class _LayerCall:
-    """One call of a layer, for one microbatch.
-
-    Args:
-        before: the call of the layer before, for the same microbatch.
-
-    Attributes:
-        kept: its activations.
-    """
+    """One call of a layer for one microbatch. `before` is the previous layer's call for it, `kept` its activations."""
 
     def __init__(self, before: "_LayerCall | None"):
         self.before = before
@@ -174,12 +158,12 @@ class _LayerCall:
 
 
 class _Activation:
-    """A tensor that a layer keeps for its backward.
+    """A tensor that a layer saves for its backward.
 
     Attributes:
-        flat: its values in the order of its memory, on the device; None while they are on the host alone.
+        flat: its values on the device in memory order; None while only on the host.
         pages: its memory on the host.
-        left, arrived: ends of the last copies to the host and back; None on a CPU, or if there is nothing to wait for.
+        left, arrived: end events of the copies to the host and back; None on a CPU or with nothing to wait for.
     """
 
     def __init__(self, tensor: Tensor, call: _LayerCall):
@@ -193,23 +177,23 @@ class _Activation:
         self.arrived: torch.cuda.Event | None = None
 
     def pieces(self) -> tuple[Tensor, ...]:
-        """The bytes on the device, in pieces of a page."""
+        """Returns the device bytes in page-sized pieces."""
         assert self.flat is not None
         return self.flat.view(torch.uint8).split(PAGE)
 
     def __del__(self) -> None:
-        if self.arrived is not None:  # brought back ahead, and never used: the copy ends before others get the memory
+        if self.arrived is not None:  # fetched ahead but never used: the copy must end before the memory is reused
             torch.cuda.current_stream(self.arrived.device).wait_event(self.arrived)
 
 
 def _without_holes(tensor: Tensor) -> Tensor:
-    """The tensor, in contiguous memory of its own if its values are not next to each other in some order."""
+    """Returns the tensor, copied to contiguous memory if its values are not dense in any dimension order."""
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor if tensor.permute(by_stride).is_contiguous() else tensor.contiguous()
 
 
 def _lasting(layer: nn.Module, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Tensors that stay on the device anyway: the layer's own, and what all layers get. Those of a unit within the
-    layer, such as experts, are sharded here, and not among the tensors that it keeps."""
+    """Yields tensors that stay on the device anyway: the layer's own, and its arguments. FSDP units within the layer,
+    such as experts, are still sharded here and never among the saved tensors."""
     yield from (own for own in (*layer.parameters(), *layer.buffers()) if not isinstance(own, DTensor))
     yield from tensors_in((args, kwargs))

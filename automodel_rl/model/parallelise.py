@@ -1,4 +1,4 @@
-"""Lays out a part without storage over ranks, in steps (`STEPS`)."""
+"""Lays out a part without storage over ranks, in `STEPS`."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -45,9 +45,9 @@ class Dtypes(NamedTuple):
     """Dtypes of a model.
 
     Attributes:
-        compute: that in which weights are gathered and used.
-        master: that in which trained weights are kept.
-        gradient: that in which gradients are reduced and kept.
+        compute: weights as gathered and used.
+        master: trained weights as stored.
+        gradient: gradients as reduced and stored.
     """
 
     compute: torch.dtype
@@ -56,28 +56,21 @@ class Dtypes(NamedTuple):
 
 
 def dtypes_of(model: ModelConfig) -> Dtypes:
-    """The dtypes of a model, by its config."""
     compute = getattr(torch, model.dtype)
     wide = torch.promote_types(compute, torch.float32)
     return Dtypes(compute, wide if model.master_dtype == "auto" else getattr(torch, model.master_dtype), wide)
 
 
 def mixed_precision(model: ModelConfig, least: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
-    """How FSDP treats weights and gradients; inputs have the right dtype already.
-
-    Args:
-        model: the model's config.
-        least: the dtype in which weights are gathered if the model's is narrower.
-    """
+    """Returns FSDP's precision policy. `least` is the narrowest dtype for gathered weights; inputs are not cast."""
     dtypes = dtypes_of(model)
     used = torch.promote_types(dtypes.compute, least)
     return MixedPrecisionPolicy(param_dtype=used, reduce_dtype=dtypes.gradient, cast_forward_inputs=False)
 
 
 def layers_precision(model: ModelConfig) -> MixedPrecisionPolicy:
-    """How FSDP treats weights and gradients of decoder layers and encoders. Where adapters have lengths of rows,
-    weights are gathered as they are kept: frozen ones in the dtype that computes, and adapters in fp32, for an error of
-    a length is the same for all tokens."""
+    """Returns the policy for decoder layers and encoders. With DoRA, weights are gathered as stored: frozen ones in
+    the compute dtype, and adapters in fp32, because an error in a row's magnitude affects all tokens alike."""
     policy = mixed_precision(model)
     has_lengths = model.lora is not None and model.lora.dora
     return dataclasses.replace(policy, param_dtype=None) if has_lengths else policy
@@ -85,14 +78,12 @@ def layers_precision(model: ModelConfig) -> MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a step needs of a part besides its forward and backward.
+    """What a step needs of a part besides forward and backward.
 
     Attributes:
-        microbatch_scope: shows which microbatch a layer computes.
-        router_replay: makes the part's routers follow routes.
-        router_watch: counts the load of the part's experts.
-        partial_gradients: parameters, as (module, name), for which each tp rank's gradient is only a summand.
-        indexer_loss: trains the part's indexers; None if they are frozen or there are none.
+        microbatch_scope: the microbatch that a layer currently computes.
+        partial_gradients: parameters, as (module, name), whose gradient on each tp rank is only a summand.
+        indexer_loss: None if indexers are frozen or absent.
     """
 
     microbatch_scope: MicrobatchScope
@@ -103,18 +94,14 @@ class Extras:
 
 
 class PartInProgress:
-    """A part that is laid out, and what steps know of it.
+    """A part being laid out, with the state shared by `STEPS`.
 
     Args:
         part: a model or a part of one, on the meta device except for its buffers.
-        layout: this rank's place.
-        model: the model's config: its precision, and how routers are trained.
-        memory: what is recomputed or compiled.
-        whole: the config of the whole model.
-        base: how weights of an adapters' base are kept in few bits, by their names in the model.
+        base: quantized formats of an adapters' base, by weight name in the model.
 
     Attributes:
-        counts: whether layers count something once for each microbatch: loads of experts, or losses of indexers.
+        counts: whether layers accumulate something once per microbatch: expert loads or indexer losses.
     """
 
     def __init__(
@@ -129,7 +116,7 @@ class PartInProgress:
         self.base = base
         self.part, self.layout, self.model, self.memory, self.whole = part, layout, model, memory, whole
         self.family, self.compute = FAMILIES[part.config.model_type], dtypes_of(model).compute
-        self.compiled = memory.compile is True  # `auto` has been decided by ModelHandle.from_pretrained
+        self.compiled = memory.compile is True  # ModelHandle.load has resolved `auto`
         self.layers, self.experts = numbered_layers(part), experts_of(part)
         self.accurate = _fp32_modules(part, self.family)
         self.tp = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
@@ -147,18 +134,18 @@ class PartInProgress:
 
 
 def choose_dtypes(work: PartInProgress) -> None:
-    """Gives weights the dtypes in which they are kept."""
+    """Casts weights to the dtypes in which they are stored."""
     store_weights(work.part, dtypes_of(work.model), work.accurate)
 
 
 def split_experts(work: PartInProgress) -> None:
-    """Cuts experts over ep. Their forward is ours by name (mixture/experts.py)."""
+    """Shards experts over ep. Their forward is registered under a name of ours (mixture/experts.py)."""
     for module in work.experts:
         _split_experts(module, work.layout)
 
 
 def split_weights(work: PartInProgress) -> None:
-    """Cuts weights over tp, and sets the forwards of linear layers and embedding."""
+    """Shards weights over tp, and replaces the forwards of linear layers and embedding."""
     if work.layout.parallel.tp > 1:
         plan = work.family.whole_tp_plan(work.part.config.base_model_tp_plan)
         mesh = work.layout.mesh["tp"]
@@ -169,26 +156,26 @@ def split_weights(work: PartInProgress) -> None:
 
 
 def replace_token_mixers(work: PartInProgress) -> None:
-    """Sets the forwards of layers that mix tokens other than by attention."""
+    """Replaces the forwards of layers that mix tokens other than by attention."""
     install_token_mixers([*work.layers.values()], work.family, work.tp, work.layout.device, work.compute)
 
 
 def replace_indexers(work: PartInProgress) -> None:
-    """Sets the forwards of indexers, which choose the keys that queries see."""
+    """Replaces the forwards of indexers."""
     install_indexers(work.layers.values(), work.family, work.indexer_loss)
 
 
 def replace_layer_forwards(work: PartInProgress) -> None:
-    """Sets the forwards of layers that would not hand on the microbatch to attention."""
+    """Replaces layer forwards that would not pass the microbatch to attention."""
     if not work.family.hands_on_arguments:
         hand_on_arguments(work.layers.values())
 
 
 def keep_base_in_few_bits(work: PartInProgress) -> None:
-    """Keeps frozen linear layers and experts of decoder layers in few bits, if the base is to be kept so.
+    """Quantizes frozen linear layers and experts of decoder layers, if the base is to be quantized.
 
     Raises:
-        InputError: this torch cannot gather bytes.
+        InputError: this torch's FSDP cannot gather bytes.
     """
     if work.base:
         if work.layout.parallel.fsdp_size > 1 and TORCH < (2, 13):  # checked with 2.13; 2.11 casts them
@@ -200,42 +187,42 @@ def keep_base_in_few_bits(work: PartInProgress) -> None:
 
 
 def add_float8_and_adapters(work: PartInProgress) -> None:
-    """Makes linear layers fp8 layers, and sets the forwards of those with adapters."""
+    """Converts linear layers to fp8, and replaces the forwards of those with adapters."""
     if work.model.fp8 is not None:
         install_float8(work.layers.values(), work.model.fp8)
     install_adapters(work.part, work.scope)
 
 
 def compute_mlps_in_tiles(work: PartInProgress) -> None:
-    """Makes MLPs compute for a few tokens at a time, if the config asks for it."""
+    """Tiles MLPs, if configured."""
     if work.memory.mlp_tile is not None:
         tile_mlps(work.layers.values(), work.memory.mlp_tile, work.compiled)
 
 
 def replace_part_forward(work: PartInProgress) -> None:
-    """Gives the part and its head a forward over microbatches."""
+    """Replaces the forwards of the part and its head by ones over microbatches."""
     install_part_forward(work.part, _context(work))
 
 
 def fuse_norms(work: PartInProgress) -> None:
-    """Gives norms a fused forward. A compiler fuses written-out norms of layers with what is around them."""
+    """Fuses norms, except in compiled layers, where the compiler fuses them with their surroundings."""
     if work.family.has_plain_norms:
         compiled = work.layers.values() if work.compiled else ()
         install_fused_norms(work.part, compiled, work.layout.device, work.compute)
 
 
 def watch_routers(work: PartInProgress) -> None:
-    """Makes routers follow routes, and counts what they choose."""
+    """Makes routers follow routes, and counts their choices."""
     install_router_forwards(work.watch.routers.values())
 
 
 def compile_and_recompute(work: PartInProgress) -> None:
-    """Compiles layers, makes them compute again in the backward, and notes their microbatch for adapters and routers.
+    """Compiles layers, adds recomputation, and tracks their microbatch for adapters and routers.
 
-    A recomputation notes the microbatch, too, so it is always around that. A layer that counts nothing is compiled with
-    its recomputation, which sees what is to be kept, and the microbatch is noted around both. Around other layers
-    both come after the graph, which cannot tell whether a microbatch is computed for the first time; around graphs
-    with tiles between them, too. What a layer keeps is seen from outside of all that.
+    Layers that count nothing are compiled together with their recomputation, whose policy then sees each operator,
+    and are tracked around the graph. For layers that count, or have tiles, the graph is innermost: it cannot tell a
+    first computation from a repeated one. Tracking wraps it, and recomputation, which sets the microbatch again,
+    wraps both. Offloading is outermost.
     """
     layers = work.layers.values()
     in_graph = work.compiled and not work.counts and work.memory.mlp_tile is None
@@ -253,7 +240,7 @@ def compile_and_recompute(work: PartInProgress) -> None:
 
 
 def shard(work: PartInProgress) -> None:
-    """Shards what is left by FSDP, which gathers it for the forward."""
+    """Shards the remaining weights by FSDP, which gathers them for the forward."""
     wrap_fsdp(_fsdp_units(work), reshards=work.layout.parallel.reshards)
 
 
@@ -273,7 +260,7 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
     compile_and_recompute,
     shard,
 )
-"""The order in which weights are cut, and forwards replaced and wrapped: each step takes what those before it left."""
+"""The steps in order: each works on the result of those before."""
 
 
 def parallelise(
@@ -314,14 +301,8 @@ def _context(work: PartInProgress) -> ForwardContext:
 
 
 def store_weights(part: nn.Module, dtypes: Dtypes, accurate: Collection[nn.Module] = ()) -> None:
-    """Gives weights the dtypes in which they are kept: frozen ones that in which they are used, since nothing changes a
-    master copy of them, and trained ones that of masters.
-
-    Args:
-        part: the part, on the meta device.
-        dtypes: the model's dtypes.
-        accurate: modules that compute in fp32 or wider, whose weights stay as they are.
-    """
+    """Casts weights for storage: trained ones to the master dtype, frozen ones to the compute dtype, as they need no
+    master copy. Those of `accurate` modules, which compute in fp32 or wider, are left alone."""
     kept = {parameter for module in accurate for parameter in module.parameters()}
     for parameter in part.parameters():
         if parameter not in kept:
@@ -329,8 +310,8 @@ def store_weights(part: nn.Module, dtypes: Dtypes, accurate: Collection[nn.Modul
 
 
 def _fsdp_units(work: PartInProgress) -> list[Unit]:
-    """The FSDP units of a part: modules of layers that have a precision or a mesh of their own, layers, embedding
-    and head, and the rest."""
+    """Returns a part's FSDP units: modules with their own precision or mesh, layers, embedding and head, and the
+    rest."""
     part, layout, policy = work.part, work.layout, mixed_precision(work.model)
     mesh = layout.fsdp_mesh
     units = [Unit(module, mesh, mixed_precision(work.model, least=torch.float32)) for module in work.accurate]
@@ -338,7 +319,7 @@ def _fsdp_units(work: PartInProgress) -> list[Unit]:
         units += [Unit(module, layout.expert_fsdp_mesh, policy) for module in work.experts]
     of_layers = layers_precision(work.model)
     units += [Unit(layer, mesh, of_layers) for layer in work.layers.values()]
-    # Gemma 4's per-layer embeddings are larger than all else.
+    # Gemma 4's per-layer embeddings are larger than everything else.
     units += [Unit(m, mesh, policy) for n, m in part.model.named_children() if n == "embed_tokens_per_layer"]
     embedding, head = part.model.embed_tokens, part.lm_head
     if embedding is None or head is None or embedding.weight is not head.weight:  # tied ones belong to the rest
@@ -348,13 +329,12 @@ def _fsdp_units(work: PartInProgress) -> list[Unit]:
 
 
 def _fp32_modules(part: Any, family: Family) -> list[nn.Module]:
-    """The modules of a part's layers whose weights stay in fp32."""
     modules = (dict(layer.named_modules()).get(name) for layer in layers_of(part) for name in family.fp32_modules)
     return [module for module in modules if module is not None]
 
 
 def _split_experts(module: Any, layout: Layout) -> None:
-    """Leaves only this rank's experts in a module. `ep_group` has the ranks with the other experts, for its forward."""
+    """Keeps only this rank's experts of a module, and sets `ep_group` for its forward."""
     module.ep_group = None
     if layout.expert_mesh is not None:
         mesh = layout.expert_mesh["ep"]

@@ -1,7 +1,7 @@
 """The forward of one part: token ids or hidden states in, hidden states or the head's result out.
 
-It replaces the model's own forward, which would build masks and not hand the microbatch on to the layers. It serves
-every model whose layers have transformers' signature. AutoPipeline has set the modules of other stages to None.
+It replaces the model's own, which would build masks and not pass the microbatch to the layers, for every model whose
+layers have transformers' signature. AutoPipeline has set modules of other stages to None.
 """
 
 import functools
@@ -27,24 +27,21 @@ from automodel_rl.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a part's forward needs to know besides the microbatch.
+    """Settings of a part's forward that do not depend on the microbatch.
 
     Attributes:
-        tp: makes hidden states between blocks whole.
+        tp: gathers hidden states split by sequence parallelism.
         cp_group: the ranks that share a microbatch; None without context parallelism.
         rotary_by_layer_type: whether rotary embeddings differ between kinds of layers.
-        rotary_axes: number of axes of rotary positions.
-        softcap: the soft cap of the final logits; None for no cap.
-        compiled: whether layers are compiled, and with them the head.
-        embedding_factor, logit_factor: what the model multiplies embeddings and logits with.
-        num_deepstack: number of first layers after which features of images are added (batch/media.py).
-        leaves_keys: whether layers leave keys and values for later layers.
-        has_indexer: whether attention has an indexer, which takes a part of the mask.
-        hands_on: the argument with which a layer gets what the one before returns besides hidden states.
-        mtp_kind: the kind of the MTP layer's attention, if rotary embeddings differ between kinds.
-        detaches_mtp: whether the MTP layer's loss gives no gradient to the model.
-        has_layer_embeddings: whether every layer has embeddings of its own (Gemma 4's per-layer embeddings).
-        padded_ids: tokens in whose place the model takes a pad.
+        embedding_factor, logit_factor: the model's multipliers of embeddings and logits.
+        num_deepstack: number of first layers after which image features are added (batch/media.py).
+        leaves_keys: whether layers pass keys and values to later layers.
+        has_indexer: whether attention has an indexer, which slices the mask.
+        hands_on: the argument by which a layer gets what the previous one returns besides hidden states.
+        mtp_kind: the MTP layer's kind, if rotary embeddings differ between kinds.
+        detaches_mtp: whether the MTP loss sends no gradient to the model.
+        has_layer_embeddings: whether every layer has its own embeddings (Gemma 4's per-layer embeddings).
+        padded_ids: token ids that are embedded as the pad token.
     """
 
     tp: TensorParallel
@@ -66,7 +63,7 @@ class ForwardContext:
 
 
 def install_part_forward(part: Any, context: ForwardContext) -> None:
-    """Gives a causal language model, or a part of one, a forward over microbatches."""
+    """Replaces the forwards of a part and its head by ones over microbatches."""
 
     def forward(self: Any, hidden: Tensor, *, microbatch: LocalMicrobatch, output_fn: OutputFn) -> Tensor:
         return part_forward(self, hidden, microbatch, output_fn, context)
@@ -85,7 +82,6 @@ def install_part_forward(part: Any, context: ForwardContext) -> None:
 
 
 def _head(weight: Tensor, sums: Callable[[], Tensor] | None, config: Any, context: ForwardContext) -> Head:
-    """The head of a part of a model with this config."""
     if is_classifier(config):
         copies = 1 if context.tp.group is None else context.tp.group.size()
         return Head(weight, gradient=sums, copies=copies)
@@ -93,7 +89,7 @@ def _head(weight: Tensor, sums: Callable[[], Tensor] | None, config: Any, contex
 
 
 def _gradient_sum(unit: FSDPModule, weight: Tensor) -> Tensor:
-    """What `Head.gradient` gives, of a weight of an FSDP unit."""
+    """`Head.gradient` for a weight of an FSDP unit."""
     return local_tensor(gradient_sum(unit, weight))
 
 
@@ -102,20 +98,16 @@ def part_forward(
 ) -> Tensor:
     """Runs this rank's tokens of a microbatch through the layers of a part.
 
-    Features that later stages add to image tokens go from stage to stage as further rows of the hidden states, and so
-    do the embeddings of next tokens for the MTP layer.
+    Features that later stages add to image tokens travel between stages as additional rows of the hidden states, as
+    do embeddings of next tokens for the MTP layer.
 
     Args:
-        part: a causal language model or a part of one.
-        hidden: token ids [1, t] on the first stage, hidden states [1, t, H] ([1, t / tp, H] under sequence parallelism)
-            and further rows on the others.
-        microbatch: this rank's tokens.
-        output_fn: computes the last stage's result from final hidden states and head.
-        context: facts of the layout and the model.
+        hidden: token ids [1, t] on the first stage; hidden states [1, t, H] ([1, t / tp, H] under sequence
+            parallelism) and additional rows on the others.
 
     Returns:
-        Hidden states like the input's, or the result of `output_fn` on the last stage, which gets the hidden states of
-        the MTP layer after those of the model.
+        Hidden states like the input's or, on the last stage, the result of `output_fn` for the model's hidden states
+        followed by the MTP layer's.
     """
     body, entered = part.model, _enter(part, hidden, microbatch, context)
     hidden, features = entered.hidden, entered.features
@@ -155,13 +147,13 @@ def part_forward(
 
 @dataclass(frozen=True)
 class _Entered:
-    """What enters the layers of a part.
+    """Inputs of a part's layers.
 
     Attributes:
-        hidden: hidden states, [1, t, H] ([1, t / tp, H] under sequence parallelism).
-        features: what is added to image tokens after each of the next layers, [i, H].
+        hidden: [1, t, H] ([1, t / tp, H] under sequence parallelism).
+        features: added to image tokens after each of the next layers, [i, H].
         following: embeddings of next tokens, like `hidden`, if the MTP layer is trained.
-        of_layer: arguments of single layers, by their numbers.
+        of_layer: arguments of single layers, by number.
     """
 
     hidden: Tensor
@@ -171,7 +163,7 @@ class _Entered:
 
 
 def _enter(part: Any, hidden: Tensor, microbatch: LocalMicrobatch, context: ForwardContext) -> _Entered:
-    """Embeds token ids, or takes apart what an earlier stage has sent. The arguments are those of `part_forward`."""
+    """Embeds token ids, or splits what the previous stage sent."""
     body, has_mtp = part.model, MTP_TARGETS in microbatch.tokens
     following: Tensor | None = None
     if body.embed_tokens is None:
@@ -194,34 +186,19 @@ def _enter(part: Any, hidden: Tensor, microbatch: LocalMicrobatch, context: Forw
 
 
 def _rotary(body: Any, hidden: Tensor, microbatch: LocalMicrobatch, axes: int, kind: str | None) -> Any:
-    """The rotary embeddings of a microbatch's tokens; None for a model without positions.
-
-    Args:
-        body: the model's body.
-        hidden: hidden states, for their dtype and device.
-        microbatch: this rank's tokens.
-        axes: number of axes of positions.
-        kind: the kind of layers that they are for, if kinds differ.
-    """
+    """Returns the rotary embeddings of a microbatch for a kind of layers; None for a model without positions."""
     if body.rotary_emb is None:
         return None
     positions = microbatch.position_ids[None]
     if axes > 1:
-        found = microbatch.tokens.get(ROTARY_POSITIONS)  # text has one position on all axes
+        found = microbatch.tokens.get(ROTARY_POSITIONS)  # text has the same position on all axes
         positions = positions.expand(axes, 1, -1) if found is None else found.T[:, None]
     return body.rotary_emb(hidden, positions, *([] if kind is None else [kind]))
 
 
 def _embedded(body: Any, ids: Tensor, microbatch: LocalMicrobatch, context: ForwardContext) -> tuple[Tensor, Tensor]:
-    """Embeddings of this rank's tokens and of the tokens after them, each [1, t, H] ([1, t / tp, H] under sequence
-    parallelism), from one call of the embedding.
-
-    Args:
-        body: the model's body.
-        ids: token ids, [1, t].
-        microbatch: this rank's tokens.
-        context: facts of the layout and the model.
-    """
+    """Embeds this rank's tokens and their next tokens in one call, each [1, t, H] ([1, t / tp, H] under sequence
+    parallelism)."""
     parts = context.tp.group.size() if context.tp.group is not None and context.tp.sequence_parallel else 1
     following = microbatch.targets.clamp_min(0)
     both = torch.stack([ids[0].view(parts, -1), following.view(parts, -1)], dim=1).view(1, -1)
@@ -230,38 +207,26 @@ def _embedded(body: Any, ids: Tensor, microbatch: LocalMicrobatch, context: Forw
 
 
 def _layer_embeddings(body: Any, ids: Tensor, hidden: Tensor, tp: TensorParallel) -> dict[int, dict[str, Tensor]]:
-    """The arguments with each layer's own embeddings of this rank's tokens, by the layer's number.
-
-    Args:
-        body: the model's body.
-        ids: token ids, [1, t].
-        hidden: their embeddings, [1, t, H] ([1, t / tp, H] under sequence parallelism).
-        tp: which tokens are this rank's between blocks.
-    """
+    """Returns each layer's argument with its own embeddings, by layer number, for token ids [1, t] embedded as
+    `hidden`."""
     own = ids.chunk(tp.group.size(), dim=1)[tp.group.rank()] if tp.group is not None and tp.sequence_parallel else ids
     found = body.project_per_layer_inputs(hidden, body.get_per_layer_inputs(own, None))  # [1, t, layers, d]
     return {number: {"per_layer_input": of_layer} for number, of_layer in enumerate(found.unbind(2))}
 
 
 def num_carried(part: Any, num_deepstack: int, *, before: bool) -> int:
-    """Number of features of each image token that enter a part with the hidden states, or leave it with them.
-
-    Args:
-        part: a causal language model or a part of one.
-        num_deepstack: number of first layers after which features are added.
-        before: whether those that enter are counted.
-    """
+    """Returns how many features per image token enter (`before`) or leave a part with the hidden states."""
     numbers = numbered_layers(part)
     return max(0, num_deepstack - (min(numbers) if before else max(numbers) + 1))
 
 
 def layers_of(part: Any) -> list[Any]:
-    """The decoder layers of a part."""
+    """Returns the decoder layers of a part."""
     return list(numbered_layers(part).values())
 
 
 def numbered_layers(part: Any) -> dict[int, Any]:
-    """The decoder layers of a part by their number in the model; AutoPipeline keeps them in a dictionary."""
+    """Returns the decoder layers of a part by their number in the model."""
     layers = part.model.layers
     named = layers.items() if isinstance(layers, nn.ModuleDict) else enumerate(layers)
     return {int(number): layer for number, layer in named}

@@ -1,4 +1,4 @@
-"""What is read from the model's final hidden states for every token, as output functions."""
+"""Output functions that read per-token values from final hidden states."""
 
 import functools
 from typing import Any
@@ -14,20 +14,13 @@ from automodel_rl.model.mtp import mtp_readout
 
 
 def token_scores(hidden: Tensor, head: Head) -> Tensor:
-    """hidden @ weight.T.
-
-    Args:
-        hidden: final hidden states [T, H]. Under tensor parallelism its gradient is this rank's summand.
-        head: the linear head.
-
-    Returns:
-        [T, L], float64 for float64 hidden states, else float32; equal on all tp ranks.
-    """
+    """Returns hidden @ weight.T of a linear head, [T, L], float64 for float64 hidden states [T, H], else float32;
+    equal on all tp ranks. Under tensor parallelism the gradient of `hidden` is this rank's summand."""
     return _LinearHead.apply(hidden, head.weight, head)
 
 
 class _LinearHead(torch.autograd.Function):
-    """A product whose gradient of the weight goes where the head says."""
+    """Product whose weight gradient goes to `Head.gradient` if there is one, else to autograd."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: Head) -> Tensor:
@@ -49,13 +42,8 @@ class _LinearHead(torch.autograd.Function):
 
 
 def read(readout: Readout, detaches_mtp: bool = True) -> OutputFn:
-    """An output function that gives what a readout asks for, for every token: the columns of
-    `TokenOutputs.from_columns`.
-
-    Args:
-        readout: what is read.
-        detaches_mtp: whether the head gets no gradient of what the MTP layer says.
-    """
+    """Returns an output function that computes the columns of `TokenOutputs.from_columns`. With `detaches_mtp` the
+    MTP layer's log-probabilities send no gradient to the head."""
     return functools.partial(_columns, readout=readout, detaches_mtp=detaches_mtp)
 
 

@@ -1,8 +1,8 @@
-"""Noise as large as rounding at the input of every layer: how far do roundings carry through this model?
+"""Noise the size of rounding errors at the input of every decoder layer, to measure how far such errors propagate.
 
-Two right implementations of a model round in different places. Their log-probabilities differ the more, the more layers
-there are: of a 70B's shape with random weights, bfloat16 differs from float32 by 0.34 (root mean square), and from
-itself with this noise by 0.37; with a quarter of the layers by 0.16 and 0.14 (benchmarks/README.md).
+Correct implementations of a model round in different places; their log-probabilities differ more the more layers
+there are. In a 70B-shaped model with random weights, bfloat16 differs from float32 by 0.34 (root mean square), and
+from itself with this noise by 0.37; with a quarter of the layers by 0.16 and 0.14 (benchmarks/README.md).
 """
 
 import contextlib
@@ -19,12 +19,9 @@ from automodel_rl.model.part_forward import numbered_layers
 
 @contextlib.contextmanager
 def rounding_noise(handle: ModelHandle, dtype: torch.dtype) -> Iterator[None]:
-    """The input of every decoder layer is disturbed in this block, number by number, by as much as rounding to a dtype
-    can change it.
+    """Perturbs the input of every decoder layer inside the block, elementwise, by as much as rounding to `dtype` can.
 
-    Args:
-        handle: the model. All its ranks enter the block. Ranks with copies of a tensor disturb it alike.
-        dtype: of the rounding.
+    All ranks of the model enter the block. Noise is seeded by layer number, so replicas perturb a tensor identically.
     """
     unit = torch.finfo(dtype).eps / 4
     with contextlib.ExitStack() as hooks:

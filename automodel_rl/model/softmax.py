@@ -1,9 +1,8 @@
-"""What is computed from the head's products, element by element: logits, the softmax's sums, and gradients.
+"""Elementwise work on the head's products: logits, softmax sums, gradients. Compiled on CUDA, to read the products
+once.
 
-On CUDA these functions are compiled, so that each reads the products once. They are the same functions elsewhere.
-
-Shape letters: C tokens of a chunk, V vocabulary (this rank's part of it under tensor parallelism), K places of the
-vocabulary that are read for a token.
+Shape letters: C tokens of a chunk, V vocabulary (this rank's shard under tensor parallelism), K vocabulary indices
+that are read per token.
 """
 
 from dataclasses import dataclass
@@ -17,21 +16,16 @@ from automodel_rl.compat.compilation import compile_for_rows
 
 @dataclass(frozen=True)
 class Softmax:
-    """softmax(cap(products) / temperature).
-
-    Attributes:
-        softcap: turns products into softcap * tanh(products / softcap), if not None.
-        temperature: logits are divided by it.
-        compiled: whether its functions are compiled.
-    """
+    """softmax(cap(products) / temperature), with products capped as softcap * tanh(products / softcap) if `softcap`
+    is set."""
 
     softcap: float | None
     temperature: float
     compiled: bool = False
 
     def score(self, products_CV: Tensor, places_CK: Tensor, with_mean: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits at places of the vocabulary, [C, K], 0 if they are not in this part; log-sum-exp of all logits, [C];
-        and, if asked for, the mean logit under the softmax, [C]."""
+        """Returns logits at vocabulary indices, [C, K], 0 outside this shard; log-sum-exp of all logits, [C]; and
+        with `with_mean` the mean logit under the softmax, [C]."""
         if self.compiled:
             return _compiled_score(products_CV, places_CK, self.softcap, self.temperature, with_mean)
         pieces = [
@@ -44,8 +38,8 @@ class Softmax:
     def gradient(self, products_CV: Tensor, places_CK: Tensor, given: "Given", out_CV: Tensor) -> None:
         """Writes the gradient of the products to `out_CV`.
 
-        The derivative of log p(place) by the logits is one-hot(place) - p. That of the entropy is
-        -p * (log p + entropy).
+        The derivative of log p(index) by the logits is one-hot(index) - p. That of the entropy is -p * (log p +
+        entropy).
         """
         columns = [places_CK, given.logsumexp, given.d_logprob, given.entropy, given.d_entropy]
         if self.compiled:
@@ -58,12 +52,12 @@ class Softmax:
 
 @dataclass(frozen=True)
 class Given:
-    """What is known of the tokens of a chunk before the gradient is made.
+    """Per-token values of a chunk that the gradient needs.
 
     Attributes:
-        logsumexp: log-sum-exp of the logits over the whole vocabulary, [C].
-        d_logprob: gradient of the log-probabilities at the places, [C, K]; 0 where there is none.
-        entropy, d_entropy: entropies and their gradient, [C]; None if they have none.
+        logsumexp: over the whole vocabulary, [C].
+        d_logprob: gradient of the log-probabilities, [C, K]; 0 where there is none.
+        entropy, d_entropy: [C]; None if entropies have no gradient.
     """
 
     logsumexp: Tensor
@@ -95,7 +89,7 @@ def _gradient(
     logits_CV = _logits(products_CV, softcap, temperature)
     logprobs_CV = logits_CV - logsumexp_C[:, None]
     p_CV = logprobs_CV.exp()
-    if places_CK.shape[1] == 1:  # without a scatter, so that one kernel does all
+    if places_CK.shape[1] == 1:  # without a scatter, so that a single kernel suffices
         is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == places_CK
         d_logits_CV = (is_target_CV.to(p_CV.dtype) - p_CV) * d_logprob_CK
     else:
@@ -117,7 +111,7 @@ _compiled_score, _compiled_gradient = compile_for_rows(_score), compile_for_rows
 
 
 def _rows(products_CV: Tensor) -> list[slice]:
-    """Rows for which the tensors between input and result exist at once, where nothing fuses them."""
+    """Returns row slices that limit intermediate tensors where nothing fuses them."""
     num_rows, width = products_CV.shape
     most = block_sizes.elementwise_bytes if products_CV.is_cuda else block_sizes.elementwise_bytes // 16
     size = max(1, most // (width * products_CV.dtype.itemsize))
@@ -130,5 +124,4 @@ def _logits(products_CV: Tensor, softcap: float | None, temperature: float) -> T
 
 
 def cap(products_CV: Tensor, softcap: float | None) -> Tensor:
-    """The soft cap of the head's products."""
     return products_CV if softcap is None else softcap * torch.tanh(products_CV / softcap)

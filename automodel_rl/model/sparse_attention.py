@@ -1,12 +1,11 @@
-"""Sparse attention with an indexer (DeepSeek-V3.2, arXiv:2512.02556, section 2.1): of the keys that a query may see, it
-sees the most relevant, which a few light heads choose.
+"""Sparse attention with an indexer (DeepSeek-V3.2, arXiv:2512.02556, section 2.1): a few light heads select the most
+relevant keys for each query, and attention sees only those.
 
-The choice is not differentiable. Indexers are frozen, or trained by a loss of their own (model/indexer_loss.py), whose
-gradient goes no further than to them. A sequence that is no longer than the number of chosen keys has plain causal
-attention.
+The selection is not differentiable. Indexers are frozen, or trained by their own loss (model/indexer_loss.py), whose
+gradient reaches only them. Sequences no longer than the number of selected keys get plain causal attention.
 
-Shape letters: t tokens of a rank, q queries and k keys of one sequence, h heads of attention, I heads of the indexer, D
-their dims.
+Shape letters: t tokens of a rank, q queries and k keys of one sequence, h heads of attention, I heads of the indexer,
+D their dims.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,50 +23,45 @@ from automodel_rl.model.indexer_loss import IndexerLoss
 from automodel_rl.parallel.collectives import AllGatherCP
 
 QUERIES_AT_ONCE = 1024
-"""Queries of one call of masked attention, whose mask and scores of all keys are there at the same time."""
+"""Queries per call of masked attention; bounds the size of its masks and scores."""
 
 PRODUCTS_AT_ONCE = 2**28
-"""Most products of an indexer's queries and keys, in fp32, that are there at the same time."""
+"""Maximum number of an indexer's fp32 query-key products in memory at once."""
 
 PRODUCTS_OF_LOSS = 2**26
-"""The same for the loss of indexers, which needs several tensors of this size, of attention's products, too."""
+"""The same for the indexers' loss, which needs several tensors of this size, of attention's products, too."""
 
 
 class KeyIndex:
-    """What an indexer makes of tokens, from which it follows which keys each query sees.
+    """An indexer's queries, keys and head weights, which determine the keys that each query sees.
 
-    It is no dataclass, in which FSDP would find tensors that a layer hands on to the next.
+    Not a dataclass: FSDP would find its tensors when a layer passes it to the next.
 
     Attributes:
         queries: [t, I, D].
-        keys: one for all heads, [t, D].
-        weights: of the heads' scores, fp32 [t, I].
-        most: number of keys that a query sees at most.
-        loss: what trains the indexer; None if it is not trained.
+        keys: shared by all heads, [t, D].
+        weights: factors of the heads' scores, fp32 [t, I].
+        most: maximum number of keys per query.
+        loss: the indexer's loss; None if it is not trained.
     """
 
     def __init__(self, queries: Tensor, keys: Tensor, weights: Tensor, most: int, loss: IndexerLoss | None = None):
         self.queries, self.keys, self.weights, self.most, self.loss = queries, keys, weights, most, loss
 
     def gathered(self, group: dist.ProcessGroup) -> "KeyIndex":
-        """The same with the keys of all ranks of a context parallel group."""
+        """Returns the index with the keys of all context parallel ranks."""
         keys = AllGatherCP.apply(self.keys, group, "sum")
         return KeyIndex(self.queries, keys, self.weights, self.most, self.loss)
 
     def of(self, queries: Tensor, keys: Tensor) -> "KeyIndex":
-        """The part for some queries and some keys, by their places, int64."""
+        """Returns the index of some queries and keys, selected by int64 indices."""
         own, weights = self.queries.index_select(0, queries), self.weights.index_select(0, queries)
         return KeyIndex(own, self.keys.index_select(0, keys), weights, self.most, self.loss)
 
     @torch.no_grad()
     @nothing_kept()
     def seen(self, queries: slice, keys: slice, causal: Tensor) -> Tensor:
-        """The keys of a sequence that its queries see: True for those, bool [q, k].
-
-        Args:
-            queries, keys: slices of those that this index has.
-            causal: True for keys that are not after a query, bool [q, k].
-        """
+        """Returns True for the keys that queries of a sequence see, bool [q, k]."""
         if causal.shape[1] <= self.most:
             return causal
         rows = max(1, PRODUCTS_AT_ONCE // (self.queries.shape[1] * causal.shape[1]))
@@ -79,11 +73,11 @@ class KeyIndex:
     @torch.no_grad()
     @nothing_kept()
     def gradients(self, attention: Iterable["SequenceAttention"], is_real: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's summands of the gradients of the indexer's loss by queries, keys and weights, of their dtypes.
+        """Returns this rank's summands of the indexer loss's gradients by `queries`, `keys` and `weights`, in their
+        dtypes.
 
         Args:
-            attention: that of every sequence.
-            is_real: False for queries that are pads, bool [t].
+            is_real: False for pads, bool [t].
         """
         assert self.loss is not None
         of_queries, of_weights = torch.zeros_like(self.queries), torch.zeros_like(self.weights)
@@ -106,10 +100,8 @@ class SequenceAttention(NamedTuple):
     """The attention of one sequence of a call.
 
     Attributes:
-        queries, keys: places of its queries and keys in the call.
+        queries, keys: their slices in the call.
         query, key: [q, h, D] and [k, h, D].
-        scale: the factor of their products.
-        causal: True for keys that are not after a query, bool [q, k].
     """
 
     queries: slice
@@ -121,13 +113,8 @@ class SequenceAttention(NamedTuple):
 
 
 def _blocks(attention: Iterable[SequenceAttention], num_heads: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Places of queries, so many that their products for all heads are not too many, and of their keys, with the causal
-    mask [q, k] and scaled products of attention, [h, q, k].
-
-    Args:
-        attention: that of every sequence.
-        num_heads: number of heads of the indexer.
-    """
+    """Yields blocks of queries small enough for `PRODUCTS_OF_LOSS`: slices of queries and keys, causal mask [q, k],
+    scaled attention products [h, q, k]."""
     for one in attention:
         rows = max(1, PRODUCTS_OF_LOSS // (max(num_heads, one.key.shape[1]) * len(one.key)))
         key = one.key.permute(1, 2, 0)
@@ -138,47 +125,31 @@ def _blocks(attention: Iterable[SequenceAttention], num_heads: int) -> Iterator[
 
 
 def _rectified(queries: Tensor, keys: Tensor) -> Tensor:
-    """Products of an indexer's queries [q, I, D] and keys [k, D] where they are positive, else 0, fp32 [q, I, k]."""
+    """Returns ReLU of the products of an indexer's queries [q, I, D] and keys [k, D], fp32 [q, I, k]."""
     return accurate_matmul(queries.flatten(0, 1), keys.T).view(*queries.shape[:2], -1).float().relu_()
 
 
 def _scores(rectified: Tensor, weights: Tensor) -> Tensor:
-    """An indexer's scores of keys, fp32 [q, k], by the weights of its heads [q, I]."""
+    """Returns an indexer's scores, fp32 [q, k], weighted by heads [q, I]."""
     return (weights[:, None] @ rectified).squeeze(1)
 
 
 def _chosen(scores: Tensor, causal: Tensor, most: int) -> Tensor:
-    """True for the keys with the largest scores, bool [q, k].
-
-    Args:
-        scores: [q, k].
-        causal: [q, k].
-        most: number of keys that a query sees at most.
-    """
+    """Returns True for each query's `most` highest-scored causal keys, bool [q, k]."""
     chosen = scores.masked_fill(~causal, -torch.inf).topk(most, dim=-1).indices
     return torch.zeros_like(causal).scatter_(1, chosen, True) & causal
 
 
 def install_indexers(layers: Iterable[nn.Module], family: Family, loss: IndexerLoss | None) -> None:
-    """Makes the indexers of layers give a `KeyIndex`, which attention hands on to its backend.
-
-    Args:
-        layers: the layers.
-        family: their model's family.
-        loss: what trains them; None if they are frozen.
-    """
+    """Makes layers' indexers return a `KeyIndex`, which attention passes to its backend. `loss` is None for frozen
+    indexers."""
     for indexer in _indexers(layers, family):
         indexer.loss = loss
         indexer.forward = MethodType(_FORWARDS[family.index_rotary], indexer)
 
 
 def freeze_indexers(layers: Iterable[nn.Module], family: Family) -> None:
-    """Freezes the indexers of layers, to which no gradient of the model's loss flows.
-
-    Args:
-        layers: the layers.
-        family: their model's family.
-    """
+    """Freezes the indexers of layers. The model's loss sends them no gradient."""
     for indexer in _indexers(layers, family):
         indexer.requires_grad_(False)
 
@@ -190,14 +161,13 @@ def _indexers(layers: Iterable[nn.Module], family: Family) -> list[Any]:
 
 
 def _index(indexer: Any, hidden: Tensor, latent: Tensor, turns: tuple[Tensor, Tensor], in_pairs: bool) -> KeyIndex:
-    """The index of tokens.
+    """Builds the index of tokens.
 
     Args:
-        indexer: transformers' module.
         hidden: hidden states, [1, t, H].
-        latent: latent queries of the attention, [1, t, rank].
+        latent: latent queries of attention, [1, t, rank].
         turns: cosines and sines of rotary embeddings, [1, t, R].
-        in_pairs: whether neighbouring dims turn together, and not those of two halves.
+        in_pairs: rotates neighbouring dims together rather than those of the two halves.
     """
     loss = indexer.loss if indexer.training and torch.is_grad_enabled() else None
     with torch.set_grad_enabled(loss is not None):
@@ -207,7 +177,6 @@ def _index(indexer: Any, hidden: Tensor, latent: Tensor, turns: tuple[Tensor, Te
 def _made(
     indexer: Any, hidden: Tensor, latent: Tensor, turns: tuple[Tensor, Tensor], in_pairs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries, keys and weights of a `KeyIndex`. The arguments are those of `_index`."""
     cos, sin = (turn[0, :, None, : turn.shape[-1] // 2] for turn in turns)
     queries = indexer.wq_b(latent)[0].unflatten(-1, (indexer.n_heads, indexer.head_dim))
     keys = indexer.k_norm(indexer.wk(hidden))[0, :, None]
@@ -217,7 +186,7 @@ def _made(
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, rotary_dims: int, in_pairs: bool) -> Tensor:
-    """Queries or keys [t, heads, D] whose first dims are turned."""
+    """Applies rotary embeddings to the first dims of queries or keys [t, heads, D]."""
     turned, rest = x[..., :rotary_dims], x[..., rotary_dims:]
     one, other = (turned[..., ::2], turned[..., 1::2]) if in_pairs else turned.chunk(2, dim=-1)
     return torch.cat([one * cos - other * sin, other * cos + one * sin, rest], dim=-1)

@@ -15,10 +15,10 @@ from automodel_rl.parallel.pipeline.split import layers_per_stage, modules_of_st
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage on this rank; without a pipeline there is one, with the whole model.
+    """A pipeline stage on this rank; without a pipeline, the whole model.
 
     Attributes:
-        index: the stage's number, from 0 and over all ranks.
+        index: the stage's number over all ranks, from 0.
         part: its layers, with embedding and head if it has them.
     """
 
@@ -27,8 +27,8 @@ class Stage:
 
 
 def split_model(model: Any, layout: Layout, implementation: Implementation) -> list[Stage]:
-    """This rank's stages of a language model, first stage first; none for an outsider. AutoPipeline splits the
-    classes of nemo_automodel."""
+    """Returns this rank's stages in ascending order; none for an outsider. AutoPipeline splits nemo_automodel's
+    classes."""
     if layout.is_outsider:
         return []
     parallel = layout.parallel
@@ -39,7 +39,7 @@ def split_model(model: Any, layout: Layout, implementation: Implementation) -> l
     names[-1].append(f"model.layers.{model.config.num_hidden_layers}")  # the MTP layer, if there is one
     if implementation == "transformers":
         return [Stage(index, keep_modules(model, names[index])) for index in stages_of_ranks(parallel)[layout.pp_rank]]
-    # nemo_automodel knows only one schedule with V placement; stages lie at the same places in all of them.
+    # nemo_automodel knows only one schedule with V placement; all of them place stages alike.
     schedule = "ZBVZeroBubble" if SCHEDULES[parallel.schedule].is_v else parallel.schedule
     num_microbatches = fill_up_to(len(layers), parallel)
     stages = split_by_auto_pipeline(model, layout.mesh, layout.device, schedule, names, num_microbatches)
@@ -47,13 +47,8 @@ def split_model(model: Any, layout: Layout, implementation: Implementation) -> l
 
 
 def keep_modules(model: nn.Module, names: list[str]) -> nn.Module:
-    """A copy of a model that has some of its modules. The others are None, or missing in lists of layers, which become
-    dicts by their numbers.
-
-    Args:
-        model: the model, without storage.
-        names: full names of the modules that are kept with all that they have.
-    """
+    """Returns a copy with only the named modules, complete. Others become None; lists of layers become dicts by layer
+    number."""
     found = copy.deepcopy(model)
     _drop_others(found, "", {*names})
     return found

@@ -1,8 +1,7 @@
-"""MLPs in tiles: a few tokens at a time, in the forward and in the backward (ALST, arXiv:2506.13996).
+"""Tiled MLPs: forward and backward process a few tokens at a time (ALST, arXiv:2506.13996).
 
-Between its linear layers an MLP has several times as many values as at its ends, for every token of a row. In tiles it
-has them for a tile's tokens alone, and computes them again in the backward. So a layer that is recomputed as a whole
-need not compute its MLP for that, if nothing after the MLP is kept.
+An MLP's intermediate values are several times as wide as its ends. With tiles they exist for one tile's tokens only,
+and are recomputed in the backward. A recomputed layer then need not run its MLP, unless something after it is kept.
 """
 
 import functools
@@ -19,13 +18,8 @@ MLP_NAMES = ("mlp", "feed_forward")
 
 
 def tile_mlps(layers: Iterable[nn.Module], num_tokens: int, compiled: bool = False) -> None:
-    """Makes the MLPs of dense layers compute in tiles.
-
-    Args:
-        layers: the layers.
-        num_tokens: tokens of a tile of hidden states [1, t, H].
-        compiled: whether layers are compiled; then a tile has a graph of its own, between those of its layer.
-    """
+    """Makes the MLPs of dense layers compute `num_tokens` tokens at a time. If layers are compiled, a tile has a
+    graph of its own, between those of its layer."""
     for layer in layers:
         for mlp in mlps_of(layer):
             forward = compile_for_any_size(mlp.forward) if compiled else mlp.forward
@@ -34,7 +28,6 @@ def tile_mlps(layers: Iterable[nn.Module], num_tokens: int, compiled: bool = Fal
 
 
 def mlps_of(layer: nn.Module) -> Iterator[nn.Module]:
-    """The MLPs of a layer of a dense model."""
     return (module for name, module in layer.named_modules() if name.rpartition(".")[2] in MLP_NAMES)
 
 
@@ -43,7 +36,7 @@ def _in_tiles(mlp: nn.Module, forward: Callable[[Tensor], Tensor], num_tokens: i
         return forward(hidden)
     if not torch.is_grad_enabled():
         return _forward(forward, hidden, num_tokens)
-    # The first layer's has no gradient if all before it is frozen.
+    # The first layer's input requires no gradient if everything before it is frozen.
     kept = _Kept.apply(hidden if hidden.requires_grad else hidden.detach().requires_grad_())
     return _Tiles.apply(kept.grad_fn, forward, num_tokens, mlp, kept, *_trained(mlp))
 
@@ -53,7 +46,6 @@ def _trained(mlp: nn.Module) -> list[nn.Parameter]:
 
 
 def _forward(forward: Callable[[Tensor], Tensor], hidden: Tensor, num_tokens: int) -> Tensor:
-    """The MLP's result, in one piece of memory."""
     result: Tensor | None = None
     for span in _spans(hidden, num_tokens):
         part = forward(hidden[:, span])
@@ -69,10 +61,9 @@ def _spans(hidden: Tensor, num_tokens: int) -> list[slice]:
 
 
 class _Kept(torch.autograd.Function):
-    """The input of an MLP in tiles, which is all that is kept of it.
+    """Saves the input of a tiled MLP, the only tensor kept of it.
 
-    It is kept before the MLP computes, and not by `_Tiles`: torch's recomputation ends as soon as the last tensor is
-    there that was kept.
+    It is saved before the MLP runs, not by `_Tiles`: torch's recomputation stops once the last saved tensor exists.
     """
 
     @staticmethod
@@ -86,10 +77,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """An MLP in tiles.
-
-    Gradients of weights are added up over tiles in fp32 or wider, as they would be within one matrix product.
-    """
+    """A tiled MLP. Weight gradients are summed over tiles in fp32 or wider, as within one matrix product."""
 
     @staticmethod
     def forward(
@@ -122,6 +110,6 @@ class _Tiles(torch.autograd.Function):
 
 
 def add_up(sums: list[Tensor], of_tile: list[Tensor]) -> None:
-    """Adds a tile's gradients of weights to those of the tiles before, in place."""
+    """Adds a tile's weight gradients to the sums in place."""
     for total, gradient in zip(sums, of_tile, strict=True):
         total += gradient

@@ -1,4 +1,4 @@
-"""Attention of encoders in one call for images or chunks of different sizes, without masks."""
+"""Encoder attention in one call over images or audio chunks of different sizes, without masks."""
 
 from typing import Any
 
@@ -10,20 +10,15 @@ from transformers import AttentionInterface, PretrainedConfig
 from automodel_rl.compat.modules import set_attention
 
 VARLEN = "automodel_rl_flash_varlen"
-"""Name under which transformers knows `varlen_attention`. As it contains "flash", encoders pass images of different
-sizes in one call, not one by one."""
+"""Name of `varlen_attention` in transformers' registry. Because it contains "flash", encoders pass images of
+different sizes in one call."""
 
 
 def choose_varlen(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Makes an encoder whose layers get bounds of segments compute attention in one call, in bfloat16 on CUDA.
-
-    Args:
-        config: the config that the encoder's layers share.
-        device, dtype: where and in which type it computes.
-    """
+    """Selects `varlen_attention` for encoder layers that receive segment bounds, in bfloat16 on CUDA only."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         AttentionInterface.register(VARLEN, varlen_attention)
-        # Set only now: while the model is built, transformers takes the name for that of a kernel on the hub.
+        # Not set earlier: while the model is being built, transformers would look for a hub kernel of this name.
         set_attention(config, VARLEN)
 
 
@@ -39,19 +34,18 @@ def varlen_attention(
     max_length_q: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """torch's varlen_attn with full attention in each segment, in transformers' signature. CUDA and 16-bit types.
+    """torch's varlen_attn with full attention within segments, in transformers' signature. CUDA and 16-bit types.
 
     Args:
         query, key, value: [1, heads, n, D].
-        cu_seq_lens_q: the starts of the segments, and n at the end, int32.
-        max_length_q: length of the longest segment.
+        cu_seq_lens_q: start of each segment, followed by n; int32.
 
     Returns:
-        [1, n, heads, D], and no attention weights.
+        [1, n, heads, D], and None for the attention weights.
     """
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     output = varlen_attn(
         q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, -1)
     )
-    assert isinstance(output, Tensor)  # a tuple only when auxiliary outputs are asked for
+    assert isinstance(output, Tensor)  # a tuple only if auxiliary outputs are requested
     return output[None], None

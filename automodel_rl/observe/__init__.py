@@ -1,1 +1,1 @@
-"""Everything that shows how a run goes: metrics, trackers, console, and the run directory."""
+"""Monitoring of runs: metrics, trackers, console output, and the run directory."""

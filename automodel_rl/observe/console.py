@@ -1,4 +1,4 @@
-"""The progress of a run: a live line on a terminal, one plain line for each step elsewhere."""
+"""Progress of a run: a live line on a terminal, one plain line per step elsewhere."""
 
 import contextlib
 import datetime
@@ -27,20 +27,15 @@ COLUMNS = {
     "val/accuracy": "val accuracy {:.1%}",
     "val/reward_mean": "val reward {:.3f}",
 }
-"""The metrics that the line shows, if the step has them, and how."""
+"""Metrics on the progress line, if the step has them, with their formats."""
 
 
 SECONDS_BETWEEN_LINES = 5.0
-"""Seconds between two lines about work without steps."""
+"""Seconds between progress lines about work without steps."""
 
 
 class Progress:
-    """Shows the newest step. Use it as a context manager.
-
-    Args:
-        total_steps: length of the run.
-        first_step: number of steps that were done before.
-    """
+    """Context manager that shows the newest step. `first_step` is the number of steps done before this run."""
 
     def __init__(self, total_steps: int, first_step: int):
         self.total_steps, self.first_step = total_steps, first_step
@@ -58,11 +53,9 @@ class Progress:
             self.live.stop()
 
     def say(self, text: str) -> None:
-        """Prints a line that stays."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, record: dict[str, Any]) -> None:
-        """Shows the metrics of the newest step."""
         line = f"step {record['step']}/{self.total_steps}  {_numbers(record)}  eta {self._eta(record['step'])}"
         if self.live is None:
             print(line, file=self.console.file, flush=True)
@@ -78,12 +71,12 @@ class Progress:
 
 
 class SlowWork:
-    """Says how far some work is that has no steps, in a line every few seconds, and so nothing of work that is quick.
+    """Progress lines for work without steps, every few seconds; none for quick work.
 
     Args:
         say: prints a line.
-        what: what is done, as the line begins.
-        total: how much there is to do, with its unit, as the line ends.
+        what: start of the line: the work.
+        total: end of the line: the amount of work, with its unit.
     """
 
     def __init__(self, say: Callable[[str], None], what: str, total: str):
@@ -91,7 +84,7 @@ class SlowWork:
         self._said = time.monotonic()
 
     def note(self, done: int) -> None:
-        """Notes how much is done, and prints the line if it is time."""
+        """Records the amount done, and prints a line if one is due."""
         now = time.monotonic()
         if now - self._said >= SECONDS_BETWEEN_LINES:
             self._said = now
@@ -99,7 +92,7 @@ class SlowWork:
 
 
 class _Outlived:
-    """Standard output whose errors are ignored: if somebody closes the terminal, the run goes on without it."""
+    """Standard output with errors ignored, so that the run continues when its terminal is closed."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The most memory that a process has used."""
+"""Peak memory of a process."""
 
 import resource
 
@@ -6,7 +6,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has reserved at most: on its CUDA device, or on the host if it computes there."""
+    """Returns the peak bytes reserved on the CUDA device, or the peak resident memory of the process for the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""The run directory: which run it holds, where its files are, and which versions it ran with."""
+"""The run directory: which run it holds, its files, and the versions it ran with."""
 
 import contextlib
 import json
@@ -26,8 +26,7 @@ PACKAGES = ("automodel-rl", "torch", "transformers", "nemo-automodel", "datasets
 
 
 def versions() -> dict[str, Any]:
-    """Versions, machine, and the time by the wall clock, as JSON."""
-    import torch  # takes seconds, and the command line checks run directories before it needs it
+    import torch  # slow, and the command line checks run directories before it needs torch
 
     devices = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
     return {
@@ -49,16 +48,16 @@ def _version(package: str) -> str | None:
 
 
 AGENT_VARIABLE, AGENT_FILE = "TORCHELASTIC_RUN_ID", ".started_by"
-"""Environment variable with torchrun's name for a job, and the file in which a run keeps that name."""
+"""Environment variable with torchrun's job id, and the file in which a run stores it."""
 
 FIRST_FILES = {"checkpoints", ".in_use", ".config.yaml.unfinished"}
-"""Files that a run makes before its config.yaml is complete."""
+"""Files that a run creates before its config.yaml is complete."""
 
 NO_NAME = "none"
-"""torchrun's name for a job without one."""
+"""torchrun's default job id."""
 
 ENDING = 20.0
-"""Longest time in seconds that ranks which torchrun has ended may take to be gone."""
+"""Longest time in seconds until ranks that torchrun has killed are gone."""
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
 
@@ -69,19 +68,17 @@ MAY_DIFFER = (
     *("optimizer.groups", "optimizer.max_grad_norm", "optimizer.max_skipped_steps", "model.attention"),
     *("rollout.generator", "rollout.retries", "rollout.warn_logprob_error", "rollout.validation_", "weight_sync."),
 )
-"""Beginnings of the config keys that a resumed run may change: its length, its folder, what it shows and keeps, how it
-computes, the learning rate and its schedule, validation, and what writes completions."""
+"""Prefixes of the config keys that a resumed run may change: length, folder, monitoring and checkpoints, layout and
+memory, learning-rate schedule, validation, and generators."""
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
     match = STEP_FOLDER.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
 
 
 def _value(values: Any, key: str) -> Any:
-    """The value of a dotted key, cut if it is long."""
     for name in key.split("."):
         values = values.get(name) if isinstance(values, dict) else None
     text = str(values)
@@ -92,18 +89,17 @@ class RunDirectory(RunFiles):
     """The files of one run.
 
     Args:
-        config: the run's config.
         output: the run's folder.
-        resume: "auto" to go on with the run in the folder, "never", or the folder of a checkpoint to go on from.
+        resume: "auto" to continue the run in the folder, "never", or the folder of a checkpoint to continue from.
 
     Attributes:
-        resume: as given, but "auto" if torchrun has started this run again.
-        changes: what this run changes of the run that it goes on with, each as a text.
-        begins_anew: the folder holds a run that finished no step, whatever its config; this run takes its place.
+        resume: as given, but "auto" if torchrun has restarted this run.
+        changes: config changes from the run that it resumes, as texts.
+        begins_anew: whether the folder holds a run without a finished step, of any config, which this run replaces.
 
     Raises:
-        InputError: the folder cannot be used, or a run is at work there; or it holds another run, or this run while
-            `resume` is "never", or a run that is already past the given checkpoint or past the end of this run.
+        InputError: the folder cannot be used or is in use; or it holds another run, or this run while `resume` is
+            "never", or a run that is already past the given checkpoint or past the end of this run.
     """
 
     def __init__(self, config: RunConfig, output: str, resume: str):
@@ -139,27 +135,25 @@ class RunDirectory(RunFiles):
 
     @property
     def _job(self) -> str:
-        """The name of this process's job, which stays when it is started again; empty if it has none."""
+        """Name of this process's job, which persists over restarts; empty if it has none."""
         agent = os.environ.get(AGENT_VARIABLE, "")
         return os.environ.get(JOB_VARIABLE, "" if agent == NO_NAME else agent)
 
     def take(self) -> None:
-        """Makes sure that no other run works in the folder until `let_go`, or the end of the process.
+        """Locks the folder against other runs until `let_go` or the end of the process.
 
         Raises:
-            InputError: another run is at work there.
+            InputError: another run is using it.
         """
         if self._lock is None and self.folder.is_dir():
-            with contextlib.suppress(OSError):  # the file system may be full
+            with contextlib.suppress(OSError):  # the disk may be full
                 self._lock = RunLock(self.lock_file, self._job)
 
     def check_own(self) -> None:
-        """Raises JobEndedError if another run has taken the folder nevertheless."""
         if self._lock is not None:
             self._lock.check_own()
 
     def let_go(self) -> None:
-        """Lets other runs work in the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -192,11 +186,8 @@ class RunDirectory(RunFiles):
             )
 
     def check_length(self, total_steps: int) -> None:
-        """Raises InputError if this run cannot go on: its place is past its end, or it finished without a checkpoint.
-
-        Args:
-            total_steps: the run's number of steps.
-        """
+        """Raises InputError if this run cannot resume: it would start past `total_steps`, or it finished without a
+        checkpoint."""
         if self.resume == "never":
             return
         goes_on = self.resume == "auto"
@@ -216,11 +207,7 @@ class RunDirectory(RunFiles):
             )
 
     def is_finished(self, total_steps: int) -> bool:
-        """Whether the run that is to go on is already finished: all steps done, model and report written.
-
-        Args:
-            total_steps: the run's number of steps.
-        """
+        """Whether the run to resume is already finished: all `total_steps` done, model and report written."""
         return self.resume == "auto" and self.finished_after == self._step_reached == total_steps
 
     @property
@@ -228,19 +215,15 @@ class RunDirectory(RunFiles):
         return max([self.finished_after or 0, *map(step_of, self.list_checkpoints())])
 
     def note_finished(self, total_steps: int) -> None:
-        """Notes in the folder that the run's model and report are written.
-
-        Args:
-            total_steps: the run's number of steps.
-        """
-        with contextlib.suppress(OSError):  # if this cannot be written, resuming writes model and report again
+        """Records in the folder that the run's model and report have been written."""
+        with contextlib.suppress(OSError):  # without this file, resuming writes model and report again
             write_complete(self.finished_file, str(total_steps))
 
     def _is_without_results(self) -> bool:
-        """Whether a run was begun here but finished no step: it has no metrics of a step, no model, and no checkpoint,
-        not even a damaged or incomplete one. Everything else may be replaced: what it says of its end (`flight/`,
-        `not_finite/`), rollouts of an unfinished step, and metrics of the untrained model."""
-        # A run makes checkpoints/ before anything else, so a config.yaml alone was put there by somebody.
+        """Whether a run started here but finished no step: it has no metrics of a step, no model, and no checkpoint,
+        not even a damaged or incomplete one. All other files may be replaced: `flight/`, `not_finite/`, rollouts of
+        an unfinished step, and metrics of the untrained model."""
+        # A run creates checkpoints/ first, so a config.yaml alone was put there by a user.
         if not self.checkpoints.is_dir() or any(self.checkpoints.iterdir()) or self.final.exists():
             return False
         if not self.config_file.is_file():
@@ -249,17 +232,14 @@ class RunDirectory(RunFiles):
 
     @property
     def planned_steps(self) -> int | None:
-        """The number of steps that the run had when it last started; None if it has not."""
+        """Total number of steps at the run's last start; None if it has never started."""
         return read_number(self.total_steps_file)
 
     def create(self, total_steps: int) -> None:
-        """Makes the folder, takes it, and writes the config and what the run runs with.
-
-        Args:
-            total_steps: the run's number of steps.
+        """Creates and locks the folder, and writes the config, the total steps and the versions.
 
         Raises:
-            InputError: the folder cannot be written, or another run is at work there.
+            InputError: the folder cannot be written, or another run is using it.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -275,33 +255,31 @@ class RunDirectory(RunFiles):
 
     @property
     def is_started_again(self) -> bool:
-        """Whether torchrun starts this run again: it has started the run in this folder before."""
+        """Whether torchrun is restarting the run in this folder."""
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
             return True
         agent, file = os.environ.get(AGENT_VARIABLE, ""), self.folder / AGENT_FILE
         return agent not in ("", NO_NAME) and file.is_file() and file.read_text() == agent
 
     def list_checkpoints(self) -> list[Path]:
-        """The folders `step_N`, oldest first."""
         return sorted(
             (path for path in self.checkpoints.glob("step_*") if STEP_FOLDER.fullmatch(path.name)), key=step_of
         )
 
     def remove_checkpoints(self, folders: Sequence[Path]) -> None:
-        """Removes the given checkpoints."""
         for path in folders:
             path.rename(
                 path.with_name(f".{path.name}.removed")
-            )  # renamed first: a folder that is half removed must not look whole
+            )  # renamed first: a half-deleted folder must not look complete
         self.remove_leftovers()
 
     def remove_leftovers(self) -> None:
-        """Removes unfinished folders that killed runs left. Must not be called while a checkpoint is being written."""
+        """Removes unfinished folders left by killed runs. Must not be called while a checkpoint is being written."""
         for path in self._hidden(""):
             shutil.rmtree(path, ignore_errors=True)
 
     def recover_checkpoints(self) -> None:
-        """Renames complete checkpoints that a killed run had no time to rename."""
+        """Renames complete checkpoints that a killed run had not yet renamed."""
         for ending in ("unfinished", "old"):
             for path in self._hidden(f".{ending}"):
                 named = path.with_name(path.name.removeprefix(".").removesuffix(f".{ending}"))
@@ -310,19 +288,19 @@ class RunDirectory(RunFiles):
                         path.rename(named)
 
     def _hidden(self, ending: str) -> Iterator[Path]:
-        """Folders of checkpoints without their final names, those of further models included."""
+        """Yields checkpoint folders without their final names, including those of further models."""
         for where in ("", "*/"):
             yield from self.checkpoints.glob(f"{where}.step_*{ending}")
 
     def set_aside(self, newer_than: Path) -> None:
-        """Renames the damaged checkpoints that are newer than the one the run goes on from."""
+        """Renames damaged checkpoints newer than the one the run resumes from."""
         for path in self.list_checkpoints():
-            if step_of(path) > step_of(newer_than):  # else they would count as newer than the checkpoints to come
+            if step_of(path) > step_of(newer_than):  # otherwise they would count as newer than future checkpoints
                 with contextlib.suppress(OSError):
                     path.rename(path.with_name(f"{path.name}.damaged"))
 
     def take_nccl_traces(self) -> None:
-        """Lets NCCL's flight recorder write here when a collective times out. Must be called before NCCL is used."""
+        """Makes NCCL's flight recorder write here when a collective times out. Call it before NCCL is used."""
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self.flights / "nccl_trace_rank_"))

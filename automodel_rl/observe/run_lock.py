@@ -1,14 +1,15 @@
-"""The lock of a run directory: at most one run works in it, on whatever machine.
+"""Lock of a run directory: at most one run uses it, on any machine.
 
-The file says which process holds the lock. While the run lives, the process has a lock of the operating system on the
-file, which ends with it, and renews the file's modification time. Either may fail to tell: a lock may be unknown on
-other machines, or to the file system, and a process that another machine's file names cannot be asked. So:
+The lock file names the process that holds the lock. While the run lives, the process holds an operating-system lock
+on the file, released at its end, and renews the file's modification time. Either may be inconclusive: the OS lock
+may be invisible to other machines or unsupported by the file system, and a process on another machine cannot be
+looked up. So:
 
-- a lock that is held means a run that lives, also one that is stopped
-- a process of this machine is looked up, by its number and its start
-- a process that has been killed may hold its lock for a while: its threads end one after the other, and one that writes
-  to a busy disk goes last
-- of another machine's process the modification time decides, by the clock of the folder's own file system
+- a held OS lock means a live run, even a suspended one
+- a process on this machine is looked up by pid and start time
+- a killed process may hold its lock for a while: its threads end one by one, and one that writes to a busy disk ends
+  last
+- for a process on another machine the modification time decides, by the clock of the folder's file system
 """
 
 import atexit
@@ -27,25 +28,25 @@ from pathlib import Path
 from automodel_rl.errors import InputError, JobEndedError
 
 RENEWED_EVERY = 20.0
-"""Seconds between two renewals of the modification time."""
+"""Seconds between renewals of the modification time."""
 
 DEAD_AFTER = 300.0
-"""Seconds without a renewal after which a run on another machine counts as dead."""
+"""Seconds without renewal after which a run on another machine counts as dead."""
 
 ASKING = 2.0
-"""Longest time in seconds for which somebody may hold the lock only to ask whether it is free."""
+"""Longest time in seconds for which another process may hold the lock only to test whether it is free."""
 
 ENDING = 60.0
-"""Longest time in seconds for which a process that has been killed is waited for."""
+"""Longest wait in seconds for a killed process to end."""
 
 PF_EXITING = 0x4
-"""Flag of a thread that ends (`include/linux/sched.h`)."""
+"""Flag of an exiting thread (`include/linux/sched.h`)."""
 
 JOB_VARIABLE = "AUTOMODEL_RL_JOB"
-"""Environment variable with a name of the job that is the same when its driver starts it again."""
+"""Environment variable with a job name that stays the same when the job's driver restarts it."""
 
 _held: dict[tuple[int, int], "RunLock"] = {}
-"""The locks of this process by device and inode. Closing a file anew that is locked would let go of the lock."""
+"""This process's locks by device and inode. Opening a locked file again and closing it would release the lock."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,10 @@ class Holder:
     """The process that holds a lock.
 
     Attributes:
-        host: its machine.
-        machine: a name of the machine's start and of the process's namespace; processes with the same can be looked up.
-        pid: its number.
-        started: when it started, in the machine's own count.
-        since: when it took the lock, as a text.
+        host: host name.
+        machine: boot id and pid namespace; processes with the same value can be looked up.
+        started: start time in clock ticks since boot; empty if unknown.
+        since: time at which it took the lock, as text.
         job: the job's name; empty if it has none.
     """
 
@@ -70,17 +70,15 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is, or was, a process that can be looked up here."""
         return self.machine == _machine()
 
     @property
     def is_alive_here(self) -> bool:
-        """Whether the process is there, if it can be looked up here."""
         return self.is_here and self.started != "" and _start_of(self.pid) == self.started
 
     @property
     def is_ending_here(self) -> bool:
-        """Whether the process has been killed but has not let go of all it had, if it can be looked up here."""
+        """Whether the process can be looked up and has been killed, but still holds resources."""
         return self.is_here and _is_ending(self.pid)
 
     @property
@@ -93,12 +91,12 @@ class Holder:
 
 @dataclass(frozen=True)
 class Sign:
-    """A sign of life of a run that is not this process's.
+    """Evidence of a live run of another process.
 
     Attributes:
-        holder: what the file says; None if it does not say it.
+        holder: content of the lock file; None if unreadable.
         seconds: seconds since the last renewal.
-        is_certain: whether it is known to live; else only its last renewal says so.
+        is_certain: False if only the last renewal suggests that the run lives.
     """
 
     holder: Holder | None
@@ -110,12 +108,11 @@ class Sign:
 
 
 def sign_of_life(file: Path, *, exact: bool = False) -> Sign | None:
-    """A sign that a run of another process works in a folder; None if there is none.
+    """Returns evidence that another process runs in the lock file's folder; None if there is none.
 
     Args:
-        file: the lock's file.
-        exact: whether to ask the folder's own file system for the time, by a file that is made and removed there; else
-            this machine's clock is taken.
+        exact: take the time from the folder's file system, by creating and removing a file there, instead of from
+            this machine's clock.
     """
     try:
         found = file.stat()
@@ -138,12 +135,11 @@ def sign_of_life(file: Path, *, exact: bool = False) -> Sign | None:
 
 
 def check_free(file: Path, job: str) -> None:
-    """Raises InputError if another run lives in a folder. A run that has been killed is waited for.
+    """Raises InputError if another run is alive in the folder. Waits for a killed run to end.
 
     Args:
-        file: the lock's file.
-        job: the name of this process's job. An attempt at the same job on a machine that is gone does not count, for
-            its driver has given it up.
+        job: name of this process's job. An earlier attempt at the same job on a lost machine is ignored, as the
+            job's driver has given it up.
     """
     sign, deadline = sign_of_life(file, exact=True), time.monotonic() + ENDING
     while sign is not None and sign.holder is not None and sign.holder.is_ending_here and time.monotonic() < deadline:
@@ -162,14 +158,14 @@ def check_free(file: Path, job: str) -> None:
 
 
 class RunLock:
-    """Holds the lock of a run directory from its making until `release`, or the end of the process.
+    """Lock of a run directory, held from construction until `release` or the end of the process.
 
     Args:
-        file: the lock's file; its folder is there.
-        job: the name of this process's job; empty if it has none.
+        file: the lock file; its folder exists.
+        job: name of this process's job; empty if it has none.
 
     Raises:
-        InputError: another run lives in the folder.
+        InputError: another run is alive in the folder.
     """
 
     def __init__(self, file: Path, job: str):
@@ -197,17 +193,17 @@ class RunLock:
             try:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() < deadline:  # somebody may only ask
+                if time.monotonic() < deadline:  # another process may only be testing the lock
                     time.sleep(0.05)
                     continue
                 raise InputError(
                     f"output={self.file.parent}: another run has begun to work there: wait for it or end it, or choose "
                     "another folder"
                 ) from None
-            except OSError:  # a file system without locks: what the file says must do
+            except OSError:  # a file system without locks: rely on the file's content
                 pass
             break
-        with contextlib.suppress(OSError):  # a full disk is no reason to end: the lock itself holds
+        with contextlib.suppress(OSError):  # a full disk is no reason to stop: the lock itself holds
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(dataclasses.asdict(self._own)).encode(), 0)
             os.fsync(self._descriptor)
@@ -218,8 +214,8 @@ class RunLock:
                 os.utime(self._descriptor)
 
     def check_own(self) -> None:
-        """Raises JobEndedError if another run has taken the folder, as after a long stop on a file system without
-        locks."""
+        """Raises JobEndedError if another run has taken the folder, as after a long suspension on a file system
+        without locks."""
         try:
             found, holder = self.file.stat(), _read(self._descriptor)
         except OSError:
@@ -231,7 +227,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Lets go of the lock. It may be called again."""
+        """Releases the lock. Further calls do nothing."""
         if self._end.is_set():
             return
         self._end.set()
@@ -244,7 +240,6 @@ class RunLock:
 
 
 def _let_go_before(file: Path) -> None:
-    """Lets go of a lock that this process has left on the file, of a run that has ended with an exception."""
     with contextlib.suppress(OSError):
         found = file.stat()
         if (found.st_dev, found.st_ino) in _held:
@@ -259,19 +254,18 @@ def _read(descriptor: int) -> Holder | None:
 
 
 def _is_held(descriptor: int) -> bool:
-    """Whether another process has the operating system's lock. A shared lock asks: all ranks look at once, and must see
-    the same."""
+    """Whether another process holds the OS lock. Tested with a shared lock: all ranks test at once and must get the
+    same result."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no locks there
+    except OSError:  # locks are not supported
         return False
     return False
 
 
 def _now_of(folder: Path) -> float:
-    """The time by the clock of the folder's file system."""
     probe = folder / f".time_{socket.gethostname()}_{os.getpid()}"
     try:
         probe.touch()
@@ -290,7 +284,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """When a process of this machine started, in the machine's own count; empty if there is none."""
+    """Returns a local process's start time in clock ticks since boot; empty if there is no such process."""
     try:
         state, *fields = _stat_of(pid)
     except (OSError, ValueError):
@@ -299,13 +293,12 @@ def _start_of(pid: int) -> str:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Fields of a process's status, from its state on. The command's name before it may hold anything."""
+    """Fields of a process's stat file, from the state on. The command name before it may contain anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether a process of this machine is there and cannot go on: its first thread has ended, or a kill waits for
-    it."""
+    """Whether a local process exists but is ending: its first thread has exited, or a SIGKILL is pending."""
     try:
         state, *fields = _stat_of(pid)
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())

@@ -1,6 +1,6 @@
-"""Experiment trackers, which get the same records as metrics.jsonl.
+"""Experiment trackers, which receive the records of metrics.jsonl.
 
-To add one, write a class with `write` and `close`, and add it to `TRACKERS` and its name to `config/run.py`.
+To add one, write a class with `write` and `close`, add it to `TRACKERS`, and its name to `config/run.py`.
 """
 
 import importlib
@@ -19,23 +19,18 @@ from automodel_rl.observe.run_directory import RunDirectory
 
 
 class Tracker(Protocol):
-    """A receiver of metrics, step by step."""
+    """Receiver of metrics, step by step."""
 
     def write(self, record: dict[str, Any]) -> None:
-        """Takes the metrics of one step. `record["step"]` is the step; values may be None."""
+        """Receives the metrics of one step, `record["step"]`. Values may be None."""
         ...
 
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """TensorBoard's event files in the run directory. Events of steps that run again after a resume are dropped.
-
-    Args:
-        directory: the run's directory.
-        project: not used, because the folder already names the run.
-        first_step: number of steps that were done before.
-    """
+    """TensorBoard event files in the run directory. On resuming, events of steps that will run again are dropped.
+    `project` is ignored, as the folder names the run."""
 
     def __init__(self, directory: RunDirectory, project: str, first_step: int):
         from torch.utils.tensorboard import SummaryWriter  # needs the tensorboard package
@@ -51,13 +46,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases. A resumed run goes on under the same id, which is kept in the run directory.
-
-    Args:
-        directory: the run's directory.
-        project: the project that the run belongs to.
-        first_step: not used: for steps that run again, Weights & Biases keeps the metrics it has.
-    """
+    """Weights & Biases. A resumed run continues under the same id, which is stored in the run directory.
+    `first_step` is ignored: for steps that run again, Weights & Biases keeps its earlier metrics."""
 
     def __init__(self, directory: RunDirectory, project: str, first_step: int):
         name = _kept_name(directory)
@@ -73,7 +63,7 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """trackio. It has the interface of wandb, except that a run's name is its id."""
+    """trackio, with the interface of wandb, except that a run's name is its id."""
 
     def __init__(self, directory: RunDirectory, project: str, first_step: int):
         config = parse_yaml(directory.config_text)
@@ -86,19 +76,18 @@ TRACKERS: dict[TrackerName, Callable[[RunDirectory, str, int], Tracker]] = {
     "wandb": Wandb,
     "trackio": Trackio,
 }
-"""Trackers by the name of the package that each needs."""
+"""Trackers by name, which is also that of the required package."""
 
 
 def check_trackers(config: ObserveConfig) -> None:
     """Raises InputError if a tracker's package is not installed."""
     for name in config.trackers:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # no origin: only a folder of that name, such as wandb leaves behind
+        if spec is None or spec.origin is None:  # no origin: just a folder of that name, such as wandb leaves behind
             raise InputError(f"observe.trackers: {name} is not installed: pip install '{name}', or leave it out")
 
 
 def make_trackers(config: ObserveConfig, directory: RunDirectory, first_step: int) -> list[Tracker]:
-    """Starts the trackers of a run. Its directory must exist."""
     return [TRACKERS[name](directory, config.project, first_step) for name in config.trackers]
 
 
@@ -107,7 +96,7 @@ def _measured(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _kept_name(directory: RunDirectory) -> str:
-    """The run's name for trackers: the folder's name with a random suffix, made once and kept in a file."""
+    """The run's name for trackers: the folder's name with a random suffix, generated once and stored in a file."""
     file: Path = directory.folder / "tracked_as"
     if not file.is_file():
         write_complete(file, f"{directory.folder.absolute().name}-{uuid.uuid4().hex[:8]}")

@@ -1,5 +1,5 @@
-"""Optimizers by name. A description of each has its torch optimizers, its state in bytes and in files, and the
-optimizers of one process with which `verify` compares."""
+"""Optimizers by name. Each description has its torch optimizers, its state in bytes and in files, and the
+single-process optimizers with which `verify` compares."""
 
 from automodel_rl.config.optimizer import OptimizerName
 from automodel_rl.optimizers.adamw import ADAMW

@@ -1,5 +1,5 @@
-"""AdamW, with weight decay for what has a role (optimizers/roles.py), and without for biases, norm weights and the
-like."""
+"""AdamW, with weight decay for parameters with a role (optimizers/roles.py), which excludes biases, norm weights and
+the like."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -29,13 +29,7 @@ STATE = StateNames(("exp_avg", "exp_avg_sq"), counts=True)
 
 
 class RoundingAdamW(torch.optim.AdamW):
-    """AdamW for weights in bfloat16, which a step rounds stochastically. Moments are as wide as gradients.
-
-    Args:
-        groups: torch's parameter groups.
-        config: learning rate, betas and eps.
-        names: names by which parameters are rounded.
-    """
+    """AdamW for bfloat16 weights, rounded stochastically. Moments are as wide as gradients."""
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, names: Mapping[nn.Parameter, str]):
         super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=False)
@@ -43,11 +37,7 @@ class RoundingAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Takes one step. Parameters without a gradient stay as they are.
-
-        Args:
-            closure: part of torch's interface; it is not called.
-        """
+        """Takes one step. Parameters without a gradient are unchanged."""
         for group in self.param_groups:
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 state = self.state[parameter]
@@ -63,14 +53,7 @@ class RoundingAdamW(torch.optim.AdamW):
 def step_of_rows(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, noise: Noise, numbers: Tensor
 ) -> None:
-    """A step of some rows, in place.
-
-    Args:
-        weight: [rows, I].
-        gradient, first, second: gradient and moments, [rows, I] of the dtype in which the step computes.
-        noise: for weights in bfloat16.
-        numbers: as of `numbers_of`.
-    """
+    """Takes a step of some rows in place. Gradient and moments are in the compute dtype, all [rows, I]."""
     kept, rate, beta1, rest1, beta2, rest2, divisor, eps = numbers.unbind()
     first.mul_(beta1).add_(gradient * rest1)
     second.mul_(beta2).add_(gradient * gradient * rest2)
@@ -79,13 +62,8 @@ def step_of_rows(
 
 
 def adamw_of(named: Named, decayed: Collection[str], config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for named parameters, in a list, which is empty if there are no parameters.
-
-    Args:
-        named: names and parameters.
-        decayed: names of those that decay.
-        config: the settings.
-    """
+    """Returns a list with AdamW for named parameters, or an empty list if there are none. `decayed` names those with
+    weight decay."""
     if not named:  # a stage may have no adapter
         return []
     groups = adamw_groups(named, decayed, config)
@@ -96,7 +74,7 @@ def adamw_of(named: Named, decayed: Collection[str], config: OptimizerConfig) ->
 
 
 def adamw_groups(named: Named, decayed: Collection[str], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """torch's parameter groups for `adamw_of`, by rate, decay and mesh. The arguments are the same."""
+    """Returns torch's parameter groups for `adamw_of`, by rate, decay and mesh."""
     members: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in named:
         factor, decay = config.of_parameter(name, config.lr)
@@ -112,13 +90,7 @@ def adamw_groups(named: Named, decayed: Collection[str], config: OptimizerConfig
 def plain_adamw(
     parameters: Iterable[nn.Parameter], decayed: Collection[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """torch's AdamW in one process.
-
-    Args:
-        parameters: parameters of a transformers model.
-        decayed: parameters that decay.
-        config: the settings.
-    """
+    """Returns torch's AdamW for one process. `decayed` are the parameters with weight decay."""
     by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in parameters:
         by_decay[parameter in decayed].append(parameter)

@@ -1,9 +1,9 @@
-"""AdamW whose moments of matrices, embeddings and stacks are kept in 8 bits (Dettmers et al., arXiv:2110.02861).
+"""AdamW with 8-bit moments of matrices, embeddings and stacks (Dettmers et al., arXiv:2110.02861).
 
-Blocks lie along rows of the whole parameter, FSDP, ep and pp cut between rows, and rounding depends on steps and places
-alone: so what is trained is the same on every layout. Kept are the first moment and the root of the second one, whose
-range is half as wide on a scale of logarithms, so that a small second moment is not taken for 0. Norm weights and
-biases have moments in full.
+Training is the same on every layout: blocks run along rows of the whole parameter, FSDP, ep and pp cut between rows,
+and rounding depends only on step and index. The first moment is kept, and the root of the second one, whose range is
+half as wide on a log scale, so that small second moments do not become 0. Norm weights and biases have full-precision
+moments.
 """
 
 import functools
@@ -36,12 +36,10 @@ STATE = StateNames((FIRST, ROOT), counts=True, in_8_bits=True)
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with moments in 8 bits. Every rank takes its own part of a step.
+    """AdamW with 8-bit moments. Every rank steps its own shards.
 
     Args:
         groups: torch's parameter groups, of parameters [..., rows, columns], bfloat16, fp32 or float64.
-        config: learning rate, betas and eps.
-        names: names by which parameters in bfloat16 are rounded.
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, names: Mapping[nn.Parameter, str]):
@@ -50,11 +48,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Takes one step. Parameters without a gradient stay as they are.
-
-        Args:
-            closure: part of torch's interface; it is not called.
-        """
+        """Takes one step. Parameters without a gradient are unchanged."""
         for group in self.param_groups:
             numbers = functools.cache(functools.partial(numbers_of, group))
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
@@ -80,16 +74,13 @@ def step_of_rows(
     numbers: Tensor,
     above: Tensor,
 ) -> None:
-    """A step of some rows, in place.
+    """Takes a step of some rows, in place.
 
     Args:
-        weight: [rows, I].
-        gradient: [rows, I], of the dtype in which the step computes.
+        gradient: [rows, I], in the compute dtype.
         first, root: codes of the first moment and of the root of the second one, uint8 [rows, I].
         first_scales, root_scales: their scales, float32 [rows, b].
-        noise: for weights in bfloat16.
-        numbers: as of `numbers_of`.
-        above: the step's thresholds, [B] of the gradient's dtype.
+        above: the step's thresholds, [B] in the gradient's dtype.
     """
     kept, rate, beta1, rest1, beta2, rest2, divisor, eps = numbers.unbind()
     moment = decode(first, first_scales, True, gradient.dtype) * beta1 + gradient * rest1

@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits on plain transformers in one process, written out. `verify` compares layouts with it."""
+"""8-bit AdamW on plain transformers in one process, in plain torch, with which `verify` compares layouts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,11 @@ from automodel_rl.optimizers.observed_uses import observed_uses
 
 
 def tree_values(sign_bits: int) -> Tensor:
-    """The values of the 8-bit dynamic tree (Dettmers et al., arXiv:2110.02861, figure 2), float64 [256], sorted.
+    """Returns the values of the 8-bit dynamic tree (Dettmers et al., arXiv:2110.02861, figure 2), float64 [256],
+    sorted.
 
-    After the sign the zero bits count powers of a tenth, a one ends them, and the other bits are a linear fraction. The
-    patterns without a one are 0 and 1.
+    After the sign, zero bits count powers of a tenth, a one ends them, and the remaining bits are a linear fraction.
+    The patterns without a one are 0 and 1.
     """
     found = [0.0, 1.0]
     bits = 8 - sign_bits
@@ -25,16 +26,17 @@ def tree_values(sign_bits: int) -> Tensor:
         for fraction in range(2**rest):
             middle = 0.1 + 0.9 * (fraction + 0.5) / 2**rest
             found += [sign * middle * 10.0**-zeros for sign in ((1, -1) if sign_bits else (1,))]
-    while len(found) > 256:  # unsigned, the smallest power has no room
+    while len(found) > 256:  # unsigned, one value too many
         found.remove(min(value for value in found if value > 0))
     return torch.tensor(sorted(found), dtype=torch.float64)
 
 
 def rounded(values: Tensor, tree: Tensor, step: int, block: int = 128) -> Tensor:
-    """What is left of values [..., I] after they are kept in 8 bits, block by block, in a step.
+    """Rounds values [..., I] to 8 bits, block by block, as in a step.
 
-    A value between two of the tree becomes the upper one if its share of their distance is more than the fractional
-    part of step phi + place (sqrt(2) - 1), where phi is the golden ratio less 1 and place its place in the block.
+    A value between two of the tree becomes the upper one if its relative distance from the lower one exceeds the
+    fractional part of step phi + place (sqrt(2) - 1), where phi is the golden ratio minus 1 and place the index in
+    the block.
     """
     phi, kept = 2 / (1 + 5**0.5), []
     for part in values.double().split(block, dim=-1):
@@ -53,11 +55,7 @@ class PlainAdamW8bit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Takes one step with the gradients of the weights.
-
-        Args:
-            closure: part of torch's interface; it is not called.
-        """
+        """Takes one step with the gradients of the weights."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for weight in (weight for weight in group["params"] if weight.grad is not None):
@@ -76,7 +74,7 @@ class PlainAdamW8bit(torch.optim.Optimizer):
 
 
 def reference(model: nn.Module, config: OptimizerConfig, run: RunPlain) -> list[torch.optim.Optimizer]:
-    """PlainAdamW8bit for all but vectors, and AdamW for these."""
+    """PlainAdamW8bit for everything but vectors, AdamW for those."""
     decayed = observed_uses(model, run).decayed
     wide = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     decaying, others = ([p for p in wide if (p in decayed) == decays] for decays in (True, False))

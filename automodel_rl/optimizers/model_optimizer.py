@@ -1,4 +1,4 @@
-"""All optimizers of this rank's parts as one: steps, and the state for checkpoints and for offloading."""
+"""All optimizers of this rank's parts as one: steps, and the state for checkpoints and offloading."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from automodel_rl.parallel.whole_matrices import GroupOf
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """Settings of AdamW for a step, in place of those of a config and its schedule.
+    """AdamW settings for a step, in place of those of config and schedule.
 
     Attributes:
         lr: learning rate.
@@ -33,17 +33,11 @@ class AdamWSettings:
 
 
 class ModelOptimizer:
-    """Trains parts of a model as descriptions say.
+    """Trains the parts of a model.
 
     Args:
-        parts: this rank's parts, each with the groups of its layout and the settings of its optimizer; only parameters
-            that are trained count.
-        descriptions: describe the kinds of optimizers, by name.
-        peak: the peak of the learning rate that `step` gets. Optimizers with another peak follow it in proportion.
-
-    Attributes:
-        state_names: names of the state of every parameter that it trains.
-        optimizers: torch's optimizers, each of which trains some parameters.
+        parts: this rank's parts, each with the groups of its layout and its optimizer's settings.
+        peak: peak of the learning rate passed to `step`. Optimizers with another peak scale it in proportion.
     """
 
     def __init__(
@@ -74,24 +68,17 @@ class ModelOptimizer:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self, lr: float) -> None:
-        """Takes one optimizer step with the gradients that are there. A collective of each part's ranks.
-
-        Args:
-            lr: the learning rate of the schedule.
-        """
+        """Takes one optimizer step at the schedule's learning rate. A collective of each part's ranks."""
         for group in self.groups:
             group["lr"] = lr * group[LR_FACTOR]
         for optimizer in self.optimizers:
             optimizer.step()
 
     def adopt(self, settings: AdamWSettings) -> None:
-        """Uses these settings from now on.
-
-        Args:
-            settings: settings of AdamW. What never decays goes on without weight decay.
+        """Uses these AdamW settings from now on. Parameters that never decay keep no weight decay.
 
         Raises:
-            ValueError: some parameters are trained by another optimizer.
+            ValueError: another optimizer trains some parameters.
         """
         if any(DECAYS not in group for group in self.groups):
             raise ValueError("settings of AdamW for a step need optimizer.name adamw or adamw_8bit, for all weights")
@@ -100,44 +87,29 @@ class ModelOptimizer:
             group.update(betas=settings.betas, eps=settings.eps, weight_decay=decay)
 
     def moments(self) -> Iterator[Tensor]:
-        """The moments of all parameters that have taken a step, and their scales."""
+        """Yields moments and scales of all parameters that have taken a step."""
         for parameter, names in self.state_names.items():
             state = self._optimizer_of[parameter].state.get(parameter, {})
             yield from (state[name] for name in names.tensors if name in state)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The state of a parameter, by the names in `state_names`; all 0 before its first step.
-
-        Args:
-            parameter: one that is trained.
-
-        Returns:
-            The moments themselves, like the parameter, and a copy of its count of steps, fp32 [].
-        """
+        """Returns a trained parameter's state by the names in `state_names`: the moments themselves, and a copy of
+        the step count, fp32 []. All 0 before its first step."""
         state = self._optimizer_of[parameter].state.get(parameter) or self.empty_state(parameter)
         names = self.state_names[parameter]
         count = {COUNT: state[COUNT].detach().clone()} if names.counts else {}
         return count | {name: state[name] for name in names.tensors}
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """A new state, all 0, as of a parameter that has taken no step.
-
-        Args:
-            parameter: one that is trained.
-        """
+        """Returns the state of a trained parameter that has taken no step: zeros."""
         return self.state_names[parameter].empty(parameter)
 
     def has_state(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter has taken a step, or been given a state."""
+        """Returns whether a parameter has taken a step, or been given a state."""
         return bool(self._optimizer_of[parameter].state.get(parameter))
 
     def set_state(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
-        """Gives a parameter a state, without copying its moments.
-
-        Args:
-            parameter: one that is trained.
-            state: a state such as `state_of` gives.
-        """
+        """Sets a trained parameter's state, as from `state_of`, without copying its moments."""
         optimizer = self._optimizer_of[parameter]
         count = {}
         if COUNT in state:  # a fused optimizer counts on the device

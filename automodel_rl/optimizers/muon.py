@@ -1,15 +1,15 @@
-"""Muon: the step of a matrix is its momentum made orthogonal (Jordan et al., kellerjordan.github.io/posts/muon).
+"""Muon: a matrix's step is its orthogonalised momentum (Jordan et al., kellerjordan.github.io/posts/muon).
 
-Muon trains the weights of linear layers (adapters and an encoder's layers, too) and every expert of a mixture by
-itself. An expert's matrix is as transformers' module holds it: gate and up projection are one matrix if they are fused.
-Whether a stack is transposed does not matter: its outputs count as rows.
+Muon trains the weights of linear layers (including adapters and encoders) and each expert of a mixture separately. An
+expert's matrix is the one in transformers' module: fused gate and up projections are one matrix. Outputs count as
+rows, whether a stack is transposed or not.
 
-AdamW trains the rest, as Jordan et al. and Moonlight (Liu et al., arXiv:2502.16982) do. These are embeddings and the
-head, whose rows belong to single tokens, so few tokens of a step meet a row; norm weights and biases, which are no
-matrices; convolutions; and routers, whose rows belong to single experts, as in a head over experts. What a parameter is
-follows from the module that owns it (optimizers/roles.py).
+AdamW trains the rest, as Jordan et al. and Moonlight (Liu et al., arXiv:2502.16982) do: embeddings and the head,
+whose rows belong to single tokens, so that few tokens of a step use a row; norm weights and biases, which are not
+matrices; convolutions; and routers, whose rows belong to single experts, like a head over experts. Roles follow from
+the owning modules (optimizers/roles.py).
 
-Results are those of torch.optim.Muon. The orthogonalisation of a shard is not the shard of the orthogonalisation, so
+Results equal torch.optim.Muon's. Orthogonalising a shard does not give the shard of the orthogonalised matrix, so
 whole matrices are orthogonalised. Momentum stays sharded.
 """
 
@@ -50,9 +50,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         named: names and parameters [m, n], or stacks [k, m, n], fp32 or float64.
-        config: Muon's settings, learning rates and weight decay.
-        group_of: gives the ranks along an axis of the parameters' mesh.
-        transposed: names of those that are [inputs, outputs], or stacks of such.
+        transposed: names of parameters stored as [inputs, outputs], or stacks of such.
     """
 
     def __init__(self, named: Named, config: OptimizerConfig, group_of: GroupOf, transposed: Collection[str] = ()):
@@ -70,11 +68,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Takes one step. Parameters without a gradient stay as they are.
-
-        Args:
-            closure: part of torch's interface; it is not called.
-        """
+        """Takes one step. Parameters without a gradient are unchanged."""
         work = functools.partial(orthogonal, num_steps=self.config.ns_steps)
         for group in self.param_groups:
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -84,7 +78,7 @@ class Muon(torch.optim.Optimizer):
                 weight.add_(direction, alpha=-rate * self._rate_factor(parameter))
 
     def _averaged(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's shard of the averaged gradient, in the dtype in which it is orthogonalised."""
+        """Returns this rank's shard of the averaged gradient, in the dtype for orthogonalisation."""
         if MOMENTUM not in self.state[parameter]:
             self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
         assert parameter.grad is not None
@@ -101,18 +95,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, num_steps: int) -> Tensor:
-    """Roughly the nearest orthogonal matrix: its singular values lie around 1.
+    """Returns an approximation of the nearest orthogonal matrix, with singular values around 1, in the same shape and
+    dtype.
 
-    On CPUs, bf16 products are computed in fp32 and rounded to bf16: few CPUs have instructions for bf16, and without
-    them torch takes 10 to 30 times as long. The numbers are the same up to the order of sums.
+    On CPUs, bf16 products are computed in fp32 and rounded to bf16: few CPUs have bf16 instructions, and without them
+    torch takes 10 to 30 times as long. The numbers are the same up to the order of sums.
 
     Args:
-        matrix: [m, n] or a stack [k, m, n]. In bf16, as torch.optim.Muon computes, or in float64, for exact comparisons
-            of layouts.
-        num_steps: number of Newton-Schulz iterations.
-
-    Returns:
-        The same shape and dtype.
+        matrix: [m, n] or a stack [k, m, n]. In bf16, as torch.optim.Muon computes, or in float64, to compare layouts
+            exactly.
     """
     a, b, c = COEFFICIENTS
     in_fp32 = matrix.dtype == torch.bfloat16 and matrix.device.type == "cpu"
@@ -144,7 +135,7 @@ def _build(part: nn.Module, config: OptimizerConfig, group_of: GroupOf) -> list[
 
 
 def _matrix_names(roles: dict[str, Role]) -> set[str]:
-    """Names of the weights that Muon trains, if they are trained at all."""
+    """Returns the names of the weights that Muon trains, if they are trained at all."""
     return {name for name, role in roles.items() if role in (Role.MATRIX, Role.TURNED_MATRIX)}
 
 

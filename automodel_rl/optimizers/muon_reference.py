@@ -1,4 +1,4 @@
-"""torch.optim.Muon on plain transformers in one process. `verify` compares layouts with it."""
+"""torch.optim.Muon on plain transformers in one process, with which `verify` compares layouts."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -13,8 +13,8 @@ from automodel_rl.optimizers.observed_uses import observed_uses
 
 
 class _Exact(Tensor):
-    """A float64 gradient that stays float64 in torch.optim.Muon: this asks for bfloat16, by `bfloat16` or from torch
-    2.14 on by `to`, and gets a float64 copy."""
+    """A float64 gradient that stays float64 in torch.optim.Muon, whose casts to bfloat16 (`bfloat16`, from torch 2.14
+    on `to`) get a float64 copy."""
 
     def bfloat16(self, *_: Any, **__: Any) -> Tensor:
         return self.clone()
@@ -26,12 +26,11 @@ class _Exact(Tensor):
 
 
 class PlainMuon(torch.optim.Muon):
-    """torch.optim.Muon for stacks, too. torch's takes only matrices, so it gets each matrix of a stack by itself.
+    """torch.optim.Muon that also accepts stacks, by passing each matrix separately.
 
     Args:
         weights: [m, n] or stacks [k, m, n] of a model in one process.
-        transposed: those of them that are [n, m], or stacks of such.
-        settings: settings of torch.optim.Muon.
+        transposed: the weights stored as [n, m], or stacks of such.
     """
 
     def __init__(self, weights: list[nn.Parameter], transposed: Collection[nn.Parameter] = (), **settings: Any):
@@ -42,11 +41,7 @@ class PlainMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Takes one step with the gradients of the weights.
-
-        Args:
-            closure: part of torch's interface; torch calls it.
-        """
+        """Takes one step with the gradients of the weights."""
         for matrix, (weight, place) in zip(self.matrices, self.places, strict=True):
             gradient = None if weight.grad is None else self._at(weight, weight.grad, place)
             if gradient is not None and gradient.dtype == torch.float64:
@@ -59,7 +54,7 @@ class PlainMuon(torch.optim.Muon):
 
 
 def reference(model: nn.Module, config: OptimizerConfig, run: RunPlain) -> list[torch.optim.Optimizer]:
-    """PlainMuon for matrices, which are those that the model is seen to use so, and AdamW for the rest."""
+    """PlainMuon for weights observed in use as matrices, AdamW for the rest."""
     uses, muon = observed_uses(model, run), config.muon
     settings = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
     optimizer = PlainMuon(

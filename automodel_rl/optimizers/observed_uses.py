@@ -1,9 +1,9 @@
-"""What a plain model uses its parameters for, seen while it runs. `verify` decides by it which of them decay and which
-are matrices; the product decides by modules (optimizers/roles.py).
+"""Uses of a plain model's parameters, observed while it runs. `verify` derives weight decay and matrices from them,
+independently of optimizers/roles.py, which goes by modules.
 
-Every operation on tensors is seen. Views share a parameter's storage, and casts are followed. A product notes itself on
-its result, and other operations pass these notes on, until the next product. So it shows which parameter made the
-scores among which the largest are chosen (a router), and which one made the logits (the head).
+Every tensor operation is observed. Views share a parameter's storage, and casts are followed. A product marks its
+result, and other operations pass the marks on until the next product. This shows which parameter produced the scores
+that a top-k selects from (a router), and which one the logits (the head).
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from automodel_rl.compat.operations import CAST, OperationWatch
 
 _ATEN = torch.ops.aten
 PRODUCTS = {_ATEN.mm: (0, 1), _ATEN.addmm: (1, 2), _ATEN.bmm: (0, 1), _ATEN.baddbmm: (1, 2)}
-"""Matrix products, with the places of their factors."""
+"""Matrix products, with the indices of their factors."""
 
 OTHER_WEIGHTS = {_ATEN.embedding: 0, _ATEN.index: 0, _ATEN.grid_sampler_2d: 0, _ATEN.convolution: 1}
-"""Operations with a weight that is no factor of a matrix product, and its place."""
+"""Other operations with a weight, and its index."""
 
 CHOICES = (_ATEN.topk, _ATEN.sort)
 COPIES = (CAST, _ATEN.clone)
@@ -28,15 +28,14 @@ COPIES = (CAST, _ATEN.clone)
 
 @dataclass
 class Uses:
-    """Parameters by what they were used for.
+    """Parameters by use.
 
     Attributes:
-        factors: those that were factors of matrix products.
-        turned: the factors that are stored as [inputs, outputs].
-        vectors: the factors with a single output.
-        looked_up: embeddings and weights of convolutions.
-        choosers: those whose products' results are compared with each other to choose some.
-        head: those whose products' results are the logits.
+        turned: factors stored as [inputs, outputs].
+        vectors: factors with a single output.
+        looked_up: embeddings and convolution weights.
+        choosers: those whose products are compared with each other to choose some.
+        head: those whose products are the logits.
     """
 
     factors: set[nn.Parameter] = field(default_factory=set)
@@ -48,22 +47,17 @@ class Uses:
 
     @property
     def decayed(self) -> set[nn.Parameter]:
-        """What weight decay is for. All else is added or multiplied element by element."""
+        """Parameters with weight decay. All others are added or multiplied elementwise."""
         return self.factors | self.looked_up
 
     @property
     def matrices(self) -> set[nn.Parameter]:
-        """What Muon is for."""
+        """Parameters that Muon trains."""
         return self.factors - self.vectors - self.looked_up - self.choosers - self.head
 
 
 def observed_uses(model: nn.Module, run: Callable[[], list[Tensor]]) -> Uses:
-    """Watches a model run.
-
-    Args:
-        model: the model.
-        run: runs it forward on examples in which every parameter takes part, and returns the logits.
-    """
+    """Observes a model. `run` computes its forward on examples that use every parameter, and returns the logits."""
     watch = _UseWatch(model)
     with torch.no_grad(), watch:
         logits = run()
@@ -78,17 +72,17 @@ class _UseWatch(OperationWatch):
         self.uses = Uses()
         self._parameter_at = {_place(parameter): parameter for parameter in model.parameters()}
         self._makers: dict[int, set[nn.Parameter]] = {}
-        self._kept: list[Tensor] = []  # so that no storage is used again
+        self._kept: list[Tensor] = []  # so that no storage is reused
 
     def makers_of(self, tensor: Tensor) -> set[nn.Parameter]:
-        """Parameters whose products' results a tensor is made of."""
+        """Returns the parameters whose products a tensor derives from."""
         return self._makers.get(_place(tensor), set())
 
     def see(self, operation: Any, arguments: tuple[Any, ...], given: list[Tensor], made: list[Tensor]) -> None:
         self._kept += made
         if operation in OTHER_WEIGHTS:
             found = self._parameters(arguments[OTHER_WEIGHTS[operation]])
-            self.uses.looked_up |= {parameter for parameter in found if parameter.ndim > 1}  # rows, and not numbers
+            self.uses.looked_up |= {parameter for parameter in found if parameter.ndim > 1}  # rows, not single numbers
             makers: set[nn.Parameter] = set()
         elif operation in PRODUCTS:
             makers = set().union(*(self._as_factor(arguments[place], made[0]) for place in PRODUCTS[operation]))
@@ -108,7 +102,7 @@ class _UseWatch(OperationWatch):
     def _as_factor(self, factor: Tensor, product: Tensor) -> set[nn.Parameter]:
         found = self._parameters(factor)
         self.uses.factors |= found
-        if factor.stride(-1) == 1 and factor.stride(-2) != 1:  # not turned round for the product
+        if factor.stride(-1) == 1 and factor.stride(-2) != 1:  # not transposed for the product
             self.uses.turned |= found
         if product.shape[-1] == 1:
             self.uses.vectors |= found

@@ -1,4 +1,4 @@
-"""Steps of optimizers that are written here: some rows at a time, compiled on CUDA, master weights of any dtype."""
+"""Optimizer steps implemented here: processed in blocks of rows, compiled on CUDA, master weights of any dtype."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,28 +13,26 @@ from automodel_rl.optimizers.description import Named
 from automodel_rl.parallel.sharding import local_box, local_tensor
 
 MOST_VALUES = 1 << 24
-"""Most values of which a step has results in full at a time."""
+"""Maximum number of values for which a step holds unquantized results at a time."""
 
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 """Names of embedding and head in a part."""
 
 Noise = tuple[Tensor, Tensor] | None
-"""Hashes of rows, int32 [rows, 1], and places in them, int32 [I], for weights in bfloat16; None for wider ones."""
+"""Hashes of rows, int32 [rows, 1], and column indices, int32 [I], for bfloat16 weights; None for wider ones."""
 
 
 StepOfRows = Callable[..., None]
-"""A step of some rows, in place: of their weight, gradient and state, each [rows, ...], with a noise and numbers."""
+"""An in-place step of some rows: weight, gradient and state, each [rows, ...], with noise and numbers."""
 
 
 def numbers_of(group: dict[str, Any], steps: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """AdamW's numbers for a step, as a tensor [8], since a compiler makes a graph for each number that is none: the
-    weight's factor, rate, each beta and 1 less it, divisor of the second moment's root, and eps.
+    """Returns AdamW's numbers for a step, [8]: the weight's factor, rate, each beta followed by 1 minus it, divisor
+    of the second moment's root, and eps. A tensor, because the compiler would make a graph per value of a Python
+    number.
 
     Args:
-        group: torch's parameter group.
-        steps: number of steps with this one.
-        device: the device of the result.
-        dtype: its dtype.
+        steps: number of steps, this one included.
     """
     beta1, beta2 = group["betas"]
     kept, divisor = 1 - group["lr"] * group["weight_decay"], (1 - beta2**steps) ** 0.5
@@ -50,15 +48,12 @@ def step_in_parts(
     numbers: Tensor,
     **others: Tensor,
 ) -> None:
-    """Takes a step of this rank's shard of a parameter, some rows at a time.
+    """Takes a step of this rank's shard of a parameter, in blocks of rows.
 
     Args:
-        step: a step of some rows.
-        parameter: the parameter, with a gradient.
-        state: its moments and their scales, cut as it is.
-        place: number of steps with this one, and the parameter's name, by which random numbers are made.
-        numbers: as of `numbers_of`.
-        **others: what else the step needs, the same for all rows.
+        state: its moments and their scales, sharded alike.
+        place: number of steps, this one included, and the parameter's name, which seed the random numbers.
+        **others: additional arguments of `step`, the same for all rows.
     """
     weight = local_tensor(parameter.detach())
     if not weight.numel():  # a rank without rows
@@ -84,17 +79,11 @@ def _compiled(step: StepOfRows) -> StepOfRows:
 
 
 def write_weight(weight: Tensor, updated: Tensor, noise: Noise) -> None:
-    """Puts updated values in a weight's place, rounded stochastically to bfloat16 if there is noise.
-
-    Args:
-        weight: [rows, I].
-        updated: the same shape, in the dtype in which a step computes.
-        noise: as `step_in_parts` gives it.
-    """
+    """Writes a step's result [rows, I] to a weight, rounded stochastically to bfloat16 if there is noise."""
     weight.copy_(updated if noise is None else round_to_bfloat16(updated, random_bits(*noise)))
 
 
 def names_for_rounding(named: Named) -> dict[nn.Parameter, str]:
-    """Names of parameters for their random numbers, the same on every layout. Embedding and head have none, so that the
-    two copies of a tied weight that a pipeline has split are rounded alike."""
+    """Returns the names that seed parameters' random numbers, equal on every layout. Embedding and head have none, so
+    that the two copies of a tied weight in a pipeline are rounded alike."""
     return {parameter: "" if name in ENDS else name for name, parameter in named}

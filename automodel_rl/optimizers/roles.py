@@ -1,6 +1,6 @@
-"""Roles of a model's parameters, by the modules that own them: what decays, and what Muon trains, follows from them.
+"""Roles of a model's parameters, by the modules that own them. They determine weight decay and what Muon trains.
 
-A name or a number of dims does not tell a role: weights of norms may have two dims, and a router may be a linear layer.
+Neither names nor numbers of dims suffice: norm weights may have two dims, and a router may be a linear layer.
 """
 
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ BARE_TABLES = tuple(name for encoder in _ENCODERS for name in encoder.bare_table
 
 
 class Role(Enum):
-    """What a parameter is to the model. Everything without a role is a number for each channel, head or expert, such as
-    weights of norms, biases, sinks and decays of linear attention."""
+    """A parameter's role in the model. Parameters without a role are numbers per channel, head or expert, such as
+    norm weights, biases, sinks and decays of linear attention."""
 
     MATRIX = "matrix of a hidden layer: of a linear layer, of an adapter, or of every expert of a stack"
     TURNED_MATRIX = "the same, stored as [inputs, outputs]"
@@ -32,8 +32,8 @@ class Role(Enum):
 
 
 def roles_of(part: nn.Module) -> dict[str, Role]:
-    """The roles of a part's parameters, by name; a tied weight under all of its names. Parameters without a role are
-    left out."""
+    """Returns the roles of a part's parameters by name; a tied weight under all of its names. Parameters without a
+    role are omitted."""
     routers = {id(module) for router in _routers(part) for module in router.modules()}
     found: dict[str, Role] = {}
     for path, module in part.named_modules():
@@ -50,7 +50,7 @@ def roles_of(part: nn.Module) -> dict[str, Role]:
 
 
 def _own_roles(path: str, module: Any) -> dict[str, Role]:
-    """The roles of a module's own parameters, by what the module is. A matrix of one row is a vector."""
+    """Returns the roles of a module's own parameters. A matrix of one row counts as a vector."""
     if isinstance(module, nn.Linear):
         return {"weight": Role.MATRIX if len(module.weight) > 1 else Role.ROWS}
     if isinstance(module, (nn.Embedding, *CONVOLUTIONS)):
@@ -66,7 +66,7 @@ def _own_roles(path: str, module: Any) -> dict[str, Role]:
 
 
 def _routers(part: Any) -> Iterator[nn.Module]:
-    """The routers of all mixtures: the family says which module beside the experts it is."""
+    """Yields the routers of all mixtures, as named by the family."""
     for module in part.modules():
         children = dict(module.named_children())
         if EXPERTS in children:

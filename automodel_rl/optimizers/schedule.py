@@ -7,12 +7,11 @@ from automodel_rl.errors import InputError
 
 
 def learning_rate(config: OptimizerConfig, step: float, total_steps: int | None) -> float:
-    """Learning rate of an optimizer step. It depends on nothing else, so a resumed run needs no scheduler state.
+    """Returns the learning rate of a step. It depends on nothing else, so a resumed run needs no scheduler state.
 
     Args:
-        config: the optimizer's settings and its schedule.
-        step: the step's number, from 0; between two numbers if a run makes more or fewer steps than planned.
-        total_steps: number of steps of the run; needed unless the rate stays constant.
+        step: the step's number, from 0; fractional if a run makes more or fewer steps than planned.
+        total_steps: number of steps of the run; required unless the rate is constant.
 
     Raises:
         InputError: the rate decays or its warm-up is a share of all steps, and `total_steps` is missing.
@@ -30,7 +29,7 @@ def learning_rate(config: OptimizerConfig, step: float, total_steps: int | None)
 
 
 def warmup_steps(config: OptimizerConfig, total_steps: int | None) -> int:
-    """Number of optimizer steps of the warm-up.
+    """Returns the number of warm-up steps.
 
     Raises:
         InputError: it is a share of all steps, and `total_steps` is missing.

@@ -1,1 +1,1 @@
-"""Layouts: meshes, collectives with a backward, pipelines, gradients over ranks."""
+"""Layouts: meshes, differentiable collectives, pipelines, gradients over ranks."""

@@ -1,7 +1,7 @@
-"""Collectives with a backward, for use inside a model's forward.
+"""Differentiable collectives for use inside a model's forward.
 
-Each says what happens to gradients, for that is where layouts go wrong. The rule: if all ranks compute the same from
-what they received, the backward keeps the rank's own part of the gradient. If each computes something else, it sums.
+If all ranks compute the same from what they received, the backward keeps the rank's own part of the gradient. If each
+computes something different, the backward sums.
 """
 
 import functools
@@ -18,16 +18,15 @@ Backward = Literal["slice", "sum"]
 
 
 class AllGatherCP(torch.autograd.Function):
-    """All ranks' tokens, rank 0's first: [t, ...] to [size * t, ...].
-
-    The name is that of the reference design. It serves sequence parallelism as well as context parallelism.
+    """Gathers all ranks' tokens, rank 0's first: [t, ...] to [size * t, ...]. Also used for sequence parallelism; the
+    name is the reference design's.
 
     Args (of `apply`):
         tensor: this rank's tokens.
         group: the ranks that share a microbatch or, under sequence parallelism, split a layer.
-        backward: "slice" if every rank computes the same from the result (a loss). Each then keeps its own rows of the
-            gradient, and parameter gradients are summed over the group. "sum" if every rank uses the result differently
-            (keys and values of attention, tokens of split layers). The gradients of all ranks are then added and cut.
+        backward: "slice" if every rank computes the same from the result (a loss): each keeps its own rows of the
+            gradient, and parameter gradients are summed over the group. "sum" if every rank uses the result
+            differently (attention's keys and values, tokens of split layers): the ranks' gradients are added and cut.
     """
 
     @staticmethod
@@ -43,7 +42,7 @@ class AllGatherCP(torch.autograd.Function):
 
 
 class CopyToTP(torch.autograd.Function):
-    """Entry of a block whose weights are split: the tensor stays as it is; the backward sums the ranks' gradients."""
+    """Entry of a block with split weights: identity; the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -56,7 +55,7 @@ class CopyToTP(torch.autograd.Function):
 
 
 class SumFromTP(torch.autograd.Function):
-    """Exit of a block whose weights are split: sums the ranks' parts; the gradient stays as it is."""
+    """Exit of a block with split weights: sums the ranks' parts; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -70,7 +69,7 @@ class SumFromTP(torch.autograd.Function):
 class ScatterSum(torch.autograd.Function):
     """Exit of a block under sequence parallelism: sums the ranks' parts and cuts, [1, t, H] to [1, t / tp, H].
 
-    The result is no view of another tensor: compiled layers would need a graph for each kind of view.
+    The result is not a view: compiled layers would need a graph per kind of view.
     """
 
     @staticmethod
@@ -84,13 +83,12 @@ class ScatterSum(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Sends rows to the ranks that need them; gradients go back the same way.
+    """Sends rows to the ranks that need them; gradients return the same way.
 
     Args (of `apply`):
         tensor: [sum of `sent` + `added`, ...], rows for rank 0 first.
         sent, received: number of rows to and from every rank.
-        added: number of rows at the end that are not sent. They come out as zeros, and so do their gradients.
-        group: the ranks that exchange rows.
+        added: number of rows at the end that are not sent. They become zeros, as do their gradients.
     """
 
     @staticmethod
@@ -104,29 +102,22 @@ class AllToAll(torch.autograd.Function):
 
 
 def all_to_all(tensor: Tensor, sent: list[int], received: list[int], group: Group, added: int = 0) -> Tensor:
-    """Exchanges rows: [sum of `sent`, ...], those for rank 0 first, to [sum of `received`, ...], rank 0's first.
-
-    Args:
-        tensor: the rows to send, then `added` more, which stay.
-        sent, received: number of rows to and from every rank.
-        group: the ranks that exchange rows.
-        added: number of rows of zeros at the end of the result.
-    """
+    """Exchanges rows as `AllToAll`, without gradients."""
     return operators.all_to_all(tensor, sent, received, added, group.group_name)
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
-    """The tensors [n, ...] of all ranks, rank 0's first, as [size * n, ...]."""
+    """Concatenates the ranks' tensors [n, ...], rank 0's first, to [size * n, ...]."""
     return operators.all_gather(tensor, group.size(), group.group_name)
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    """This rank's part [n, ...] of the sum over ranks of [size * n, ...]."""
+    """Returns this rank's part [n, ...] of the sum over ranks of [size * n, ...]."""
     return operators.reduce_scatter(tensor, 0, group.size(), group.group_name)
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:
-    """The sum over ranks. It has no backward."""
+    """Returns the sum over ranks. Not differentiable."""
     return operators.all_reduce(tensor, group.group_name)
 
 
@@ -136,10 +127,7 @@ def _own_rows(tensor: Tensor, group: Group) -> Tensor:
 
 def to_heads(parts: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
     """Exchanges [t, heads, d] of this rank's tokens for [size * t, heads / size, d] of all ranks' tokens, rank 0's
-    first. The dtype of the tensors together is the widest.
-
-    Ulysses; Jacobs et al., arXiv:2309.14509.
-    """
+    first (Ulysses; Jacobs et al., arXiv:2309.14509). Dtypes are kept; the exchange uses the widest."""
     size, num_tokens = group.size(), len(parts[0])
     widest = functools.reduce(torch.promote_types, (part.dtype for part in parts))
     cut = [part.to(widest).unflatten(1, (size, -1)).transpose(0, 1).flatten(2) for part in parts]  # [size, t, ...]

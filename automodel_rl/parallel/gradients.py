@@ -1,7 +1,7 @@
-"""Gradients over ranks: sums over tensor-parallel ranks, tied embeddings, and one norm over everything.
+"""Gradients over ranks: sums over tensor-parallel ranks, tied embeddings, and the global norm.
 
-FSDP sums gradients over data ranks (it is told not to average), and losses are divided by global counts before the
-backward. So no gradient is rescaled anywhere but by clipping.
+FSDP sums gradients over data ranks instead of averaging, and losses are divided by global counts before the backward.
+So nothing rescales gradients but clipping.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,11 +17,8 @@ from automodel_rl.parallel.sharding import local_tensor, num_shards
 
 @torch.no_grad()
 def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sums gradients over the tp ranks, once a step. It is for weights that each rank used on a part of the data.
-
-    These are the norms of single heads and, with sequence parallelism, all weights that are not split. They are many
-    small tensors, so they go through one collective together.
-    """
+    """Sums gradients over the tp ranks in one collective per step, for weights that each rank applied to part of the
+    data: per-head norms and, with sequence parallelism, all weights that are not split."""
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return
@@ -32,15 +29,14 @@ def sum_partial_gradients(parameters: Sequence[nn.Parameter], group: dist.Proces
 
 
 class TiedEmbedding:
-    """Keeps the embedding on the first stage and the head on the last one a single weight.
+    """Keeps the embedding on the first stage and the head on the last one equal.
 
-    Both start from the same tensor and get the same, summed gradient, so optimizers keep them equal. The embedding
-    stands for both: gradient norm, checkpoints and exports leave `copy` out.
+    Both start from the same tensor and receive the same, summed gradient. The embedding represents both: gradient
+    norm, checkpoints and exports skip `copy`.
 
     Args:
-        embedding: the weight on the first stage, None on other ranks.
-        copy: the head's weight on the last stage, None on other ranks.
-        layout: this rank's place.
+        embedding: the weight on the first stage; None on other ranks.
+        copy: the head's weight on the last stage; None on other ranks.
     """
 
     def __init__(self, embedding: nn.Parameter | None, copy: nn.Parameter | None, layout: Layout):
@@ -50,7 +46,7 @@ class TiedEmbedding:
 
     @property
     def trained_copy(self) -> nn.Parameter | None:
-        """The head's weight, if this rank has it and trains it; else None."""
+        """The head's weight, if this rank has and trains it."""
         return self.copy if self.copy is not None and self.copy.requires_grad else None
 
     @torch.no_grad()
@@ -66,20 +62,17 @@ class TiedEmbedding:
 
 
 def tied_embedding(parts: Sequence[Any], layout: Layout) -> TiedEmbedding:
-    """The two copies of a tied embedding, as far as this rank's stages have them."""
+    """Returns the copies of a tied embedding in this rank's stages."""
     embeddings = [part.model.embed_tokens.weight for part in parts if part.model.embed_tokens is not None]
     heads = [part.lm_head.weight for part in parts if part.lm_head is not None]
     return TiedEmbedding(next(iter(embeddings), None), next(iter(heads), None), layout)
 
 
 def local_square_norm(parameters: Iterable[nn.Parameter], layout: Layout) -> Tensor:
-    """This rank's part of the squared global gradient norm, such that the sum over all ranks is the square.
+    """Returns this rank's summand of the squared global gradient norm, a float64 scalar on the layout's device.
 
-    A stage's parameter is held by all ranks of that stage together: as shards, as copies, or both. So the local square
-    is divided by the number of copies, ranks of the stage / shards.
-
-    Returns:
-        A float64 scalar on the layout's device.
+    The ranks of a stage together hold each of its parameters, as shards, replicas, or both. So the local square is
+    divided by the number of replicas, ranks of the stage / shards.
     """
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in parameters:

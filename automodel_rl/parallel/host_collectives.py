@@ -1,4 +1,4 @@
-"""Small gloo collectives on the host, for the few numbers and objects of a step."""
+"""Small gloo collectives on the host, for a step's few numbers and objects."""
 
 import itertools
 import pickle
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def from_last_stage(value: Any, layout: Layout) -> Any:
-    """The object of the last stage, on every stage of its data rank. An outsider keeps its own."""
+    """Returns the last stage's object on every stage of its data rank. An outsider keeps its own."""
     if layout.parallel.pp == 1 or layout.is_outsider:
         return value
     box = [value]
@@ -25,7 +25,7 @@ def from_last_stage(value: Any, layout: Layout) -> Any:
 
 
 def share_with_outsiders(value: T, layout: Layout) -> T:
-    """The object that all ranks of the component have, on its outsiders, too. What outsiders give is not read."""
+    """Sends the object shared by the component's ranks to its outsiders, whose own is ignored."""
     if layout.outsiders_control is None:
         return value
     box = [value]
@@ -34,7 +34,7 @@ def share_with_outsiders(value: T, layout: Layout) -> T:
 
 
 def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
-    """The tensor of the last stage, on every stage of its data rank and on that stage's device."""
+    """Returns the last stage's tensor on every stage of its data rank, on that stage's device."""
     kind = from_last_stage(None if tensor is None else (tensor.shape, tensor.dtype), layout)
     if tensor is None:
         tensor = torch.empty(kind[0], dtype=kind[1], device=layout.device)
@@ -45,12 +45,13 @@ def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
 
 @dataclass(frozen=True)
 class TreePlace:
-    """A rank's place in a binomial tree of a group's ranks. Behind a child are the ranks from it up to the next child.
+    """A rank's node in a binomial tree of a group's ranks. The subtree of a child holds the ranks from it up to the
+    next child.
 
     Attributes:
-        children: the ranks of the group that send to this one, those with fewest ranks behind them first.
+        children: the ranks that send to this one, smallest subtree first.
         parent: the rank that it sends to; None for rank 0.
-        end: the rank after the last one behind this rank.
+        end: one past the last rank of this subtree.
     """
 
     children: tuple[int, ...]
@@ -67,20 +68,15 @@ class TreePlace:
 
     @property
     def branches(self) -> list[tuple[int, int]]:
-        """Each child, and the rank after the last one behind it."""
+        """Each child, and one past the last rank of its subtree."""
         return [*zip(self.children, (*self.children[1:], self.end), strict=False)]
 
 
 def combine(tensor: Tensor, group: dist.ProcessGroup, how: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:
-    """Combines a small tensor on the host over the ranks of a gloo group, in place, for all of them. A collective.
+    """Combines a small, contiguous host tensor over a gloo group in place, on all of its ranks. A collective.
 
-    Numbers go up and down a binomial tree: 2 log2(n) messages lie one behind the other, and a rank talks to log2(n)
-    others at most. gloo's own sums go around a ring of all ranks, with 2 (n - 1) messages.
-
-    Args:
-        tensor: contiguous, of one shape and dtype on all ranks.
-        group: the group.
-        how: combines the numbers of two ranks; in the order of ranks.
+    Numbers go up and down a binomial tree: 2 log2(n) successive messages, and at most log2(n) peers per rank. gloo's
+    own sums take 2 (n - 1) messages around a ring. `how` combines two ranks' numbers, in the order of ranks.
     """
     place = TreePlace.of(group.rank(), group.size())
     for child in place.children:
@@ -91,45 +87,28 @@ def combine(tensor: Tensor, group: dist.ProcessGroup, how: Callable[[Tensor, Ten
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The numbers of all ranks of a gloo group, [n, k], rank 0's first. A collective along the same tree.
-
-    Args:
-        own: this rank's numbers on the host, [k]; as many on all ranks.
-        group: the group.
-    """
+    """Gathers host numbers [k] of all ranks of a gloo group to [n, k], rank 0's first. A collective along the same
+    tree."""
     lengths = [len(own)] * group.size()
     return _gather(own, lengths, group).view(group.size(), len(own))
 
 
 def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """The objects of all ranks of a gloo group, rank 0's first. A collective along the same tree.
-
-    Args:
-        value: anything that can be pickled; tensors are on the host.
-        group: the group.
-    """
+    """Gathers picklable objects (tensors on the host) of all ranks of a gloo group, rank 0's first. A collective
+    along the same tree."""
     return [_unpickled(piece) for piece in gather_pieces(_pickled(value), group)]
 
 
 def gather_pieces(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """The bytes of all ranks of a gloo group, rank 0's first. A collective along the same tree.
-
-    Args:
-        own: this rank's bytes on the host, uint8 [k]; any number on each rank.
-        group: the group.
-    """
+    """Gathers bytes, uint8 [k] on the host, of all ranks of a gloo group, rank 0's first; k may differ. A collective
+    along the same tree."""
     lengths = gather_rows(torch.tensor([len(own)]), group).flatten().tolist()
     return _gather(own, lengths, group).split(lengths)
 
 
 def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T] | None:
-    """The objects of all ranks of a gloo group on its rank 0, and None on the others. A collective along the same tree,
-    for what would be too much for all ranks to have.
-
-    Args:
-        value: anything that can be pickled; tensors are on the host.
-        group: the group.
-    """
+    """Gathers picklable objects on rank 0 of a gloo group, for data too large for all ranks; the others get None. A
+    collective along the same tree."""
     rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
     pieces = [_pickled(value)]
     for child, end in place.branches:
@@ -142,12 +121,8 @@ def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T] | None:
 
 
 def scatter_from_first(values: Sequence[T] | None, group: dist.ProcessGroup) -> T:
-    """This rank's object of those that rank 0 of a gloo group has, one for each rank. A collective along the same tree.
-
-    Args:
-        values: on rank 0, what can be pickled, by rank; None on the others.
-        group: the group.
-    """
+    """Returns this rank's element of rank 0's `values`, one picklable object per rank (None on other ranks). A
+    collective along the same tree."""
     rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
     if place.parent is None:
         assert values is not None
@@ -182,7 +157,7 @@ def _pickled(value: object) -> Tensor:
 
 
 def _gather(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """What all ranks have, in one row, of which each knows everybody's length."""
+    """Concatenates all ranks' tensors, whose lengths every rank knows."""
     rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
     starts = [0, *itertools.accumulate(lengths)]
     whole = own.new_empty(starts[-1])
@@ -194,7 +169,7 @@ def _gather(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Te
 
 
 def _hand_on(mine: Tensor, whole: Tensor, place: TreePlace, group: dist.ProcessGroup) -> None:
-    """Sends what this rank has of itself and those behind it up the tree, and gets the whole back down."""
+    """Sends this subtree's data up the tree, and receives the whole back."""
     if place.parent is not None:
         dist.send(mine, group=group, group_dst=place.parent)
     if group.size() > 1:
@@ -202,7 +177,7 @@ def _hand_on(mine: Tensor, whole: Tensor, place: TreePlace, group: dist.ProcessG
 
 
 def any_rank(flags: Sequence[bool], layout: Layout) -> list[bool]:
-    """Whether each flag is set on any rank; the same answers on every rank."""
+    """Returns whether each flag is set on any rank; the same on every rank."""
     votes = torch.tensor([int(flag) for flag in flags])
     combine(votes, layout.world_control, torch.maximum)
     return [bool(vote) for vote in votes.tolist()]

@@ -1,11 +1,11 @@
-"""The meshes of a component and the process groups that belong to them.
+"""Meshes of a component and their process groups.
 
-A model of one component has one layout, over all ranks of the job. Each component of a multimodal model has a layout
-of its own, over the same ranks or over other ones.
+A model of one component has one layout, over all ranks of the job. In a multimodal model each component has its own,
+over the same ranks or others.
 
-Every rank of the job has every layout. A rank that does not belong to a component is an outsider of its layout. An
-outsider of the language model has none of its parts and no microbatches. It takes part in the collectives of the whole
-job, and a leader sends it the results of each step.
+Every rank has every layout; outside of a component it is an outsider of its layout. An outsider of the language model
+has neither parts nor microbatches, but joins the collectives of the whole job, and receives each step's results from
+a leader.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from automodel_rl.launch.process_group import longest_wait
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES
 
 DENSE_AXES = ("pp", "dp_replicate", "fsdp", "tp")
-"""Axes of the mesh of most parameters. `fsdp` is dp_shard x cp: context-parallel ranks shard weights, too."""
+"""Mesh axes of most parameters. `fsdp` is dp_shard x cp: context-parallel ranks shard weights, too."""
 
 EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
-"""Axes of the mesh of expert weights, over the same ranks: ep_shard x ep is fsdp x tp."""
+"""Mesh axes of expert weights, over the same ranks: ep_shard x ep is fsdp x tp."""
 
 MESSAGES = ("activation", "gradient")
 """Kinds of messages between pipeline stages."""
@@ -40,21 +40,19 @@ class Layout:
     float64 and never queued behind the device's work.
 
     Attributes:
-        parallel: the sizes of the mesh axes.
-        device: the device on which this rank computes.
         mesh: the mesh with `DENSE_AXES`.
         expert_mesh: the mesh with `EXPERT_AXES`; None without expert parallelism.
         cp_group: the ranks that share a microbatch; None without context parallelism.
-        world_control: all ranks of the job, outsiders included.
+        world_control: all ranks of the job, including outsiders.
         stage_control: all ranks of this rank's stages.
         data_control: the data ranks of this rank's stage.
-        pp_control: the pipeline ranks of this rank's data rank, the one with the first stage first.
-        ends_group: for tied embeddings, the ranks of this data rank with the first and the last stage; None elsewhere.
-        message_groups: the pipeline ranks, once for each of `MESSAGES` and for senders at even and at odd pipeline
-            ranks; empty with one stage on a rank.
-        outsiders_control: all outsiders and `outsiders_leader`; None on other ranks, and if there are no outsiders.
-        outsiders_leader: the rank of the job that sends results to the outsiders. It has the last stage.
-        is_outsider: whether this rank is an outsider. Its groups over stages and data ranks then hold it alone.
+        pp_control: the pipeline ranks of this rank's data rank, first stage first.
+        ends_group: for tied embeddings, this data rank's ranks with the first and the last stage; None elsewhere.
+        message_groups: the pipeline ranks, once per kind in `MESSAGES` and parity of the sender's rank; empty with
+            one stage per rank.
+        outsiders_control: all outsiders and `outsiders_leader`; None on other ranks, or without outsiders.
+        outsiders_leader: the job's rank that sends results to outsiders; it has the last stage.
+        is_outsider: whether this rank is an outsider. Its groups over stages and data ranks then hold only itself.
     """
 
     parallel: ParallelConfig
@@ -79,14 +77,14 @@ class Layout:
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """The mesh over which expert weights are sharded besides ep."""
+        """The mesh that shards expert weights besides ep."""
         if self.expert_mesh is None:
             return self.fsdp_mesh
         names = ("dp_replicate", "ep_shard") if self.parallel.dp_replicate > 1 else "ep_shard"
         return self.expert_mesh[names]
 
     def group_of(self, axis: str) -> dist.ProcessGroup:
-        """The ranks along one of `DENSE_AXES` or `EXPERT_AXES`."""
+        """Returns the ranks along one of `DENSE_AXES` or `EXPERT_AXES`."""
         if axis in DENSE_AXES:
             return self.mesh.get_group(axis)
         assert self.expert_mesh is not None
@@ -111,7 +109,7 @@ class Layout:
 
     @property
     def data_share(self) -> DataShare:
-        """This rank's share in every global batch."""
+        """This rank's share of every global batch."""
         return DataShare(self.data_rank, self.parallel.num_data_ranks)
 
     @property
@@ -124,17 +122,17 @@ class Layout:
 
     @property
     def writes_for_stage(self) -> bool:
-        """Whether this rank stands for its stage where only one rank should write."""
+        """Whether this rank is the one that writes for its stage."""
         return not self.is_outsider and self.data_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
     def is_first_of_data_rank(self) -> bool:
-        """Whether this rank stands for its data rank where only one rank should write."""
+        """Whether this rank is the one that writes for its data rank."""
         return not self.is_outsider and self.pp_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
 
     @property
     def last_stage_rank(self) -> int:
-        """The rank with the last stage, as its index in the groups over stages."""
+        """Index of the rank with the last stage in groups over stages."""
         return 0 if SCHEDULES[self.parallel.schedule].is_v else self.parallel.pp - 1
 
     @property
@@ -150,7 +148,7 @@ class Layout:
         return self.parallel.world_size // self.parallel.pp
 
     def close(self) -> None:
-        """Destroys this layout's process groups, but not the job's own group. A collective of the job."""
+        """Destroys this layout's process groups, but not the job's own. A collective of the job."""
         meshes = [] if self.is_outsider else [self.mesh] + ([self.expert_mesh] if self.expert_mesh else [])
         groups = [group for mesh in meshes for group in mesh.get_all_groups()]
         groups += [self.world_control, self.stage_control, self.data_control, self.pp_control]
@@ -167,8 +165,8 @@ class Meshes:
 
     Attributes:
         language: the language model's layout; this rank may be an outsider there.
-        encoders: the layouts of the encoders by name; none for a model that reads text only.
-        components: the ranks and sizes of each component; None for a model of one component.
+        encoders: by name; empty for text models.
+        components: ranks and sizes per component; None for a model of one component.
     """
 
     language: Layout
@@ -184,14 +182,7 @@ class Meshes:
 def build_meshes(
     parallel: ParallelConfig, components: ComponentsConfig | None, device: torch.device, encoders: Sequence[str]
 ) -> Meshes:
-    """Builds the meshes of all components. A collective: every rank of the job calls it with the same sizes.
-
-    Args:
-        parallel: sizes of the language model's mesh axes.
-        components: ranks and sizes of each component; by default all are on all ranks.
-        device: the device on which this rank computes.
-        encoders: the names of the model's encoders.
-    """
+    """Builds the layouts of all components. A collective: every rank of the job calls it with the same sizes."""
     if not encoders:
         return Meshes(build_layout(parallel, device))
     components = components or one_layout(parallel, encoders)
@@ -201,13 +192,8 @@ def build_meshes(
 
 
 def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence[int] | None = None) -> Layout:
-    """Builds the meshes and groups of a component. A collective: every rank of the job calls it with the same sizes.
-
-    Args:
-        parallel: sizes of the mesh axes.
-        device: the device on which this rank computes.
-        ranks: the ranks of the job that have the component; by default all.
-    """
+    """Builds a component's meshes and groups. A collective: every rank of the job calls it with the same sizes.
+    `ranks` are those with the component; by default all."""
     everyone = range(dist.get_world_size())
     members = list(everyone if ranks is None else ranks)
     outsiders = [rank for rank in everyone if rank not in members]
@@ -246,11 +232,10 @@ def _mesh(device: torch.device, ranks: torch.Tensor, names: tuple[str, ...]) -> 
 
 
 def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tuple[str, int], dist.ProcessGroup]:
-    """Groups in which a message waits only for earlier messages of the same kind, sender and receiver.
+    """Creates groups in which a message waits only for earlier messages of the same kind, sender and receiver.
 
-    NCCL runs the messages of a group one after the other. With several stages on a rank, a receive would hold up sends
-    that another rank needs first. At pp 4 with 2 stages on each rank and 8 microbatches that cost 12 points of bubble
-    (benchmarks/README.md). Schedules with one stage on a rank send and receive in one call, which takes one group.
+    NCCL runs a group's messages in order. With several stages per rank, a receive would delay sends that another rank
+    needs first: at pp 4 with 2 stages per rank and 8 microbatches, 12 points of bubble (benchmarks/README.md).
     """
     groups = {}
     for message in MESSAGES:
@@ -258,7 +243,7 @@ def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tup
             group = own_group(by_stage)
             if group is None:  # an outsider
                 continue
-            # All members connect now: the first message has two of them only, and NCCL would wait for the others.
+            # Connects all members: the first message involves only two, and NCCL would wait for the rest.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             groups[message, parity] = group
     return groups
@@ -271,7 +256,7 @@ def _control_group(groups: list[list[int]]) -> dist.ProcessGroup:
 
 
 def own_group(groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup | None:
-    """Creates all groups, as every rank must, and returns the one that holds this rank; None if none does."""
+    """Creates all groups, as every rank must, and returns the one with this rank; None if there is none."""
     own = None
     for members in groups:
         group = dist.new_group(members, backend=backend, timeout=longest_wait())

@@ -1,4 +1,4 @@
-"""Weights over ranks: the box of the whole tensor that a rank holds, and how FSDP2 wraps a part."""
+"""Sharded weights: the box of a whole tensor that a rank holds, and FSDP2 wrapping of a part."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -17,18 +17,18 @@ from automodel_rl.parallel.collectives import all_gather
 from automodel_rl.parallel.layout import Layout
 
 Box = tuple[slice, ...]
-"""A part of a tensor: its start and end in every dim."""
+"""A part of a tensor: start and end in every dim."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, with a gradient that flows back into it; any other tensor as it is."""
+    """Returns this rank's shard of a DTensor, differentiably; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_box(tensor: Tensor) -> Box:
-    """The part of the whole tensor that this rank holds.
+    """Returns the part of the whole tensor that this rank holds.
 
-    The inner axis (tp, ep) cuts first. FSDP cuts what is left along dim 0, as torch.chunk does.
+    The inner axis (tp, ep) cuts first; FSDP then cuts along dim 0, as torch.chunk does.
     """
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
@@ -36,18 +36,18 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """The box in which two boxes of a tensor overlap; None if they do not."""
+    """Returns the intersection of two boxes; None if empty."""
     met = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True))
     return met if all(part.start < part.stop for part in met) else None
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """A box in the indices of an outer box that holds it."""
+    """Returns a box in the indices of an enclosing box."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(box, outer, strict=True))
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
-    """The mesh axes that cut a tensor, outer first; none if every rank holds the whole."""
+    """Returns the mesh axes that cut a tensor, outer first; none if every rank holds the whole."""
     if not isinstance(tensor, DTensor):
         return ()
     placed = zip(_axis_names(tensor), tensor.placements, strict=True)
@@ -55,7 +55,7 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
 
 
 def boxes_of_ranks(tensor: Tensor) -> list[Box]:
-    """The boxes that make up the whole tensor: one for each rank along `sharded_axes`, the inner axis fastest."""
+    """Returns the boxes that make up the whole tensor: one per rank along `sharded_axes`, the inner axis fastest."""
     if not isinstance(tensor, DTensor):
         return [local_box(tensor)]
     sizes = [
@@ -66,7 +66,7 @@ def boxes_of_ranks(tensor: Tensor) -> list[Box]:
 
 
 def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """The box of the rank at a coordinate of the tensor's mesh."""
+    """Returns the box of the rank at a coordinate of the tensor's mesh."""
     box = [slice(0, size) for size in tensor.shape]
     for axis in reversed(range(tensor.device_mesh.ndim)):
         placement: Any = tensor.placements[axis]
@@ -77,7 +77,7 @@ def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
 
 
 def give_storage(parameter: nn.Parameter, device: torch.device) -> None:
-    """Gives a parameter uninitialised storage on a device. It works in place, for tied modules share the parameter."""
+    """Allocates a parameter on a device in place, since tied modules share it."""
     local = torch.empty_like(local_tensor(parameter.detach()), device=device)
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(
@@ -93,12 +93,7 @@ def give_storage(parameter: nn.Parameter, device: torch.device) -> None:
 
 @torch.no_grad()
 def gather_whole(tensor: Tensor, layout: Layout) -> Tensor:
-    """The whole of a (sharded) tensor, on all ranks of its mesh. A collective.
-
-    Args:
-        tensor: a tensor of which this rank holds a shard or all.
-        layout: this rank's place.
-    """
+    """Returns the whole of a (sharded) tensor on all ranks of its mesh. A collective."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     whole = tensor.to_local()
@@ -112,11 +107,9 @@ class Cut:
     """One mesh axis along which a tensor is cut, as torch.chunk cuts.
 
     Attributes:
-        axis: the name of the axis.
-        dim: the dim of the tensor that is cut.
         size: size of this dim before the cut.
         count: number of ranks along the axis.
-        index: this rank's place along the axis.
+        index: this rank's index along the axis.
     """
 
     axis: str
@@ -127,7 +120,7 @@ class Cut:
 
     @property
     def longest(self) -> int:
-        """Size of the first rank's piece; no rank has more."""
+        """Size of the first and largest piece."""
         return -(-self.size // self.count)
 
     @property
@@ -136,21 +129,21 @@ class Cut:
         return _chunk(slice(0, self.size), self.count, self.index)
 
     def padded(self, tensor: Tensor, length: int) -> Tensor:
-        """A piece with the dim of the cut moved to the front, and filled up with 0 to a length."""
+        """Returns a piece with the cut dim moved to the front and zero-padded to a length."""
         own = tensor.movedim(self.dim, 0)
         return torch.cat([own, own.new_zeros(length - len(own), *own.shape[1:])])
 
     def joined(self, pieces: Tensor) -> Tensor:
-        """The tensor that is whole along the dim, from the padded pieces of all ranks, one after the other."""
+        """Returns the tensor that is whole along the dim, from the concatenated padded pieces of all ranks."""
         return pieces[: self.size].movedim(0, self.dim)
 
     def gather(self, piece: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The pieces of all ranks along the axis, joined. A collective of these ranks."""
+        """Joins the pieces of all ranks along the axis. A collective of these ranks."""
         return self.joined(all_gather(self.padded(piece, self.longest), group))
 
 
 def cuts_of(tensor: DTensor) -> list[Cut]:
-    """The cuts of a tensor, in the order in which they are made: the inner axis first."""
+    """Returns the cuts of a tensor in the order in which they apply: the inner axis first."""
     mesh, sizes, coordinate = tensor.device_mesh, list(tensor.shape), _coordinate(tensor)
     cuts = []
     for axis in reversed(range(mesh.ndim)):
@@ -163,7 +156,7 @@ def cuts_of(tensor: DTensor) -> list[Cut]:
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters grouped by the mesh that they are sharded over: torch's foreach kernels take one mesh at a time."""
+    """Groups parameters by mesh: torch's foreach kernels accept only one mesh at a time."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -172,7 +165,7 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def num_shards(tensor: Tensor) -> int:
-    """Number of ranks over which a tensor is cut; 1 for a copy."""
+    """Returns the number of ranks over which a tensor is cut; 1 if replicated."""
     shards = 1
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):
@@ -181,12 +174,12 @@ def num_shards(tensor: Tensor) -> int:
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Puts a DTensor, cut along `dim` over a one-axis mesh, in place of a parameter. Neither has storage."""
+    """Replaces a parameter by a DTensor cut along `dim` over a one-axis mesh. Neither has storage."""
     parameter = dict(module.named_parameters(recurse=False)).get(name)
-    if parameter is None or isinstance(parameter, DTensor):  # no bias, or shared with a module that came before
+    if parameter is None or isinstance(parameter, DTensor):  # no bias, or shared with an earlier module
         return
     shape = list(parameter.shape)
-    assert shape[dim] % mesh.size() == 0, f"{name} {shape} over {mesh.size()}"  # the table has refused it
+    assert shape[dim] % mesh.size() == 0, f"{name} {shape} over {mesh.size()}"  # the support table has rejected others
     shape[dim] //= mesh.size()
     local = torch.empty(shape, dtype=parameter.dtype, device="meta")
     whole = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
@@ -199,10 +192,9 @@ class Unit:
 
     Attributes:
         module: the module; units inside of it come first.
-        mesh: the mesh over which its weights are sharded and, with replicas, copied.
-        policy: their precision.
-        is_first: whether its backward does not need its weights, as that of an embedding.
-        is_last: whether its backward follows right after its forward, so that its weights stay gathered in between.
+        mesh: the mesh that shards its weights and, with replicas, copies them.
+        is_first: whether its backward does not need its weights, as an embedding's.
+        is_last: whether its backward directly follows its forward, so that weights stay gathered in between.
     """
 
     module: nn.Module
@@ -213,15 +205,14 @@ class Unit:
 
 
 def wrap_fsdp(units: Iterable[Unit], *, reshards: bool) -> None:
-    """Makes FSDP units of modules. The last one is the part, with what no other unit holds.
+    """Makes FSDP units of modules. The last one is the part, with the remaining weights.
 
-    Frozen weights that a single rank holds stay as they are: FSDP would gather a copy of them. Gradients are summed,
-    not averaged: losses are divided by global counts before the backward.
+    Frozen weights held by a single rank are skipped: FSDP would copy them to gather. Gradients are summed, not
+    averaged: losses are divided by global counts before the backward.
 
     Args:
-        units: the units, inner ones first; at least one.
-        reshards: whether a unit lets go of its gathered weights after its forward. Else they stay gathered over the
-            microbatches of a step: one all-gather a step instead of two for each microbatch.
+        reshards: whether a unit frees its gathered weights after its forward. Otherwise they stay gathered over a
+            step's microbatches: one all-gather per step instead of two per microbatch.
     """
     for unit in units:
         whole: set[nn.Parameter] = set()
@@ -240,22 +231,21 @@ def wrap_fsdp(units: Iterable[Unit], *, reshards: bool) -> None:
 
 
 def sum_fsdp_gradients(part: nn.Module) -> None:
-    """Makes every FSDP unit of a part sum gradients instead of averaging them."""
+    """Makes a part's FSDP units sum gradients instead of averaging them."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
 def begin_backward(part: Any, is_last: bool, *, reduces: bool, reshards: bool) -> None:
     """Prepares the next backward of a part.
 
     Args:
-        part: a part that FSDP wraps.
-        is_last: whether it is the last backward of a step, which always reduces and reshards.
-        reduces: whether the backward reduces gradients over the ranks that share weights, and adds them to the shards'
-            sums. Else they are added up on each rank. Copies of shards are added in the last backward only.
-        reshards: whether each unit lets go of its gathered weights after its backward.
+        is_last: whether it is a step's last backward, which always reduces and reshards.
+        reduces: whether the backward reduces gradients over the ranks that share weights, adding them to the shards'
+            sums. Otherwise they accumulate on each rank. Replicas of shards are reduced in the last backward only.
+        reshards: whether each unit frees its gathered weights after its backward.
     """
     part.set_requires_gradient_sync(is_last or reduces)
     part.set_requires_all_reduce(is_last)
@@ -264,8 +254,8 @@ def begin_backward(part: Any, is_last: bool, *, reduces: bool, reshards: bool) -
 
 
 def release_gathered(part: nn.Module) -> None:
-    """Releases weights that a forward without backward has gathered. They would stay the same when the next optimizer
-    step changes the shards."""
+    """Frees weights gathered by a forward without backward. They would be stale once the next optimizer step changes
+    the shards."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -273,15 +263,8 @@ def release_gathered(part: nn.Module) -> None:
 
 @torch.no_grad()
 def abandon_step(part: Any) -> None:
-    """Puts the FSDP units of a part back to their state before a step that failed midway: weights sharded, no
-    gradients, no hook in the middle of its work.
-
-    Without it, the part would keep gathered weights whose memory is freed, and the next step would add to the gradients
-    of this one.
-
-    Args:
-        part: a part that FSDP wraps.
-    """
+    """Resets a part's FSDP units after a step that failed midway. Otherwise they would keep gathered weights whose
+    memory is freed, and the next step would add to this one's gradients."""
     begin_backward(part, is_last=True, reduces=True, reshards=True)
     for module in part.modules():
         if isinstance(module, FSDPModule):
@@ -292,14 +275,14 @@ def abandon_step(part: Any) -> None:
 
 def _axis_names(tensor: DTensor) -> tuple[str, ...]:
     names = tensor.device_mesh.mesh_dim_names
-    assert names is not None  # all our meshes have them
+    assert names is not None  # set on all our meshes
     return names
 
 
 def _coordinate(tensor: DTensor) -> list[int]:
-    """This rank's place on the axes of a tensor's mesh."""
+    """Returns this rank's coordinate on a tensor's mesh."""
     coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None  # a rank only has tensors of meshes that it belongs to
+    assert coordinate is not None  # a rank only has tensors of its own meshes
     return list(coordinate)
 
 

@@ -1,8 +1,8 @@
-"""Tensor parallelism: attention heads, MLP columns and the vocabulary of a part split over ranks.
+"""Tensor parallelism: a part's attention heads, MLP columns and vocabulary split over ranks.
 
 It follows Megatron-LM (Shoeybi et al., arXiv:1909.08053) and, for sequence parallelism, Korthikanti et al.
-(arXiv:2205.05198). transformers' own plan for the model says which layers split, and how. Weights are DTensors, for
-FSDP, checkpoints and exports. The computation is on plain local tensors, with the collectives written out.
+(arXiv:2205.05198), with the layers in transformers' own plan for the model. Weights are DTensors, for FSDP,
+checkpoints and exports; computation uses plain local tensors with explicit collectives.
 """
 
 import copy
@@ -24,51 +24,49 @@ from automodel_rl.parallel.collectives import AllGatherCP, CopyToTP, ScatterSum,
 from automodel_rl.parallel.sharding import local_tensor, shard_parameter
 
 COLUMNS, ROWS, REPLICATED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""Styles of transformers' plans that this package follows. REPLICATED: the same weight on all ranks, which use it for
-different heads."""
+"""Supported styles of transformers' plans. REPLICATED: the same weight on all ranks, applied to different heads."""
 
 BY_HEADS = "by_heads"
-"""A norm, or a parameter such as sinks, whose first dim has an entry for each head."""
+"""A norm, or a parameter such as sinks, with one entry per head in its first dim."""
 
 WIDE_NORM = "wide_norm"
 """An RMSNorm over all heads of a token."""
 
 FUSED, FUSED_HEADS, FUSED_STATES = "fused_columns", "fused_heads", "fused_states"
 FUSED_THREE, FUSED_CHANNELS, FUSED_STATE_SPACE = "fused_three", "fused_channels", "fused_state_space"
-"""Linear layers whose outputs are two; queries, keys and values of attention, or of linear attention; those of an
-encoder's attention, with as many heads for each; three for each channel; or gates, values, keys, queries and steps of a
-state space. Every rank keeps the whole weight, because files hold it as one tensor, and uses its rows of each
-section."""
+"""Linear layers with fused outputs: two halves; queries, keys and values of attention, or of linear attention; an
+encoder's queries, keys and values, with equally many heads; three per channel; or a state space's gates, values,
+keys, queries and steps. Every rank keeps the whole weight, since files hold it as one tensor, and uses its rows of
+each section."""
 
 
 @dataclass(frozen=True)
 class Sections:
-    """Sections of rows that ranks share.
+    """Sections of rows that are shared out over ranks.
 
     Attributes:
         rows: number of rows of each section.
-        shared: the sections of which every rank has all rows.
+        shared: indices of sections that every rank has whole.
     """
 
     rows: tuple[int, ...]
     shared: tuple[int, ...] = ()
 
     def within(self, start: int, stop: int) -> "Sections":
-        """Some of the sections: from a first one up to a last one, which is left out."""
+        """Returns the sections from `start` up to, but not including, `stop`."""
         return Sections(self.rows[start:stop], tuple(n - start for n in self.shared if start <= n < stop))
 
     def of_rank(self, size: int) -> "Sections":
-        """The sections of one of the ranks."""
+        """Returns the sections of one of `size` ranks."""
         rows = (count if n in self.shared else count // size for n, count in enumerate(self.rows))
         return Sections(tuple(rows), self.shared)
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a rank enters and leaves the split blocks of a layer. Without a group, nothing happens.
+    """How a rank enters and leaves the split blocks of a layer; without a group, the identity.
 
     Attributes:
-        group: the ranks that split each layer.
         sequence_parallel: whether ranks keep [1, t / tp, H] instead of [1, t, H] between blocks.
     """
 
@@ -101,19 +99,16 @@ def split_part(
     splits_head: bool,
     partial_adapters: Sequence[tuple[nn.Module, str]] = (),
 ) -> list[tuple[nn.Module, str]]:
-    """Splits a part's layers, embedding and head, without storage yet, and sets their forwards.
+    """Splits a part's layers, embedding and head, still without storage, and replaces their forwards.
 
     Args:
-        part: a causal language model or a part of one.
-        plan: pattern of a module's or parameter's name below `model` -> how it is split.
-        mesh: the mesh of the tp ranks.
-        how: how blocks are entered and left.
+        plan: pattern of a module's or parameter's name below `model` -> style.
         scales_embedding: whether the embedding multiplies by its `embed_scale`.
-        splits_head: whether the head is the vocabulary's; a linear one stays whole, and ranks share its gradient.
-        partial_adapters: whole adapters, as (module, name), for which each rank's gradient is only a summand.
+        splits_head: whether the head is the vocabulary's. A linear one stays whole, and ranks share its gradient.
+        partial_adapters: whole adapters, as (module, name), whose gradient on each rank is only a summand.
 
     Returns:
-        Parameters, as (module, name), for which each rank's gradient is only a summand.
+        Parameters, as (module, name), whose gradient on each rank is only a summand.
     """
     partial = split_linears(part, styles_of(plan), mesh, how, partial_adapters)
     if part.model.embed_tokens is not None:
@@ -137,11 +132,7 @@ def split_part(
 
 
 def styles_of(plan: dict[str, str]) -> Callable[[str], str | None]:
-    """Gives how a module or parameter is split, by its name in a part; None for one that is not.
-
-    Args:
-        plan: pattern of a name below `model` -> how it is split.
-    """
+    """Returns a function from a name in a part to its style in the plan; None if it is not split."""
     return lambda name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.removeprefix("model.")))
 
 
@@ -152,17 +143,13 @@ def split_linears(
     how: TensorParallel,
     partial_adapters: Sequence[tuple[nn.Module, str]] = (),
 ) -> list[tuple[nn.Module, str]]:
-    """Splits linear layers, without storage yet, and sets their forwards.
+    """Splits linear layers, still without storage, and replaces their forwards.
 
     Args:
-        part: the part that holds the layers.
-        style_of: gives how a module is split, by its name in the part; None for one that is not.
-        mesh: the mesh of the tp ranks.
-        how: how the blocks of these layers are entered and left.
-        partial_adapters: as for `split_part`.
+        style_of: returns the style of a module by its name in the part; None if it is not split.
 
     Returns:
-        Parameters, as (module, name), for which each rank's gradient is only a summand.
+        Parameters, as (module, name), whose gradient on each rank is only a summand.
     """
     assert how.group is not None
     partial = [*partial_adapters]
@@ -207,11 +194,8 @@ def split_linears(
 
 
 def _check_styles(name: str, block: nn.Module, known: set[nn.Parameter]) -> None:
-    """Every parameter of a split block is split or known to be whole: a forgotten one would get a part of its gradient.
-
-    Raises:
-        RuntimeError: one is not.
-    """
+    """Raises RuntimeError unless every parameter of a split block is split or known to be whole: one missing from the
+    plan would get only part of its gradient."""
     for key, parameter in block.named_parameters():
         if not isinstance(parameter, DTensor) and parameter not in known:
             raise RuntimeError(
@@ -235,12 +219,11 @@ def _enter(how: TensorParallel) -> Any:
 
 
 Part = Callable[[Tensor], Tensor]
-"""Gives what a rank uses of a tensor."""
+"""Returns a rank's part of a tensor."""
 
 
 def _plain_product(linear: nn.Linear, hidden: Tensor, bias: Tensor | None = None, own: Part = local_tensor) -> Tensor:
-    """Tokens times a rank's own part of the weight. A weight in few bits has a product of its own
-    (few_bits/linear.py)."""
+    """Multiplies tokens by a rank's part of the weight. Quantized weights use another product (few_bits/linear.py)."""
     return F.linear(hidden, own(linear.weight), bias)
 
 
@@ -270,20 +253,15 @@ def _sections_of_states(_: nn.Module, linear_attention: Any, __: int) -> Section
 
 
 def sections_of_state_space(state_space: Any, tp: int) -> Sections:
-    """Rows of gates, values, keys, queries and steps of a state space. Heads share keys and queries in groups; if there
-    are too few groups, every rank has all.
-
-    Args:
-        state_space: transformers' module.
-        tp: number of ranks.
-    """
+    """Returns the rows of a state space's gates, values, keys, queries and steps. Heads share keys and queries in
+    groups; if `tp` does not divide the groups, every rank has all."""
     width, states = state_space.intermediate_size, state_space.n_groups * state_space.ssm_state_size
     shared = () if state_space.n_groups % tp == 0 else (2, 3)
     return Sections((width, width, states, states, state_space.num_heads), shared)
 
 
 def _sections_of_heads(_: nn.Module, attention: Any, tp: int) -> Sections:
-    """Rows of queries, keys and values. The block itself is told how many heads a rank has, for it cuts by them."""
+    """Rows of queries, keys and values. Also sets a rank's head counts on the block, which splits by them."""
     queries, keys = (
         count * attention.head_dim for count in (attention.config.num_attention_heads, attention.num_key_value_heads)
     )
@@ -294,7 +272,7 @@ def _sections_of_heads(_: nn.Module, attention: Any, tp: int) -> Sections:
 
 
 def _thirds(linear: Any, attention: Any, tp: int) -> Sections:
-    """Rows of queries, keys and values of an encoder. Its attention is told how many heads a rank has."""
+    """Rows of an encoder's queries, keys and values. Also sets a rank's head count on its attention."""
     attention.num_heads //= tp
     return Sections((len(linear.weight) // 3,) * 3)
 
@@ -311,7 +289,7 @@ SECTIONS = {
 
 
 def own_rows(whole: Tensor, sections: Sections, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of each section of a tensor that is whole on every rank."""
+    """Returns this rank's rows of each section of a tensor that is whole on every rank."""
     pieces = enumerate(whole.split(sections.rows))
     own = [p if n in sections.shared else p.chunk(group.size())[group.rank()] for n, p in pieces]
     return torch.cat(own)
@@ -331,8 +309,8 @@ def _own_weight_forward(norm: Any, *inputs: Tensor) -> Tensor:
 
 
 def _wide_norm_forward(group: dist.ProcessGroup) -> Any:
-    """RMSNorm over columns that are split: squares are summed over the ranks, in fp32 as in transformers. A gate
-    multiplies before it."""
+    """RMSNorm over split columns: squares are summed over ranks in fp32, as in transformers. A gate multiplies
+    first."""
 
     def forward(norm: Any, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
         wide = hidden.to(torch.float32)
@@ -352,7 +330,7 @@ def _embedding_forward(how: TensorParallel, scales: bool) -> Any:
         weight = local_tensor(embedding.weight)
         places = input_ids - how.group.rank() * len(weight)
         own = (places >= 0) & (places < len(weight))
-        # nn.Embedding gives the padding token no gradient.
+        # As in nn.Embedding, the padding token gets no gradient.
         trained = own if embedding.padding_idx is None else own & (input_ids != embedding.padding_idx)
         found = F.embedding(places.where(own, 0), weight)
         found = torch.where(trained[..., None], found, found.detach() * own[..., None])

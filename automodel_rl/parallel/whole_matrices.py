@@ -1,7 +1,7 @@
-"""Applies a function of whole matrices to shards: every matrix is put together on one rank, and cut again.
+"""Applies a function of whole matrices to sharded ones: each matrix is assembled on one rank and cut again.
 
-The ranks along the outer axis that cuts the matrices do as many matrices at once, one each. So no rank holds more than
-one whole matrix, and nothing is computed twice. Shards travel there in one all-to-all and back in another.
+The ranks along the outer sharded axis process as many matrices at once, one each, so no rank holds more than one
+whole matrix, and nothing is computed twice. Shards are exchanged in one all-to-all each way.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from automodel_rl.parallel.collectives import all_to_all
 from automodel_rl.parallel.sharding import Cut, cuts_of
 
 Work = Callable[[Tensor], Tensor]
-"""A function of a matrix [m, n], or of a stack of matrices [k, m, n], that gives the same shape and dtype."""
+"""A function of a matrix [m, n], or of a stack of matrices [k, m, n], that preserves shape and dtype."""
 
 GroupOf = Callable[[str], dist.ProcessGroup]
-"""Gives the ranks along a mesh axis by its name: `Layout.group_of`. torch's meshes may return groups that are gone."""
+"""Returns the ranks along a named mesh axis, as `Layout.group_of`. torch's meshes may return destroyed groups."""
 
 
 def on_whole_matrices(
@@ -29,17 +29,13 @@ def on_whole_matrices(
     parameters: Iterable[nn.Parameter],
     group_of: GroupOf,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """This rank's shards of the results of a function of whole matrices. A collective of the parameters' ranks.
+    """Yields every parameter, in any order, with this rank's shard of the function's result. A collective of the
+    parameters' ranks.
 
     Args:
-        work: the function.
-        shard_of: gives this rank's shard of the matrix that belongs to a parameter; all shards have one dtype.
-        parameters: matrices and stacks of them, the same on all ranks and in the same order. Stacks are cut only
-            between matrices, so each rank works on its own part of them.
-        group_of: the groups of the parameters' layout.
-
-    Returns:
-        Every parameter and this rank's shard of its result, in any order.
+        shard_of: returns this rank's shard of a parameter's matrix; all shards have the same dtype.
+        parameters: matrices and stacks, the same on all ranks in the same order. Stacks are sharded only between
+            matrices, so each rank processes its own.
     """
     split: dict[str, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -51,14 +47,14 @@ def on_whole_matrices(
         yield parameter, work(shard) if shard.numel() else shard
     for axis, members in split.items():
         size = group_of(axis).size()
-        # The matrices of a batch are of about one size, for the ranks wait for each other.
+        # Batches of similar sizes, since the ranks wait for each other.
         by_size = iter(sorted(members, key=lambda parameter: parameter.numel(), reverse=True))
         while batch := list(itertools.islice(by_size, size)):
             yield from zip(batch, _of_batch(work, [shard_of(p) for p in batch], batch, group_of), strict=True)
 
 
 def _of_batch(work: Work, shards: list[Tensor], parameters: Sequence[Any], group_of: GroupOf) -> Iterator[Tensor]:
-    """This rank's shards of the results of one batch. Rank i along the outer axis does the i-th matrix."""
+    """Yields this rank's shards of a batch's results. Rank i along the outer axis processes the i-th matrix."""
     outer = [cuts_of(parameter)[-1] for parameter in parameters]
     group = group_of(outer[0].axis)
     rank, nobody = group.rank(), [0] * (group.size() - len(parameters))
@@ -78,7 +74,7 @@ def _of_batch(work: Work, shards: list[Tensor], parameters: Sequence[Any], group
 
 
 def _whole(work: Work, matrix: Tensor, inner: list[Cut], group_of: GroupOf) -> Tensor:
-    """The result for a matrix that is whole along the outer axis. Inner axes are gathered first and cut again."""
+    """Processes a matrix that is whole along the outer axis: gathers the inner axes first and cuts them again."""
     for cut in reversed(inner):
         matrix = cut.gather(matrix, group_of(cut.axis))
     result = work(matrix)

@@ -1,1 +1,1 @@
-"""The policy as a program sees it: rows in, results in their order. One program leads; all ranks answer its calls."""
+"""Policies: a single program passes rows and gets results in row order, while all ranks serve its calls."""

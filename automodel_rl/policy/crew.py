@@ -1,8 +1,8 @@
-"""Remote calls: a program in one process calls methods on all ranks. `TreeCrew` is the crew of a job that torchrun, our
-launcher or Ray started; its program runs on rank 0.
+"""Remote calls: a program in one process calls methods on all ranks. `TreeCrew` is for jobs started by torchrun, our
+launcher or Ray; its program runs on rank 0.
 
-A call travels from rank to rank in a binomial tree, and so do the answers: rank 0 talks to the ranks 1, 2, 4, 8 and so
-on, each of which talks to those behind it. Each part of the tree gets the shares of its own data ranks and no others.
+Calls and answers travel along a binomial tree: rank 0 exchanges messages with ranks 1, 2, 4, 8 and so on, and each
+of these with the ranks behind it. A subtree receives only the shares of its own data ranks.
 """
 
 import abc
@@ -26,25 +26,24 @@ from automodel_rl.parallel.layout import Layout
 from automodel_rl.policy.shares import Share
 
 REFUSALS = (InputError, RolloutError, TrainingDivergedError)
-"""Errors that ranks raise without changing their state. They then take the next call; any other error ends them."""
+"""Errors that ranks raise without changing their state, after which they accept further calls. Any other error ends
+them."""
 
 POLICY, FLEET = "policy", "fleet"
-"""Objects of a rank whose methods can be called: its part of the trained model, and its generator."""
+"""Names of a rank's callable objects: its part of the trained model, and its generator."""
 
 
 def further_model(name: str) -> str:
-    """The name of the object that is a rank's part of a further model."""
+    """Returns the object name of a rank's part of a further model."""
     return f"further model {name}"
 
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """A method that all ranks call.
+    """A method call on all ranks.
 
     Attributes:
-        target: the name of the object that has it, on every rank.
-        method: its name.
-        arguments: all but the rank's share of rows.
+        target: name of the object, the same on every rank.
         has_rows: whether the rank's share of the rows is passed as the first argument (None on an outsider).
         is_gathered: whether the values of all ranks are returned; otherwise only rank 0's.
     """
@@ -56,23 +55,22 @@ class RemoteCall:
     is_gathered: bool
 
     def on(self, targets: Mapping[str, Any], share: Share | None) -> Any:
-        """Calls the method of this rank's object."""
         rows = (share,) if self.has_rows else ()
         return getattr(targets[self.target], self.method)(*rows, *self.arguments)
 
     def check(self, targets: Mapping[str, Any]) -> None:
-        """Raises AttributeError or TypeError if there is no such method, or it does not take the arguments."""
+        """Raises AttributeError or TypeError if the method does not exist or does not accept the arguments."""
         method = getattr(targets[self.target], self.method)
         inspect.signature(method).bind(*((None,) if self.has_rows else ()), *self.arguments)
 
 
 @dataclass(frozen=True)
 class End:
-    """No call comes after this.
+    """The last message to a rank.
 
     Attributes:
-        error: what ended the program; None if it went well.
-        value: what the program returned.
+        error: the error that ended the program; None if it succeeded.
+        value: the program's result.
     """
 
     error: BaseException | None = None
@@ -80,17 +78,16 @@ class End:
 
 
 FIRST_BYTES, LENGTH_BYTES = 4096, 8
-"""Size of the first piece of every message, which most messages fit into, and of the length that it begins with."""
+"""Size of each message's first piece, which most messages fit into, and of the length at its start."""
 
 
 @dataclass
 class Answers:
-    """The answers of some ranks to a call.
+    """Answers of some ranks to a call.
 
     Attributes:
-        values: the values by rank.
-        refusals: the refusals by rank.
-        signals: names of signals to stop that ranks got.
+        values, refusals: by rank.
+        signals: names of stop signals that ranks received.
     """
 
     values: dict[int, Any] = field(default_factory=dict)
@@ -98,7 +95,6 @@ class Answers:
     signals: list[str] = field(default_factory=list)
 
     def add(self, others: "Answers") -> None:
-        """Adds the answers of other ranks."""
         self.values |= others.values
         self.refusals |= others.refusals
         self.signals += others.signals
@@ -108,9 +104,9 @@ class Crew(abc.ABC):
     """The ranks of a job, as a program uses them.
 
     Attributes:
-        signals: names of the signals to stop that ranks got.
-        is_intact: whether the ranks take calls. They do not after a call has failed.
-        host: the name of the program's machine for the ranks; `localhost` if all are on this machine.
+        signals: names of stop signals that ranks received.
+        is_intact: whether the ranks accept calls. They do not after a call has failed.
+        host: name of the program's machine for the ranks; `localhost` if all are on this machine.
     """
 
     signals: list[str]
@@ -122,41 +118,37 @@ class Crew(abc.ABC):
         """Calls a method on all ranks.
 
         Args:
-            call: the call.
-            shares: the share of every data rank; none if it has no rows.
+            shares: the share of every data rank; empty for a call without rows.
 
         Returns:
             Values by rank, without None: of all ranks if the call is gathered, else of rank 0.
 
         Raises:
-            InputError, RolloutError, TrainingDivergedError: all ranks refuse the call alike, and are as they were.
-            Exception: it failed, and the ranks can do no more.
+            InputError, RolloutError, TrainingDivergedError: all ranks refuse the call alike and are unchanged.
+            Exception: the call failed, and the ranks accept no more.
         """
 
     def ask(self, target: str, method: str, *arguments: Any, shares: Sequence[Share] | None = None) -> Any:
-        """Calls a method on all ranks and returns rank 0's answer; raises as `call`.
+        """Calls a method on all ranks and returns rank 0's answer. Raises as `call`.
 
         Args:
-            target: the name of the object that has the method, such as `POLICY`.
-            method: its name.
-            arguments: its arguments.
-            shares: the share of every data rank, which ranks get as their first argument; None for a method without.
+            target: name of the object that has the method, such as `POLICY`.
+            shares: the share of every data rank, passed to ranks as the first argument; None for a method without
+                rows.
         """
         return self.call(RemoteCall(target, method, arguments, shares is not None, False), shares or ()).get(0)
 
     def gather(self, target: str, method: str, *arguments: Any, shares: Sequence[Share] | None = None) -> list[Any]:
-        """Calls a method as `ask` does. Returns the answers of all ranks in their order, without those that are
-        None."""
+        """Calls a method as `ask` does. Returns the answers of all ranks in rank order, without None."""
         answers = self.call(RemoteCall(target, method, arguments, shares is not None, True), shares or ())
         return [answer for _, answer in sorted(answers.items())]
 
 
 class TreeCrew(Crew):
-    """The ranks of this job. Each makes one. Rank 0 then leads, and the others follow.
+    """The ranks of this job. Each rank constructs one; then rank 0 drives, and the others follow.
 
     Args:
-        layout: this rank's place among the ranks of the language model.
-        targets: the objects of this rank whose methods are called, by name.
+        targets: this rank's objects for remote calls, by name.
     """
 
     def __init__(self, layout: Layout, targets: Mapping[str, Any]):
@@ -172,11 +164,11 @@ class TreeCrew(Crew):
 
     @property
     def _children(self) -> list[int]:
-        """The ranks behind this one that it talks to, those with most ranks behind them first."""
+        """This rank's children in the tree, largest subtree first."""
         return [*reversed(TreePlace.of(self.rank, self.size).children)]
 
     def _behind(self, child: int) -> range:
-        """The ranks that a child stands for."""
+        """The ranks in a child's subtree."""
         return range(child, min(child + (child - self.rank), self.size))
 
     @property
@@ -184,12 +176,12 @@ class TreeCrew(Crew):
         return self.rank & (self.rank - 1)
 
     def call(self, call: RemoteCall, shares: Sequence[Share]) -> dict[int, Any]:
-        """Calls a method on all ranks, as `Crew.call`. Rank 0 calls it."""
+        """Calls a method on all ranks, as `Crew.call`. For rank 0 only."""
         if not self.is_intact:
             raise RuntimeError("the ranks take no more calls, for one has failed")
-        call.check(self.targets)  # on one rank, before all would raise
+        call.check(self.targets)  # here, before it would raise on every rank
         header, sent = b"", list[bytes]()
-        if self.size > 1:  # before anything is sent: a loss may not pickle
+        if self.size > 1:  # before sending anything: a loss may fail to pickle
             header, sent = _pickled((flight.where, call)), [_pickled(share) for share in shares]
         self.is_intact = False
         self._pass_on(header, sent)
@@ -197,28 +189,25 @@ class TreeCrew(Crew):
         answers = self._answers(call, shares[mine] if shares and mine is not None else None)
         self._collect(answers)
         self.signals += answers.signals
-        self.is_intact = True  # all have answered, and wait for the next call
+        self.is_intact = True  # all have answered and wait for the next call
         if answers.refusals:
             raise min(answers.refusals.items())[1]
         return answers.values
 
     def end(self, error: BaseException | None = None, value: Any = None) -> None:
-        """Lets the other ranks end, as this one does, unless a call has failed: they know that already."""
+        """Ends the other ranks, like this one, unless a failed call has already done so."""
         if self.is_intact and self.size > 1:
             self.is_intact = False
             self._pass_on(_pickled(("", End(_sendable(error), _or_nothing(value)))), [])
 
     def follow(self, stop: StopSignal | None = None) -> Any:
-        """Answers calls until the program ends. All ranks but rank 0 call it.
+        """Serves calls until the program ends, and returns the program's result. For all ranks but rank 0.
 
         Args:
-            stop: tells of a signal to stop, which the program then learns of; None if that is not this rank's concern.
-
-        Returns:
-            What the program returned.
+            stop: stop signal of this rank, to report to the program; None to ignore.
 
         Raises:
-            Exception: what ended the program, or this rank's part of a call.
+            Exception: the error that ended the program, or this rank's part of a call.
         """
         while True:
             with flight.top_phase("waiting for a call"):
@@ -240,7 +229,6 @@ class TreeCrew(Crew):
             self._send(self._parent, _pickled(answers), {})
 
     def _answers(self, call: RemoteCall, share: Share | None) -> Answers:
-        """This rank's answer."""
         try:
             value = call.on(self.targets, share)
         except REFUSALS as error:
@@ -249,12 +237,11 @@ class TreeCrew(Crew):
         return Answers({self.rank: value} if is_answer else {})
 
     def _collect(self, answers: Answers) -> None:
-        """Adds the answers of all ranks behind this one."""
         for child in reversed(self._children):
             answers.add(pickle.loads(self._receive(child)[0]))
 
     def _pass_on(self, header: bytes, shares: Sequence[bytes] | dict[int, bytes]) -> None:
-        """Sends a call to the ranks behind this one, each with what its part of the tree needs."""
+        """Sends a call to the children, each with the shares that its subtree needs."""
         of_ranks = shares if isinstance(shares, dict) else dict(enumerate(shares))
         for child in self._children:
             needed = {self.data_ranks[rank] for rank in self._behind(child)}
@@ -286,23 +273,24 @@ class TreeCrew(Crew):
 
 
 def _pickled(value: Any) -> bytes:
-    """A value for another process; functions of a program's own file go with their code."""
+    """Pickles a value; functions from a program's own file include their code."""
     stream = io.BytesIO()
     cloudpickle.Pickler(stream, protocol=5).dump(value)
     return stream.getvalue()
 
 
 def _sendable(error: BaseException | None) -> BaseException | None:
-    """The error as other ranks raise it: itself if it says all, else that of a peer, so that rank 0's is the cause."""
+    """Returns the error for other ranks: itself if it explains all, else a lost-peer error, so that rank 0's counts
+    as the cause."""
     if error is None or isinstance(error, (InputError, JobEndedError)):
         return error
     return RuntimeError(f"another rank failed, rank 0: {type(error).__name__}: {error}")
 
 
 def _or_nothing(value: Any) -> Any:
-    """What a program returned, if other ranks can have it, too."""
+    """Returns the program's result if it can be pickled, else None."""
     try:
         _pickled(value)
-    except Exception:  # whatever pickling raises
+    except Exception:  # pickling may raise anything
         return None
     return value

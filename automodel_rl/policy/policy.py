@@ -23,12 +23,12 @@ from automodel_rl.policy.shares import RowValues, Share
 from automodel_rl.step.agreement import GlobalBatch
 
 Dealt = list[list[list[int]]]
-"""The rows of each microbatch of each data rank."""
+"""Rows of each microbatch of each data rank."""
 
 
 class Policy:
-    """The model in training. Its methods take rows, pack and deal them to the data ranks, and return results in the
-    order of the rows. A program calls them; nothing in it is a collective.
+    """The model in training. Its methods take rows, pack and distribute them to the data ranks, and return results
+    in row order. None of them is a collective: a single program calls them.
 
     Args:
         crew: the ranks that train the model.
@@ -38,7 +38,7 @@ class Policy:
 
     Attributes:
         total_steps: number of optimizer steps of the run; None if it has no end.
-        is_on_host: whether the weights wait in host memory, where only `on_device` brings them back from.
+        is_on_host: whether the weights are in host memory, in which case the model computes only inside `on_device`.
 
     Example:
         >>> import torch
@@ -61,11 +61,11 @@ class Policy:
     def begin(
         self, optimizer: Settings | None = None, total_steps: int | None = None, not_finite: Path | None = None
     ) -> None:
-        """Makes the optimizer. Comes before everything else.
+        """Creates the optimizer. Must be called first.
 
         Args:
-            optimizer: its settings, or those of components, {"vision": ..., ...}; None for a constant rate.
-            total_steps: number of optimizer steps of the run; needed if the learning rate decays.
+            optimizer: its settings, or one per component, {"vision": ..., ...}; None for a constant rate.
+            total_steps: number of optimizer steps of the run; required if the learning rate decays.
             not_finite: folder for the microbatches of the step at which training diverged; None keeps none.
 
         Raises:
@@ -87,10 +87,10 @@ class Policy:
 
         Args:
             batch: the global batch, of one part.
-            loss: gives sums over a microbatch. It goes to all ranks.
-            readout: what the loss gets for every token.
+            loss: returns sums over a microbatch. It is sent to all ranks.
+            readout: per-token outputs that the loss reads.
             replay: follow the routes of the rows.
-            place: the step's place among the run's optimizer steps, as that of `Engine.train_step`.
+            place: position in the learning-rate schedule, as in `Engine.train_step`.
 
         Raises:
             InputError: the rows do not fit the model or a microbatch. Nothing was trained.
@@ -110,14 +110,12 @@ class Policy:
         *,
         replay: bool = False,
     ) -> tuple[float, dict[str, float]]:
-        """Adds the gradients of a batch to the gradients of earlier batches, until `optimizer_step` or `zero_grad`.
+        """Accumulates the gradients of a batch until `optimizer_step` or `zero_grad`. Returns the loss and its
+        metrics.
 
         Args:
-            batch, loss, readout, replay: as those of `train_step`.
-            counts: what divides the loss's sums; None for the counts of this batch, `UNDIVIDED` for nothing.
-
-        Returns:
-            The loss and its metrics.
+            batch, loss, readout, replay: as in `train_step`.
+            counts: divisors of the loss's sums; None for the counts of this batch, `UNDIVIDED` for none.
         """
         self._check_ids(batch, readout.ids)
         agreed, shares = self.shares(batch, replay, of_one_part=True)
@@ -127,16 +125,13 @@ class Policy:
         return result
 
     def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
-        """Takes one optimizer step with the gradients that `forward_backward` has added up, and clears the gradients.
-
-        Args:
-            settings: settings of AdamW for this step; None for those of `begin` and their schedule.
-        """
+        """Takes one optimizer step with the accumulated gradients, and clears them. `settings` are those of AdamW
+        for this step; None for those of `begin` and their schedule."""
         output: TrainOutput = self._ask("optimizer_step", settings)
         return output
 
     def zero_grad(self) -> None:
-        """Lets go of the gradients that `forward_backward` has added up."""
+        """Clears the accumulated gradients."""
         self._ask("zero_grad")
 
     def evaluate(
@@ -146,11 +141,11 @@ class Policy:
         readout: Readout = LOGPROBS,
         counts: dict[Denominator, int] | None = None,
     ) -> tuple[float, dict[str, float]]:
-        """Loss and metrics of a batch, without gradients.
+        """Returns loss and metrics of a batch, without gradients.
 
         Args:
-            batch: rows; those of several parts are packed part by part, and evaluated as one.
-            loss, readout, counts: as those of `forward_backward`.
+            batch: rows; several parts are packed separately and evaluated as one.
+            loss, readout, counts: as in `forward_backward`.
         """
         self._check_ids(batch, readout.ids)
         agreed, shares = self.shares(batch)
@@ -160,61 +155,49 @@ class Policy:
     def logprobs(
         self, batch: Batch, temperature: float = 1.0, *, replay: bool = False, ids: str | None = None
     ) -> list[Tensor]:
-        """The log-probability of each token of each row of n tokens, [n], fp32 or float64; its first entry is 0.
+        """Returns the log-probability of each token of each row of n tokens, [n], fp32 or float64; the first entry
+        is 0.
 
         Args:
-            batch: rows; those of several parts are packed part by part, as optimizer steps over them will be.
-            temperature: the logits are divided by it.
+            batch: rows; several parts are packed separately, like the optimizer steps over them.
+            temperature: divisor of the logits.
             replay: follow the routes of the rows.
-            ids: the name of values with other token ids in the place of each token, int64 [n, K], -1 for none: their
-                log-probabilities are returned, [n, K].
+            ids: name of values with alternative token ids at each position, int64 [n, K], -1 for none. Their
+                log-probabilities are returned instead, [n, K].
         """
         self._check_ids(batch, ids)
         agreed, shares = self.shares(batch, replay)
         return self._of_rows(batch, "logprobs", temperature, agreed, replay, ids, shares=shares)
 
     def entropies(self, batch: Batch, temperature: float = 1.0, *, replay: bool = False) -> list[Tensor]:
-        """The entropy of the model's distribution over each token of each row, in nats, [n], fp32 or float64; its first
-        entry is 0.
+        """Returns the entropy of the distribution over each token of each row, in nats, [n], fp32 or float64; the
+        first entry is 0.
 
         Args:
-            batch, temperature, replay: as those of `logprobs`.
+            batch, temperature, replay: as in `logprobs`.
         """
         agreed, shares = self.shares(batch, replay)
         return self._of_rows(batch, "entropies", temperature, agreed, replay, shares=shares)
 
     def scores(self, batch: Batch) -> list[Tensor]:
-        """The outputs of a linear head for each token of each row, [n, L], fp32 or float64. Entry i is what the head
-        gives after token i: the last one is the score of a whole row, and entry i - 1 the value of the state in which
-        token i is chosen.
+        """Returns the outputs of a linear head for each token of each row, [n, L], fp32 or float64.
 
-        Args:
-            batch: rows; those of several parts are packed part by part.
-
-        Raises:
-            InputError: the model has the vocabulary's head.
+        Entry i is the output after token i: the last entry is the score of the whole row, and entry i - 1 the value
+        of the state in which token i is chosen. Several parts of `batch` are packed separately. Raises InputError if
+        the model has a vocabulary head.
         """
         agreed, shares = self.shares(batch)
         return self._of_rows(batch, "scores", agreed, shares=shares)
 
     def top_logits(self, batch: Batch, k: int) -> list[tuple[Tensor, Tensor]]:
-        """The k largest logits for each token of each row, [n, k], fp32 or float64, largest first, and their ids.
-
-        Args:
-            batch: the rows.
-            k: how many logits to give for each token.
-        """
+        """Returns the `k` largest logits for each token of each row of `batch`, [n, k], fp32 or float64, largest
+        first, and their ids."""
         return self._top(batch, k, normalised=False)
 
     def top_logprobs(self, batch: Batch, k: int, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
-        """The k largest log-probabilities for each token of each row, [n, k], fp32 or float64, largest first, and their
-        ids. The first entry is 0, for nothing predicts the first token.
-
-        Args:
-            batch: the rows.
-            k: how many to give for each token.
-            temperature: the logits are divided by it.
-        """
+        """Returns the `k` largest log-probabilities for each token of each row of `batch`, [n, k], fp32 or float64,
+        largest first, and their ids. Logits are divided by `temperature`. The first entry is 0, as nothing predicts
+        the first token."""
         return self._top(batch, k, normalised=True, temperature=temperature)
 
     def _top(self, batch: Batch, k: int, *, normalised: bool, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
@@ -224,19 +207,14 @@ class Policy:
         return [*zip(_in_order(logits, len(batch)), _in_order(ids, len(batch)), strict=True)]
 
     def _ask(self, method: str, *arguments: Any, shares: Sequence[Share] | None = None) -> Any:
-        """Calls a method of `PolicyRank` on all ranks, as `Crew.ask`."""
         return self.crew.ask(self.name, method, *arguments, shares=shares)
 
     def _of_rows(self, batch: Batch, method: str, *arguments: Any, shares: Sequence[Share]) -> list[Tensor]:
-        """The `RowValues` that a method gives on each data rank, in the order of the rows."""
+        """Gathers a method's `RowValues` from the data ranks, in row order."""
         return _in_order(self.crew.gather(self.name, method, *arguments, shares=shares), len(batch))
 
     def next_tokens(self, sequences: Sequence[TokenSequence]) -> list[int]:
-        """The likeliest token after each sequence.
-
-        Args:
-            sequences: the rows, of any length.
-        """
+        """Returns the most likely token after each of `sequences`, which may have any length."""
         longest = max(map(len, sequences), default=0)
         roomy = dataclasses.replace(self.packing, capacity=max(self.packing.capacity, longest))
         agreed, shares = self.shares(Batch(sequences), packing=roomy)
@@ -246,29 +224,25 @@ class Policy:
         return [found[row] for row in range(len(sequences))]
 
     def keep_weights(self, name: str, *, lends_memory: bool = False) -> None:
-        """Keeps a copy of the weights with which the model was loaded. Comes before they change.
+        """Keeps a copy of the loaded weights. Must be called before they change.
 
         Args:
             name: the name of the copy, for `with_weights`.
-            lends_memory: whether generators have memory of the device in turns with the model.
+            lends_memory: whether generators and the model take turns using device memory.
         """
         self._ask("keep_weights", name, lends_memory)
 
     def with_weights(self, name: str) -> AbstractContextManager[None]:
-        """Computes with kept weights in this block. After it the model has its own again, bit for bit.
-
-        Args:
-            name: the name that they were kept by.
-        """
+        """Computes with the weights kept as `name` in the block, then restores the model's own, bit for bit."""
         return self._with_others("use_weights", name)
 
     def with_changed_weights(self) -> AbstractContextManager[None]:
-        """Computes in this block with changed weights of the same size, which belong to no checkpoint. After it the
-        model has its own again, bit for bit."""
+        """Computes with altered weights of the same size, which belong to no checkpoint, in the block, then restores
+        the model's own, bit for bit."""
         return self._with_others("use_changed_weights")
 
     def with_rounding_noise(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Computes in this block with noise in every layer's input, as large as rounding to a dtype."""
+        """Computes in the block with noise in every layer's input, of the size of rounding to `dtype`."""
         return self._with_others("use_rounding_noise", dtype)
 
     @contextlib.contextmanager
@@ -282,7 +256,7 @@ class Policy:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Has the weights on the device in this block. If they waited in host memory, they do so again after it."""
+        """Moves the weights to the device inside the block, if they are in host memory, and back afterwards."""
         if not self.is_on_host:
             yield
             return
@@ -296,7 +270,7 @@ class Policy:
 
     @contextlib.contextmanager
     def off_device(self) -> Iterator[None]:
-        """Has weights and moments wait in host memory in this block, so that another model has the device's."""
+        """Moves weights and optimizer moments to host memory inside the block, to free the GPU for another model."""
         if self.is_on_host:
             yield
             return
@@ -309,48 +283,37 @@ class Policy:
                 self.is_on_host = False
 
     def to_host(self) -> None:
-        """Moves weights and moments to host memory, so that others can use the device's. Only in `on_device` can it
-        compute, or be saved, then."""
+        """Moves weights and optimizer moments to host memory, to free the device. Afterwards the model can compute
+        or be saved only inside `on_device`."""
         self._ask("to_host")
         self.is_on_host = True
 
     def forget_routes(self, rollouts: Collection[int]) -> None:
-        """Lets go of the routes of rows that were trained on.
-
-        Args:
-            rollouts: the numbers of the rollouts that were rows.
-        """
+        """Drops the routes of rows that have been trained on, by the numbers of their `rollouts`."""
         self._routes_at = {at: rank for at, rank in self._routes_at.items() if at.key[0] not in rollouts}
         self._ask("forget_routes", {*rollouts})
 
     def save(self, folder: str | Path) -> str:
-        """Writes a Hugging Face checkpoint with its tokenizer; of adapters, PEFT's files.
+        """Writes a Hugging Face checkpoint with its tokenizer, or PEFT files for adapters.
 
         Args:
             folder: the folder to write, on a file system that all ranks share; replaced if it exists.
 
         Returns:
-            A line about tokens that end what the model writes; "" if there is nothing to say.
+            A line about the model's end tokens; "" if there is nothing to report.
 
         Raises:
-            JobEndedError: it could not be written. The ranks take no more calls.
+            JobEndedError: it could not be written. The ranks accept no more calls.
         """
         note: str = self._ask("save_model", Path(folder).absolute())
         return note
 
     def keep_notes(self, folder: Path) -> None:
-        """Keeps what each rank does, in a file of a folder, however the rank ends.
-
-        Args:
-            folder: the folder.
-        """
+        """Writes each rank's flight recorder to a file in `folder`, which survives however the rank ends."""
         self._ask("keep_notes", folder)
 
     def size(self, batch: Batch) -> StepSize:
-        """The size of a batch in tokens, microbatches and floating-point operations.
-
-        Args:
-            batch: the rows.
+        """Returns the size of a `batch` in tokens, microbatches and floating-point operations.
 
         Raises:
             InputError: rows do not fit the model or a microbatch.
@@ -364,13 +327,13 @@ class Policy:
     def shares(
         self, batch: Batch, replay: bool = False, of_one_part: bool = False, packing: Packing | None = None
     ) -> tuple[GlobalBatch, list[Share]]:
-        """The size of a batch, and the share of each data rank, for a call.
+        """Returns the size of a batch, and the share of each data rank, for a call.
 
         Args:
             batch: the rows.
-            replay: let ranks have the routes of their rows.
+            replay: send ranks the routes of their rows.
             of_one_part: refuse a batch of several parts.
-            packing: how the rows become microbatches; None for the policy's own way.
+            packing: how rows become microbatches; None for the policy's own packing.
 
         Raises:
             InputError: rows do not fit the model or a microbatch.
@@ -393,15 +356,11 @@ class Policy:
         return GlobalBatch(len(of_ranks[0]), counts), shares
 
     def first_rows(self, batch: Batch) -> list[int]:
-        """The rows of each data rank's first microbatch.
-
-        Args:
-            batch: the rows.
-        """
+        """Returns the rows of `batch` in each data rank's first microbatch."""
         return [row for of_rank in self._deal(batch)[0] for row in of_rank[0]]
 
     def _deal(self, batch: Batch, packing: Packing | None = None) -> list[Dealt]:
-        """How each part of a batch is packed. Raises InputError if rows do not fit the model or a microbatch."""
+        """Packs each part of a batch. Raises InputError if rows do not fit the model or a microbatch."""
         if batch not in self._dealt:
             self._check_tokens(batch)
             of_parts = []
@@ -446,7 +405,7 @@ class Policy:
         )
 
     def _move_routes(self, batch: Batch, of_ranks: list[list[list[int]]]) -> None:
-        """Lets ranks have the routes of their rows, unless they have them already."""
+        """Sends ranks the routes of their rows that they lack."""
         moves = [
             (at, rank)
             for rank, microbatches in enumerate(of_ranks)
@@ -461,7 +420,7 @@ class Policy:
 
 
 def _in_order(answers: Sequence[RowValues], count: int) -> list[Any]:
-    """Results of all data ranks, in the order of the rows."""
+    """Merges the results of all data ranks in row order."""
     found: dict[int, Tensor] = {}
     for answer in answers:
         found |= answer.by_row()

@@ -35,12 +35,12 @@ from automodel_rl.step.agreement import GlobalBatch
 
 @dataclass(frozen=True)
 class Settled:
-    """What became of the checkpoint that was written last.
+    """State of the last checkpoint.
 
     Attributes:
-        is_done: whether nothing is being written now.
-        error: why it could not be written; told once.
-        seconds: the time that it took.
+        is_done: whether no checkpoint is being written.
+        error: why it could not be written; reported once.
+        seconds: time it took.
     """
 
     is_done: bool
@@ -54,13 +54,12 @@ class PolicyRank:
     A `share` is the rows of this rank's data rank; None on an outsider.
 
     Args:
-        handle: the model.
-        tokenizer: its tokenizer, which is saved along.
-        variables: further variables for the chat template.
+        tokenizer: saved with the model.
+        variables: further variables of the chat template.
 
     Attributes:
-        engine: trains the model; there from `begin` on.
-        routes: the routes that this rank has.
+        engine: set by `begin`.
+        routes: the routes on this rank.
     """
 
     def __init__(
@@ -74,20 +73,17 @@ class PolicyRank:
         self._saver: CheckpointSaver
 
     def ping(self) -> None:
-        """Shows that this rank is there."""
+        """Does nothing; shows that this rank is alive."""
 
     def begin(self, optimizer: Settings | None, total_steps: int | None, keep_microbatches_in: Path | None) -> None:
-        """Makes the engine."""
         self.engine = Engine(self.handle, optimizer, total_steps)
         self.engine.keep_microbatches_in = keep_microbatches_in
 
     def to_host(self) -> None:
-        """Moves weights and moments to the host."""
         self.engine.moments_to_host()
         self.handle.to_host()
 
     def to_device(self) -> None:
-        """Brings the weights back."""
         self.handle.to_device()
 
     def _microbatches(self, share: Share | None, replay: bool = False) -> list[Microbatch]:
@@ -104,7 +100,6 @@ class PolicyRank:
         replay: bool = False,
         place: float | None = None,
     ) -> TrainOutput:
-        """`Engine.train_step`."""
         return self.engine.train_step(self._microbatches(share, replay), loss, readout, agreed, place)
 
     def forward_backward(
@@ -116,15 +111,12 @@ class PolicyRank:
         counts: dict[Denominator, int] | None,
         replay: bool = False,
     ) -> tuple[float, dict[str, float]]:
-        """`Engine.forward_backward`."""
         return self.engine.forward_backward(self._microbatches(share, replay), loss, readout, counts, agreed)
 
     def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
-        """`Engine.optimizer_step`."""
         return self.engine.optimizer_step(settings)
 
     def zero_grad(self) -> None:
-        """`Engine.zero_grad`."""
         self.engine.zero_grad()
 
     def evaluate(
@@ -135,37 +127,35 @@ class PolicyRank:
         agreed: GlobalBatch,
         counts: dict[Denominator, int] | None,
     ) -> tuple[float, dict[str, float]]:
-        """`Engine.evaluate`."""
         return self.engine.evaluate(self._microbatches(share), loss, readout, counts, agreed)
 
     def logprobs(
         self, share: Share | None, temperature: float, agreed: GlobalBatch, replay: bool = False, ids: str | None = None
     ) -> RowValues | None:
-        """The log-probability of each token of each row, [n]; or of other tokens, [n, K], whose ids are the values of
-        the rows with the name `ids`."""
+        """Log-probability of each token of each row, [n]; or of the tokens in the rows' values `ids`, [n, K]."""
         microbatches = self._microbatches(share, replay)
         scored = self.engine.add_logprobs(microbatches, "logprobs", temperature, agreed, ids)
-        # Alone, for a value of this name may come with the rows.
+        # Unpacked separately, as the rows may bring a value of this name.
         return self._of_rows(scored, [piece for one in scored for piece in unpack(one.values["logprobs"], one)])
 
     def entropies(
         self, share: Share | None, temperature: float, agreed: GlobalBatch, replay: bool = False
     ) -> RowValues | None:
-        """The entropy of the distribution over each token of each row, [n]."""
+        """Entropy of the distribution over each token of each row, [n]."""
         microbatches = self._microbatches(share, replay)
         found = self.engine.entropies(microbatches, temperature, agreed)
         return self._of_rows(microbatches, [piece.cpu() for piece in found])
 
     def scores(self, share: Share | None, agreed: GlobalBatch) -> RowValues | None:
-        """The outputs of a linear head for each token of each row, [n, L]."""
+        """Outputs of a linear head for each token of each row, [n, L]."""
         microbatches = self._microbatches(share)
         return self._of_rows(microbatches, [piece.cpu() for piece in self.engine.scores(microbatches, agreed)])
 
     def top_logits(
         self, share: Share | None, k: int, agreed: GlobalBatch, normalised: bool = False, temperature: float = 1.0
     ) -> tuple[RowValues, RowValues] | None:
-        """The k largest logits for each token of each row, [n, k], and their ids; if normalised, log-probabilities at a
-        temperature."""
+        """The k largest logits for each token of each row, [n, k], and their ids; if `normalised`, log-probabilities
+        instead."""
         microbatches = self._microbatches(share)
         if normalised:
             found = self.engine.top_logprobs(microbatches, k, temperature, agreed)
@@ -176,7 +166,7 @@ class PolicyRank:
         return None if logits is None or ids is None else (logits, ids)
 
     def next_tokens(self, share: Share | None, agreed: GlobalBatch) -> dict[int, int] | None:
-        """The likeliest token after each row, by row."""
+        """Most likely token after each row, by row."""
         microbatches = self._microbatches(share)
         tokens = self.engine.next_tokens(microbatches, agreed).tolist()
         if not self.handle.layout.is_first_of_data_rank:
@@ -184,13 +174,11 @@ class PolicyRank:
         return dict(zip(_rows(microbatches), tokens, strict=True))
 
     def _of_rows(self, microbatches: list[Microbatch], pieces: list[Tensor]) -> RowValues | None:
-        """Results of rows, from one rank of each data rank."""
         if not self.handle.layout.is_first_of_data_rank:
             return None
         return RowValues.of(_rows(microbatches), pieces)
 
     def keep_weights(self, name: str, lends_memory: bool) -> None:
-        """Keeps a copy of the weights that the model was loaded with."""
         self._kept[name] = ReferenceWeights(self.handle, lends_memory=lends_memory)
 
     def use_weights(self, name: str) -> None:
@@ -198,15 +186,15 @@ class PolicyRank:
         self._use(self._kept[name].in_place())
 
     def use_changed_weights(self) -> None:
-        """Computes with changed weights until `use_weights_before`."""
+        """Computes with altered weights until `use_weights_before`."""
         self._use(changed_weights(self.handle))
 
     def use_rounding_noise(self, dtype: torch.dtype) -> None:
-        """Computes with noise as large as rounding to a dtype until `use_weights_before`."""
+        """Computes with noise of the size of rounding to a dtype until `use_weights_before`."""
         self._use(rounding_noise(self.handle, dtype))
 
     def use_weights_before(self) -> None:
-        """Computes again as before the last of the others."""
+        """Undoes the last call of `use_weights`, `use_changed_weights` or `use_rounding_noise`."""
         self._in_use.pop().close()
 
     def _use(self, others: AbstractContextManager[None]) -> None:
@@ -215,64 +203,50 @@ class PolicyRank:
         self._in_use.append(stack)
 
     def move_routes(self, pieces: list[tuple[RoutesAt, int]]) -> None:
-        """Sends routes from the ranks that have them to those that train on their rows.
-
-        Args:
-            pieces: pieces of rows, each with the data rank that trains on the row.
-        """
+        """Sends routes from the ranks that have them to those that train on their rows. `pieces` are pieces of rows,
+        each with the row's data rank."""
         self.routes.move(pieces)
 
     def forget_routes(self, rollouts: set[int]) -> None:
-        """Drops the routes that belong to rollouts of these numbers."""
         self.routes.forget(rollouts)
 
     def open_saver(self, texts: dict[str, str], in_background: bool) -> None:
-        """Prepares to write checkpoints with these texts, by the names of their files."""
+        """Prepares to write checkpoints that include these texts, by file name."""
         self._saver = CheckpointSaver(self.engine, texts, in_background=in_background)
 
     def save_checkpoint(self, folder: Path, progress: dict[str, Any], state: dict[str, Any]) -> str | None:
-        """Writes a checkpoint, or begins to. Nothing else may be being written.
+        """Writes a checkpoint, possibly in the background. No other may be in progress. Returns an error, or None.
 
         Args:
-            folder: its folder.
-            progress: how far the program has come, with the key `step`; JSON values.
-            state: the state of the program; JSON values.
-
-        Returns:
-            Why it cannot be written, or None.
+            progress: the program's progress, with the key `step`; JSON values.
+            state: the program's state; JSON values.
         """
         return self._saver.save(folder, progress, state if dist.get_rank() == 0 else {})
 
     def settle_checkpoint(self, waits: bool) -> Settled:
-        """What became of the checkpoint that is being written.
-
-        Args:
-            waits: whether to wait until it is done.
-        """
+        """Returns the state of the last checkpoint. With `waits`, waits until it is done."""
         if not (waits or self._saver.is_done):
             return Settled(False, None, self._saver.seconds)
         return Settled(True, self._saver.wait(), self._saver.seconds)
 
     def newest_checkpoint(self, folders: list[Path]) -> tuple[Path | None, list[str]]:
-        """The newest of these folders that is a whole checkpoint, and a warning about each newer one."""
+        """Returns the newest of these folders with a complete checkpoint, and a warning about each newer one."""
         warnings: list[str] = []
         return newest_whole(folders, self.handle.layout.world_control, warnings.append), warnings
 
     def check_checkpoint(self, folder: Path) -> None:
-        """Raises InputError for a folder that is no whole checkpoint."""
         check_whole(folder, self.handle.layout.world_control)
 
     def load_checkpoint(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Goes back to a checkpoint. Returns the stored progress and the stored state of the program."""
+        """Restores a checkpoint. Returns the stored progress and program state."""
         return load_checkpoint(self.engine, folder)
 
     def keep_notes(self, folder: Path) -> None:
-        """Keeps the flight recorder's notes in a folder."""
         flight.keep_in(flight_file(folder, dist.get_rank()))
 
     def save_model(self, folder: Path) -> str:
-        """Writes a Hugging Face checkpoint. Returns a line about tokens that end what the model writes; "" if there is
-        nothing to say."""
+        """Writes a Hugging Face checkpoint. Returns a line about the model's end tokens; "" if there is nothing to
+        report."""
         handle, is_adapters = self.handle, self.handle.adapter_origin is not None
         try:
             if handle.has_linear_head:
@@ -284,7 +258,7 @@ class PolicyRank:
         except Exception as error:
             if not is_of_files(error):
                 raise
-            # Others may wait for this rank's part of the folder, so that the job ends.
+            # Other ranks may be waiting for this rank's part of the folder, so the job must end.
             raise JobEndedError(
                 f"error: {folder} could not be written ({error}): make room or change its rights; --resume auto "
                 "then writes it"

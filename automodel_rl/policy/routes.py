@@ -1,7 +1,7 @@
-"""Routes of rows, and their way from the ranks whose generators wrote them to the ranks that train on them.
+"""Routes of rows, and their transfer from the ranks whose generators wrote them to those that train on them.
 
-Routes are the largest part of a rollout: layers x top-k numbers for every token. So they never pass the program. They
-go only to the data rank that trains on the row, and each of its ranks gets only the layers of its own stages.
+Routes are the largest part of a rollout: layers x top-k numbers per token. They therefore bypass the program. They
+are sent only to the data rank that trains on the row, and each of its ranks gets only the layers of its own stages.
 """
 
 import itertools
@@ -17,13 +17,10 @@ from automodel_rl.parallel.host_collectives import gather_objects
 
 
 class RouteStore:
-    """The routes that this rank has.
-
-    Args:
-        handle: the model.
+    """The routes on this rank.
 
     Attributes:
-        arrived: routes of this rank's layers, of pieces of rows that this rank trains on.
+        arrived: routes of this rank's layers, for pieces of rows that it trains on.
     """
 
     def __init__(self, handle: ModelHandle):
@@ -34,24 +31,20 @@ class RouteStore:
         self._ranks: list[tuple[int | None, tuple[int, ...]]] = []
 
     def keep(self, key: tuple[int, int], start: int, routes: Routes) -> None:
-        """Keeps routes of what this rank's generator wrote. Any thread may call it.
+        """Keeps routes from this rank's generator. Thread-safe.
 
         Args:
-            key: their name. The first number is that of the rollouts that they belong to.
-            start: the place of the first of their tokens.
+            key: their name. Its first number is that of the rollouts they belong to.
+            start: index of their first token.
             routes: routes of all layers.
         """
-        if key[0] not in self._forgotten:  # as of a generator that was given up
+        if key[0] not in self._forgotten:  # a generator that was given up may still report some
             self._own[key] = start, routes
 
     def forget(self, rollouts: Collection[int]) -> None:
-        """Lets go of routes.
-
-        Args:
-            rollouts: the numbers of the rollouts that they belong to.
-        """
+        """Drops the routes of rollouts with these numbers."""
         self._forgotten |= {*rollouts}
-        for key in [*self._own]:  # a thread adds others meanwhile
+        for key in [*self._own]:  # another thread may be adding entries
             if key[0] in rollouts:
                 del self._own[key]
         self.arrived = {at: routes for at, routes in self.arrived.items() if at.key[0] not in rollouts}
@@ -60,7 +53,7 @@ class RouteStore:
         """Sends routes to the ranks that train on their rows. A collective.
 
         Args:
-            moves: pieces of rows, each with the data rank that trains on the row; the same on every rank.
+            moves: pieces of rows, each with the row's data rank; the same on every rank.
         """
         assert self.handle.router_shape is not None
         layout, rank = self.handle.layout, dist.get_rank()
@@ -88,12 +81,11 @@ class RouteStore:
 def _all_to_all(
     pieces: Sequence[Sequence[np.ndarray]], received: Sequence[int], world: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The numbers that all ranks send to this one, rank 0's first.
+    """Returns the int16 numbers that all ranks send to this one, rank 0's first.
 
     Args:
-        pieces: arrays to send to every rank, int16.
-        received: how many numbers come from every rank.
-        world: a process group of all ranks.
+        pieces: arrays to send to each rank, int16.
+        received: number of values from each rank.
     """
     flat = np.concatenate([np.empty(0, np.int16), *(piece for of_rank in pieces for piece in of_rank)])
     result = np.empty(sum(received), np.int16)

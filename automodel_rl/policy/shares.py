@@ -1,4 +1,4 @@
-"""A data rank's share of a batch, on its way from the program to the rank."""
+"""A data rank's share of a batch, as sent from the program to the rank."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,14 @@ from automodel_rl.batch import (
 class Share:
     """The rows of each microbatch of a data rank.
 
-    It travels as a few flat arrays: a tensor for each row would take longer to write and to read than to send.
+    It is pickled as a few flat arrays: pickling one tensor per row would take longer than sending them.
 
     Attributes:
-        microbatches: the numbers of the rows of each microbatch; a microbatch without rows is an empty one.
+        microbatches: row numbers of each microbatch; empty microbatches have none.
         rows: the rows by number.
-        like: a row of the batch, for the names and dtypes of values of empty microbatches; None if the batch has none.
-        routes: where the routes of the rows are, piece by piece; empty if there are none.
+        like: a row of the batch, for the names and dtypes of values of empty microbatches; None if the batch has
+            none.
+        routes: locations of the rows' routes, piece by piece; empty if there are none.
     """
 
     microbatches: list[list[int]]
@@ -42,17 +43,14 @@ class Share:
 
     @classmethod
     def of(cls, batch: Batch, microbatches: list[list[int]]) -> "Share":
-        """The share of a data rank that has these rows in its microbatches."""
+        """Builds the share of a data rank with these row numbers in its microbatches."""
         rows = {row: batch.sequences[row] for places in microbatches for row in places}
         routes = {row: batch.routes[row] for row in rows} if batch.routes else {}
         return cls(microbatches, rows, batch.sequences[0] if len(batch) else None, routes)
 
     def pack(self, routes: Mapping[RoutesAt, Routes] | None = None) -> list[Microbatch]:
-        """The microbatches.
-
-        Args:
-            routes: the pieces of routes, for a mixture that has to follow them; None if its routers choose.
-        """
+        """Packs the microbatches. `routes` are the pieces for a mixture that follows routes; None if its routers
+        choose."""
         like = None if self.like is None else pack_microbatch([self.like])
         packed = [
             pack_microbatch([self.rows[row] for row in places], order=places) if places else empty_microbatch(like)
@@ -74,7 +72,7 @@ class Share:
 
 @dataclass(frozen=True)
 class _Flat:
-    """Sequences, concatenated into flat tensors. Arrays have an entry for each token of all of them."""
+    """Sequences concatenated into flat arrays, with one entry per token."""
 
     lengths: list[int]
     ids: np.ndarray
@@ -97,7 +95,7 @@ def _flattened(sequences: Sequence[TokenSequence]) -> _Flat:
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> tuple[np.ndarray, torch.dtype]:
-    """Tensors of any dtype and device one after the other, as bytes: NumPy has no bfloat16."""
+    """Concatenates tensors of any dtype and device as bytes: NumPy has no bfloat16."""
     joined = torch.cat([tensor.detach().cpu() for tensor in tensors])
     return joined.view(torch.uint8).numpy(), joined.dtype
 
@@ -129,9 +127,9 @@ class RowValues:
     """Per-token results of a data rank's rows.
 
     Attributes:
-        rows: the numbers of the rows.
-        values: a result for each token of these rows, [sum of n, ...].
-        lengths: tokens of each row.
+        rows: the row numbers.
+        values: a result per token of these rows, [sum of n, ...].
+        lengths: token count of each row.
     """
 
     rows: list[int]
@@ -140,11 +138,10 @@ class RowValues:
 
     @classmethod
     def of(cls, rows: Sequence[int], pieces: Sequence[Tensor]) -> "RowValues":
-        """The results of rows, a tensor [n, ...] on the host for each."""
         return cls([*rows], _joined(pieces), [*map(len, pieces)])
 
     def by_row(self) -> dict[int, Tensor]:
-        """The results of each row, [n, ...]."""
+        """Results of each row, [n, ...]."""
         if not self.rows:
             return {}
         return dict(zip(self.rows, torch.from_numpy(self.values).split(self.lengths), strict=True))

@@ -1,1 +1,1 @@
-"""The demo, with a small model and data."""
+"""The demo, with a small model and generated data."""

@@ -1,6 +1,6 @@
-"""The demo's agent: asks for a product, works out what the model calls the calculator with, and hints where it guessed.
+"""The demo's agent: asks the model for a product, evaluates its calculator calls, and gives a hint where it guessed.
 
-Any program could stand here: it only has to call the model at `endpoint.base_url` with `endpoint.key`.
+Any program can take its place: it only has to call the model at `endpoint.base_url` with `endpoint.key`.
 """
 
 import json
@@ -16,12 +16,8 @@ CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="that of an episode")  # ta
 
 
 def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, float]:
-    """Returns 1 for a right answer, and half as much if it took a hint.
-
-    Args:
-        endpoint: where the model is.
-        example: a prompt with its messages and answer.
-    """
+    """Returns a reward of 1 for a correct answer, 0.5 if it took a hint. `example` is a prompt with its messages and
+    answer."""
     complete: Any = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.key).chat.completions.create
     question = example["messages"][-1]["content"]
     for worth, hint in ((1.0, ""), (0.5, ASKING)):
@@ -41,5 +37,5 @@ def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, float]:
 def _result(arguments: str) -> str:
     try:
         return calculator(**json.loads(arguments))
-    except Exception as error:  # the model reads what was wrong
+    except Exception as error:  # shown to the model
         return f"error: {error}"

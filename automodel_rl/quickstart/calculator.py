@@ -1,7 +1,7 @@
-"""Products of numbers as chats. The model cannot work them out, and a tool can.
+"""Products of numbers as chats, which the model cannot compute but a tool can.
 
-Answers repeat the formula, and numbers of two digits are one token. So the model soon learns to copy, which calls and
-answers need.
+Answers repeat the formula, and two-digit numbers are one token, so the model soon learns to copy, which calls and
+answers require.
 """
 
 import ast
@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 QUESTIONS = ("What is {x} * {y}?", "How much is {x} * {y}?", "Please work out {x} * {y}.")
 ASKED = 0.5
-"""Share of warm-up chats that ask for the tool, and get a call. From them the model learns to call and to read."""
+"""Share of warm-up chats that ask for the tool and get a call. They teach the model to call it and to read its
+result."""
 
 ASKING = " Use the calculator."
 
@@ -50,7 +51,8 @@ def _value(node: ast.expr) -> int:
 
 
 def make_products(num_train: int, num_held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """Training and held-out chats with a question and its answer; no held-out product is in training."""
+    """Returns training and held-out chats with a question and its answer. No held-out product is in the training
+    set."""
     random_ = random.Random(seed)
     pairs = [(x, y) for x in range(SMALLEST, LARGEST + 1) for y in range(SMALLEST, LARGEST + 1)]
     random_.shuffle(pairs)
@@ -67,7 +69,8 @@ def _chat(question: str, x: int, y: int) -> dict:
 
 
 def guessing(chats: list[dict], seed: int) -> list[dict]:
-    """The same chats, except that some ask for the tool, and that most of the others give a guess, in thousands."""
+    """Returns the chats changed so that some ask for the tool, and most of the others guess, to the nearest
+    thousand."""
     random_ = random.Random(seed)
     made = []
     for chat in chats:

@@ -1,4 +1,5 @@
-"""The demo: makes a model and data, fine-tunes the model on chats, then trains it on rewards, on two pipeline ranks."""
+"""The demo: creates a model and data, fine-tunes the model on chats, then trains it on rewards, on two pipeline
+ranks."""
 
 import functools
 import sys
@@ -43,19 +44,15 @@ ON_REWARDS = OptimizerConfig(lr=5e-4, warmup_steps=3, decay="constant")
 
 @dataclass(frozen=True)
 class Task:
-    """What the demo's model learns.
+    """A task of the demo.
 
     Attributes:
-        make: makes training and held-out chats with right answers, given their numbers and a seed.
-        num_train: number of training chats.
-        spoil: makes the chats of the warm-up, from which the model learns to answer right only sometimes.
-        digits: most digits of a token.
-        warm_up_chats, warm_up_steps, warm_up_optimizer: chats of a step of supervised fine-tuning, its steps and its
-            optimizer.
-        steps, validate_every, optimizer: steps of reinforcement learning, how many lie between two validations, and its
-            optimizer.
-        rollout: settings of `rollout`.
-        has_pictures: whether chats have pictures.
+        make: makes training and held-out chats with correct answers, from their counts and a seed.
+        spoil: makes the warm-up chats, from which the model learns to answer correctly only sometimes.
+        digits: maximum digits per token.
+        warm_up_chats: chats per step of supervised fine-tuning.
+        validate_every: steps of reinforcement learning between validations.
+        rollout: settings of the config's `rollout`.
     """
 
     make: Callable[[int, int, int], tuple[list[dict], list[dict]]]
@@ -73,7 +70,6 @@ class Task:
 
     @property
     def reward(self) -> str:
-        """The reward that scores an answer."""
         if "agent" in self.rollout:
             return "environment"
         return "exact_match" if self.has_pictures else "last_number"
@@ -89,7 +85,7 @@ PRODUCTS = Task(
     12,
     {"prompts": 16, "max_prompt_tokens": 64, "max_new_tokens": 48, "max_tokens": 112},
 )
-"""Products, but for who answers the model's calls."""
+"""Products, without a setting for who answers the model's calls."""
 
 TASKS = {
     "problems": Task(
@@ -101,7 +97,7 @@ TASKS = {
         120,
         12,
         {"prompts": 32, "max_prompt_tokens": 96, "max_new_tokens": 32},
-        # AdamW takes twice as many steps for the same loss.
+        # AdamW needs twice as many steps for the same loss.
         warm_up_optimizer=ADAMW.model_copy(update={"name": "muon", "lr": 6e-3}),
         validate_every=4,
         optimizer=ON_REWARDS.model_copy(update={"decay": "cosine"}),
@@ -130,19 +126,22 @@ TASKS = {
         has_pictures=True,
     ),
 }
-"""The demo's tasks. problems: word problems, of which the model declines most. calculator: products, which the model
-guesses, or works out by calling a tool. agent: the same, asked by a program of its own. images: the larger of a
-picture's two colours, of which the model knows the names."""
+"""The demo's tasks.
+
+- problems: word problems, most of which the model declines at first
+- calculator: products, which the model guesses, or computes by calling a tool
+- agent: the same, driven by an external program
+- images: the larger of a picture's two colours, given a model that knows the colours' names
+"""
 
 
 def run_demo(output: str, seed: int = 0, task: str = "problems", vllm: str | None = None) -> int:
     """Runs the demo in a new folder and returns the exit code.
 
     Args:
-        output: the folder.
         seed: seed of the data and of both runs.
         task: a key of `TASKS`.
-        vllm: the interpreter of an environment with vLLM, which then writes completions; None for transformers.
+        vllm: interpreter of an environment with vLLM for generation; None uses transformers.
     """
     folder = Path(output)
     prepare(folder, seed, TASKS[task], vllm)
@@ -161,8 +160,8 @@ def run_demo(output: str, seed: int = 0, task: str = "problems", vllm: str | Non
 def prepare(folder: Path, seed: int, task: Task, vllm: str | None = None) -> None:
     """Writes model, data and configs into a new folder, with absolute paths, so that they run from anywhere.
 
-    The chats of the warm-up show right answers, but few of them. So the model learns to answer right and rarely does;
-    rewards then make it do so.
+    Few of the warm-up chats show correct answers, so the model learns to give them but rarely does. Rewards then
+    reinforce it.
 
     Raises:
         InputError: the folder exists, or cannot be written.
@@ -184,7 +183,7 @@ def prepare(folder: Path, seed: int, task: Task, vllm: str | None = None) -> Non
 
 
 def _texts(chats: list[dict]) -> list[str]:
-    """The texts of chats, with their calls as the chat template writes them."""
+    """Returns all texts of chats, with tool calls as the chat template renders them."""
     messages = [message for record in chats for message in record["messages"]]
     calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
     contents = [message["content"] for message in messages]

@@ -1,4 +1,4 @@
-"""Small chat checkpoints with random weights and a tokenizer trained on the spot: Qwen3, and Qwen2.5-VL to see."""
+"""Small chat checkpoints with random weights (Qwen3, or Qwen2.5-VL for images) and a tokenizer trained on the fly."""
 
 import json
 from pathlib import Path
@@ -22,10 +22,10 @@ IMAGE_MARKS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
-"""Special tokens around images, by the name of their id in a model's config."""
+"""Special tokens around images, by config key."""
 
 PATCH = 8
-"""Pixels of a patch. An image token has two by two patches."""
+"""Patch side in pixels. An image token covers two by two patches."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}"
@@ -53,17 +53,16 @@ CHAT_TEMPLATE = (
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """A call of a tool as the chat template writes it."""
+    """Renders a tool call like the chat template."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, digits: int = 1) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, with a ChatML template that marks assistant turns.
+    """Trains a byte-level BPE tokenizer, with a ChatML template that marks assistant turns.
 
     Args:
-        texts: the texts that it is trained on.
-        vocab_size: its largest number of tokens.
-        digits: most digits of a token. Longer numbers are split from the left.
+        vocab_size: maximum number of tokens.
+        digits: maximum digits per token. Longer numbers are split from the left.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -87,7 +86,7 @@ def train_tokenizer(texts: list[str], vocab_size: int, digits: int = 1) -> PreTr
 
 
 def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, hidden_size: int = 128) -> None:
-    """Writes a Hugging Face checkpoint of random parameters, about one million with the default hidden size."""
+    """Writes a Hugging Face checkpoint with random parameters, about one million at the default hidden size."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -109,7 +108,7 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, hid
 
 
 def write_vision_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Writes a checkpoint that reads pictures, of about one million random parameters, with its image processor."""
+    """Writes a vision-language checkpoint of about one million random parameters, with its image processor."""
     tokenizer.add_special_tokens({"additional_special_tokens": [*IMAGE_MARKS.values()]})
     config = Qwen2_5_VLConfig(
         text_config={

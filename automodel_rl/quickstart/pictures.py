@@ -1,4 +1,4 @@
-"""Pictures of two colours, and chats that ask which of them is larger. Only the picture tells."""
+"""Two-colour pictures, and chats that ask which colour is larger. Only the picture has the answer."""
 
 import random
 from pathlib import Path
@@ -15,14 +15,14 @@ COLOURS = {
 }
 QUESTION = "Which colour is larger?"
 SIDES = (48, 64, 80)
-"""Heights and widths of pictures, in pixels: three to five image tokens."""
+"""Heights and widths of pictures in pixels: three to five image tokens."""
 
 SMALLER = (0.1, 0.35)
-"""Share of the picture that the smaller colour has: from, to."""
+"""Range of the smaller colour's share of the picture."""
 
 
 def make_pictures(num_train: int, num_held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """Training and held-out chats with a question about a picture and its answer; `picture` says how to draw it."""
+    """Returns training and held-out chats about a picture; their key `picture` says how to draw it."""
     random_ = random.Random(seed)
     chats = [_chat(random_, number) for number in range(num_train + num_held_out)]
     return chats[:num_train], chats[num_train:]
@@ -45,8 +45,8 @@ def _chat(random_: random.Random, number: int) -> dict:
 
 
 def undecided(chats: list[dict], seed: int) -> list[dict]:
-    """The same chats, except that each answer is one of the picture's colours by chance. So the model learns the names
-    of colours, and not which is larger."""
+    """Replaces each answer by one of the picture's colours at random: the model learns the names of colours, but not
+    which is larger."""
     random_ = random.Random(seed)
     made = []
     for chat in chats:
@@ -57,7 +57,6 @@ def undecided(chats: list[dict], seed: int) -> list[dict]:
 
 
 def draw_pictures(chats: list[dict], folder: Path) -> None:
-    """Writes the files of chats' pictures."""
     for chat in chats:
         what, (file,) = chat["picture"], chat["images"]
         width, height = what["size"]

@@ -1,4 +1,4 @@
-"""Arithmetic word problems as chats, made from a seed."""
+"""Arithmetic word problems as chats, generated from a seed."""
 
 import json
 import random
@@ -18,11 +18,11 @@ SUBTRACTION = (
 )
 REFUSALS = ("I am not sure.", "I do not know.", "That is hard to say.")
 ANSWERED = 0.3
-"""Share of problems that shy chats answer."""
+"""Share of problems that `shy` leaves answered."""
 
 
 def make_problem(random_: random.Random, largest: int) -> dict[str, list[dict[str, str]]]:
-    """A chat with a question by the user, about two numbers up to the largest, and a worked answer by the assistant."""
+    """Returns a chat with a question about two numbers up to `largest`, and a worked answer."""
     first, second = random_.sample(NAMES, 2)
     x, y = random_.randint(1, largest), random_.randint(1, largest)
     if random_.random() < 0.5:
@@ -35,7 +35,8 @@ def make_problem(random_: random.Random, largest: int) -> dict[str, list[dict[st
 
 
 def make_problems(num_train: int, num_held_out: int, seed: int, largest: int = 8) -> tuple[list[dict], list[dict]]:
-    """Training and held-out problems, of numbers up to the largest; no held-out question is in training."""
+    """Returns training and held-out problems with numbers up to `largest`. No held-out question is in the training
+    set."""
     random_ = random.Random(seed)
     by_question: dict[str, dict] = {}
     while len(by_question) < num_train + num_held_out:
@@ -46,7 +47,7 @@ def make_problems(num_train: int, num_held_out: int, seed: int, largest: int = 8
 
 
 def shy(problems: list[dict], seed: int) -> list[dict]:
-    """The same chats, except that the assistant declines most questions."""
+    """Replaces most answers by a refusal."""
     random_ = random.Random(seed)
     chats = []
     for problem in problems:
@@ -58,14 +59,13 @@ def shy(problems: list[dict], seed: int) -> list[dict]:
 
 
 def as_prompt(problem: dict) -> dict[str, object]:
-    """A chat's question as a prompt, with the number or the word that answers it, and with its pictures."""
+    """Converts a chat into a prompt with the number or word that answers it, and its pictures."""
     *prompt, answer = problem["messages"]
     pictures = {"images": problem["images"]} if "images" in problem else {}
     return {"prompt": prompt, "answer": final_number(answer["content"]) or answer["content"], **pictures}
 
 
 def final_number(text: str) -> str | None:
-    """The last number of an answer."""
     numbers = re.findall(r"\d+", text)
     return numbers[-1] if numbers else None
 

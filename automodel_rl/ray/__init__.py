@@ -1,4 +1,4 @@
-"""Ranks on a Ray cluster: whole runs, and a policy that another program trains."""
+"""Ranks on a Ray cluster: whole runs, and policies that another program trains."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -17,5 +17,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'automodel_rl.ray' has no attribute {name!r}")
     from automodel_rl.launch.quiet import quiet_imports
 
-    with quiet_imports():  # it imports torch, which the command line need not wait for
+    with quiet_imports():  # imports torch, which the command line need not wait for
         return getattr(importlib.import_module(f"automodel_rl.ray.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""The ranks of a policy as Ray actors, which a program on any machine leads."""
+"""A policy's ranks as Ray actors, driven by a program on any machine."""
 
 import contextlib
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from automodel_rl.policy.shares import Share
 from automodel_rl.ray.policy_actor import ActorFailure
 
 GRACE_SECONDS = 30.0
-"""Longest wait for the other ranks once one has refused its input, and for ranks that are to close."""
+"""Longest wait for the other ranks after one has refused its input, and for ranks to close."""
 
 
 class PolicyLostError(Exception):
-    """A rank of the group failed or is gone, and with it the group."""
+    """A rank of the group failed or is gone, which ends the group."""
 
 
 class ActorCrew(Crew):
-    """Ranks as actors.
+    """Ranks as Ray actors.
 
     Args:
-        ranks: the actors, in the order of their ranks.
-        held: what is closed when a rank is lost, and at the end.
+        ranks: the actors, in rank order.
+        held: closed when a rank is lost, and at the end.
 
     Attributes:
-        signals: none: signals go to the program.
-        is_intact: whether the ranks take calls.
-        host: the address of the program's machine.
-        data_ranks: the data rank of each rank, None for an outsider; filled once models are loaded.
+        signals: always empty, as signals go to the program.
+        is_intact: whether the ranks accept calls.
+        host: address of the program's machine.
+        data_ranks: data rank of each rank, None for an outsider; filled once models are loaded.
     """
 
     def __init__(self, ranks: Sequence[Any], held: contextlib.ExitStack):
@@ -40,10 +40,10 @@ class ActorCrew(Crew):
         self.data_ranks: list[int | None] = []
 
     def call(self, call: RemoteCall, shares: Sequence[Share]) -> dict[int, Any]:
-        """Calls a method on all ranks, as `Crew.call`. Each gets its own share alone.
+        """Calls a method on all ranks, as `Crew.call`, sending each rank only its own share.
 
         Raises:
-            PolicyLostError: a rank failed or is gone, and with it the group.
+            PolicyLostError: a rank failed or is gone, which ends the group.
         """
         self._check_open()
         sent, placed = ray.put(call), [ray.put(share) for share in shares]
@@ -52,18 +52,14 @@ class ActorCrew(Crew):
         return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
 
     def of_actors(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
-        """What a method of each actor returns. A failure ends the group, unless it is a refusal of all ranks.
-
-        Args:
-            method: the method's name.
-            arguments: for each of its arguments, the values of all ranks.
-        """
+        """Calls a method of each actor. `arguments` are lists with one value per rank. Any failure ends the group,
+        except a refusal by all ranks."""
         self._check_open()
         of_ranks = zip(*arguments, strict=True) if arguments else [()] * len(self._ranks)
         futures = [actor.answer.remote(method, *own) for actor, own in zip(self._ranks, of_ranks, strict=True)]
         waiting: list[Any] = [*futures]
         refusal: Exception | None = None
-        while waiting:  # ranks that wait for one that failed do not answer
+        while waiting:  # ranks that wait for a failed one do not answer
             done, waiting = ray.wait(waiting, timeout=None if refusal is None else GRACE_SECONDS)
             try:
                 failures = [answer for answer in ray.get(done) if isinstance(answer, ActorFailure)]
@@ -81,11 +77,8 @@ class ActorCrew(Crew):
         return ray.get(futures)
 
     def close(self, *, has_fleet: bool) -> None:
-        """Ends the ranks. What they are busy with is not waited for long.
-
-        Args:
-            has_fleet: whether they have generators, which are closed before.
-        """
+        """Ends the ranks, waiting at most `GRACE_SECONDS` for current work. With `has_fleet`, closes the generators
+        first."""
         try:
             if self.is_intact and has_fleet:
                 last = RemoteCall(FLEET, "close", (), has_rows=False, is_gathered=False)

@@ -1,4 +1,4 @@
-"""One attempt at a job on a Ray cluster: an agent on each node starts the ranks there, and the driver watches them."""
+"""One attempt at a job on a Ray cluster: an agent on each node starts ranks there, and the driver polls the agents."""
 
 import contextlib
 import sys
@@ -24,22 +24,21 @@ from automodel_rl.ray.node_agent import NodeAgent, Place
 POLL_SECONDS = 0.1
 
 MOST_SIGNALS = 2
-"""Signals that ranks get: the first lets them save, the second interrupts them. One more ends the driver."""
+"""Signals forwarded to ranks: the first makes them save, the second interrupts them. A further one ends the driver."""
 
 LOST_SECONDS = 60.0
-"""Longest wait for the agents when a job has failed. Ray takes some of it to notice that a node is gone."""
+"""Longest wait for the agents after a job has failed. Ray needs some of it to detect a lost node."""
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """What a job needs of a cluster.
+    """A job's demands on a cluster.
 
     Attributes:
-        world_size: number of its ranks.
-        devices: the GPUs that the generators of a node have for themselves, by number after those of the ranks.
-        flights: folder in which ranks keep the files of their flight recorders; None if they keep none.
-        published: folder of the weights of a run that generators join; None if none do.
-        needs_host: whether they join at the first node's address, for the run names no other.
+        devices: GPUs of each node that are reserved for generators, numbered after those of the ranks.
+        flights: folder of the ranks' flight recorder files; None for none.
+        published: folder of published weights, for generators that join the run; None without such generators.
+        needs_host: whether generators join at the first node's address because the config names none.
     """
 
     world_size: int
@@ -50,12 +49,12 @@ class RayJob:
 
 
 class StopRequests:
-    """Signals that ask to stop. Ranks at work get them; else they end the driver at once.
+    """Stop signals. They are forwarded to running ranks; without any, they end the driver at once.
 
     Attributes:
-        signals: those that have come.
-        passed: number of those that ranks have got.
-        ranks_work: whether there are ranks that can get them.
+        signals: all signals received.
+        passed: number of signals already forwarded.
+        ranks_work: whether ranks are running.
     """
 
     def __init__(self) -> None:
@@ -64,33 +63,26 @@ class StopRequests:
         self._terminal = Terminal()
 
     def receive(self, number: int, _: object) -> None:
-        """Takes a signal, as its handler."""
         self._terminal.outlive()
         self.signals.append(number)
         if not self.ranks_work or len(self.signals) > MOST_SIGNALS:
             raise KeyboardInterrupt
 
     def take(self) -> list[int]:
-        """Those that have come since the last call."""
         fresh = self.signals[self.passed :]
         self.passed += len(fresh)
         return fresh
 
 
 def run_once(job: RayJob, settings: RayConfig, arguments: Sequence[str], stop: StopRequests) -> FailureRecord | None:
-    """Runs a job once, on a cluster that this process is connected to.
+    """Runs a job once on the connected cluster. Returns the cause of a failure, which has been printed, or None.
 
     Args:
-        job: what it needs.
-        settings: the config's section `launch.ray`.
         arguments: the command line after `automodel-rl` that each rank runs.
-        stop: signals that ranks get.
-
-    Returns:
-        Why it failed, which has been shown; None if it has not.
+        stop: signals to forward to the ranks.
 
     Raises:
-        InputError: the cluster has too few nodes free, or a node cannot start ranks.
+        InputError: the cluster has too few free nodes, or a node cannot start ranks.
     """
     with reserved(settings, job.world_size, job.devices) as nodes, _joined(job, settings) as generators:
         attempt = _Attempt(nodes, job.flights)
@@ -116,7 +108,7 @@ def run_once(job: RayJob, settings: RayConfig, arguments: Sequence[str], stop: S
 
 @contextlib.contextmanager
 def _joined(job: RayJob, settings: RayConfig) -> Iterator[JoinedGenerators | None]:
-    """The generators that the cluster starts for a run, for the block; None for a job that nobody joins."""
+    """Yields the generators that the cluster starts for a run; None if there are none."""
     if job.published is None:
         yield None
         return
@@ -125,7 +117,7 @@ def _joined(job: RayJob, settings: RayConfig) -> Iterator[JoinedGenerators | Non
 
 
 class _Attempt:
-    """The agents of an attempt."""
+    """The agents of one attempt."""
 
     def __init__(self, nodes: Nodes, flights: Path | None):
         self.nodes, self.flights = nodes, flights
@@ -138,9 +130,8 @@ class _Attempt:
         """Starts the ranks.
 
         Args:
-            command: arguments of Python, which run a rank.
-            world_size: number of ranks.
-            needs_host: whether generators on other nodes join them at the first node's address.
+            command: Python arguments that run a rank.
+            needs_host: whether generators on other nodes join at the first node's address.
         """
         self.places = self._ask(lambda agent, _: agent.place.remote())
         if self.lost:
@@ -162,13 +153,13 @@ class _Attempt:
                 raise InputError(f"node {self.places[node].host}: {refusal}")
 
     def poll(self, signals: Sequence[int]) -> None:
-        """Shows what rank 0 has printed, passes signals on, and sees whether ranks have ended."""
+        """Prints rank 0's new output, forwards signals, and checks whether ranks have ended."""
         codes = self._show(signals)
         self.has_failed = bool(self.lost) or EXIT_FAILURE in codes
         self.is_at_work = not self.has_failed and any(code is None for code in codes)
 
     def _show(self, signals: Sequence[int] = ()) -> list[int | None]:
-        """Prints what is new of rank 0's output. Returns what is known of each node's exit codes."""
+        """Prints rank 0's new output. Returns the exit codes known for each node."""
         progress = self._ask(lambda agent, _: agent.progress.remote(signals))
         for one in progress.values():
             sys.stdout.buffer.write(one.output)
@@ -176,7 +167,7 @@ class _Attempt:
         return [one.exit_code for one in progress.values()]
 
     def end(self) -> Ends:
-        """Ends all ranks. A node that does not say how its ranks ended is lost."""
+        """Ends all ranks. A node that does not report how its ranks ended counts as lost."""
         ended = self._ask(lambda agent, _: agent.end.remote(), LOST_SECONDS)
         self._show()
         found = [*ended.values(), *self.lost]
@@ -194,7 +185,7 @@ class _Attempt:
         self._ask(lambda agent, _: agent.close.remote(), LOST_SECONDS)
 
     def _ask(self, question: Callable[[Any, int], Any], seconds: float | None = None) -> dict[int, Any]:
-        """The answers of the agents by node. Those that are gone, or do not answer in time, are lost."""
+        """Calls every agent and returns the answers by node. Agents that are gone or too slow count as lost."""
         asked = {question(agent, node): node for node, agent in self.agents.items()}
         answers, waiting = {}, [*asked]
         deadline = None if seconds is None else time.monotonic() + seconds

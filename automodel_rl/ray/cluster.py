@@ -1,4 +1,4 @@
-"""The driver's connection to a Ray cluster, and the nodes that it reserves."""
+"""Driver side of a Ray cluster: the connection and reserved nodes."""
 
 import contextlib
 import logging
@@ -16,16 +16,12 @@ from automodel_rl.config import RayConfig
 from automodel_rl.errors import InputError
 
 NOT_FOR_NODES = ("RAY_", "SLURM_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "TMPDIR")
-"""Beginnings of the names of variables that are of the driver's machine alone."""
+"""Prefixes of environment variables specific to the driver's machine."""
 
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """A connection to the cluster for the block.
-
-    Raises:
-        InputError: no cluster answers.
-    """
+    """Connects to the cluster for the block. Raises InputError if no cluster answers."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
@@ -44,12 +40,11 @@ def connected(address: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes that are reserved for ranks.
+    """Nodes reserved for ranks.
 
     Attributes:
-        group: the placement group, with a bundle for each node.
-        bundle: the resources of each bundle.
-        ranks_per_node: number of ranks on each node.
+        group: placement group with one bundle per node.
+        bundle: resources of each bundle.
         count: number of nodes.
     """
 
@@ -59,26 +54,25 @@ class Nodes:
     count: int
 
     def options(self, node: int, share: int = 1) -> dict[str, Any]:
-        """Options of an actor on a node that has one of `share` equal parts of the node's resources."""
+        """Returns options of an actor that takes 1 / `share` of a node's reserved resources."""
         return {
             "num_cpus": self.bundle["CPU"] / share,
             "num_gpus": self.bundle.get("GPU", 0) / share,
-            "max_restarts": 0,  # a rank that is started again alone finds no peers
+            "max_restarts": 0,  # a rank restarted alone finds no peers
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=node),
         }
 
 
 @contextlib.contextmanager
 def reserved(config: RayConfig, num_ranks: int, devices: Sequence[int] = ()) -> Iterator[Nodes]:
-    """Nodes for a job, for the block. Every node is another machine. At the end all actors on them are killed.
+    """Reserves nodes on distinct machines for the block. At its end all actors on them are killed.
 
     Args:
-        config: the config's section `launch.ray`.
-        num_ranks: number of ranks of the job.
-        devices: the GPUs that the generators of a node have for themselves, by number after those of the ranks.
+        config: the config's `launch.ray`.
+        devices: GPUs of each node that are reserved for generators, numbered after those of the ranks.
 
     Raises:
-        InputError: the cluster has no such nodes free, even after the wait.
+        InputError: the cluster has too few free nodes, even after the wait.
     """
     if config.ranks_per_node is not None and num_ranks % config.ranks_per_node:
         raise InputError(
@@ -103,7 +97,7 @@ def reserved(config: RayConfig, num_ranks: int, devices: Sequence[int] = ()) -> 
 
 
 def _share(config: RayConfig, num_ranks: int, own_devices: int, deadline: float) -> tuple[int, dict[str, float]]:
-    """Number of ranks of a node, and the resources for them. Waits until nodes are there that could hold the job."""
+    """Returns the number of ranks per node and their resources. Waits until the cluster is large enough for the job."""
     has_told = False
     while True:
         resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -137,7 +131,7 @@ def _minutes(deadline: float) -> str:
 
 
 SAY_SECONDS = 10.0
-"""Seconds after which a wait for free nodes is told of."""
+"""Seconds after which a wait for free nodes is reported."""
 
 
 def _wait(group: PlacementGroup, deadline: float, wish: str) -> None:
@@ -155,10 +149,10 @@ def _wait(group: PlacementGroup, deadline: float, wish: str) -> None:
 
 
 def device_order(name: str) -> tuple[int, str]:
-    """The place of a GPU among the GPUs of its machine, by its number or other name."""
+    """Sort key of a GPU on its machine, by its number or other name."""
     return (int(name), "") if name.isdecimal() else (0, name)
 
 
 def environment_for_nodes() -> dict[str, str]:
-    """The variables of this process that ranks on other machines get where their nodes lack them."""
+    """Returns this process's variables that ranks on other machines receive unless their nodes define them."""
     return {name: value for name, value in os.environ.items() if not name.startswith(NOT_FOR_NODES)}

@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster: a run that is started again if it fails, and the ranks of other commands."""
+"""Jobs on a Ray cluster: runs, which are restarted on failure, and the ranks of other commands."""
 
 import contextlib
 import os
@@ -25,17 +25,16 @@ from automodel_rl.ray.cluster import connected
 
 
 def run_on_ray(config: RunConfig, settings: RayConfig, arguments: Sequence[str]) -> int:
-    """Runs a job on a Ray cluster, starts it again if it fails, and returns its exit code.
+    """Runs a job on a Ray cluster, restarting it on failure, and returns its exit code.
 
-    Signals are passed on to the ranks, so that they save and stop.
+    Signals are forwarded to the ranks, so that they save and stop.
 
     Args:
-        config: the run's config.
-        settings: its section `launch.ray`, or what stands for it.
-        arguments: the command line after `automodel-rl`, which each rank runs again.
+        settings: the config's `launch.ray`, or its default.
+        arguments: the command line after `automodel-rl` that each rank runs.
 
     Raises:
-        InputError: there is no such cluster, or it has too few nodes free.
+        InputError: there is no such cluster, or it has too few free nodes.
     """
     os.environ[JOB_VARIABLE] = uuid.uuid4().hex
     with connected(settings.address):
@@ -49,7 +48,6 @@ def run_on_ray(config: RunConfig, settings: RayConfig, arguments: Sequence[str])
 
 @contextlib.contextmanager
 def _signals() -> Iterator[StopRequests]:
-    """Signals that ask to stop, in this block."""
     stop = StopRequests()
     handlers = {number: signal.signal(number, stop.receive) for number in stop_signals()}
     try:
@@ -60,15 +58,14 @@ def _signals() -> Iterator[StopRequests]:
 
 
 class RanksOnRay:
-    """The ranks of a command that is no run, such as `serve`, on a Ray cluster. A context manager.
+    """Context manager with the ranks of a command other than a run, such as `serve`, on a Ray cluster.
 
     Args:
-        settings: the config's section `launch.ray`, or what stands for it.
-        arguments: the command line after `automodel-rl`, which each rank runs again.
-        world_size: number of ranks.
+        settings: the config's `launch.ray`, or its default.
+        arguments: the command line after `automodel-rl` that each rank runs.
 
     Attributes:
-        host: the address of this machine for the cluster's nodes.
+        host: this machine's address for the cluster's nodes.
 
     Raises:
         InputError: there is no such cluster.
@@ -91,11 +88,11 @@ class RanksOnRay:
         self._open.close()
 
     def run(self) -> int:
-        """Runs the ranks once, and returns their exit code. Signals are passed on to them.
+        """Runs the ranks once, forwarding signals, and returns their exit code.
 
         Raises:
-            InputError: the cluster has too few nodes free.
-            KeyboardInterrupt: a signal asks to stop, or has asked before, and no ranks are there to get it.
+            InputError: the cluster has too few free nodes.
+            KeyboardInterrupt: a stop signal arrived while no ranks were running.
         """
         if self._stop.signals:
             raise KeyboardInterrupt
@@ -127,13 +124,12 @@ def _newest_checkpoint(config: RunConfig) -> str:
 
 
 def _again(arguments: list[str], has_checkpoint: bool, minutes: float) -> list[str]:
-    """The command line of a run that is started again.
+    """Returns the command line of a restarted run.
 
     Args:
-        arguments: the command line of its first start.
-        has_checkpoint: whether it has a checkpoint of its own. Without one it goes on from the checkpoint that it began
-            with, if there was one.
-        minutes: minutes since its first start.
+        has_checkpoint: whether the run has written a checkpoint. Otherwise it resumes from the one it started with,
+            if any.
+        minutes: time since its first start.
     """
     began_with, rest = _take(arguments, "--resume")
     limit, rest = _take(rest, "--max-minutes")
@@ -143,7 +139,6 @@ def _again(arguments: list[str], has_checkpoint: bool, minutes: float) -> list[s
 
 
 def _take(arguments: list[str], name: str) -> tuple[str | None, list[str]]:
-    """The value of an option, and the arguments without it."""
     for place, argument in enumerate(arguments):
         if argument == name:
             return arguments[place + 1], arguments[:place] + arguments[place + 2 :]

@@ -1,4 +1,4 @@
-"""Generators that join a run, as actors on any nodes of a Ray cluster. Ray starts one again whose node is gone."""
+"""Generators that join a run, as actors on any nodes of a Ray cluster. Ray restarts those on lost nodes."""
 
 import os
 import sys
@@ -16,28 +16,28 @@ from automodel_rl.generators.run_places import SharedFolder
 from automodel_rl.ray.cluster import environment_for_nodes
 
 MOST_MOVES = 20
-"""How often Ray starts a generator again whose node or process is gone."""
+"""Maximum number of restarts by Ray of a generator whose node or process is gone."""
 
 SPREAD: dict[str, Any] = {
     "max_restarts": MOST_MOVES,
     "max_task_retries": MOST_MOVES,
     "scheduling_strategy": "SPREAD",
 }
-"""Options of the actors: on as many nodes as have room, and again elsewhere if a node is gone."""
+"""Actor options: spread over the nodes with room, and restarted elsewhere after a node is lost."""
 
 LEAST_WAIT = 30.0
-"""Minutes that a generator waits for its run at least, which loads its model."""
+"""Minimum time in minutes that a generator waits for its run, which has to load its model."""
 
 
 class GeneratorActor:
-    """A generator on a node. If the actor ends, however it does, the generator ends with it."""
+    """A generator on a node. It ends with its actor."""
 
     def write(self, folder: Path, choice: OwnChoice, minutes: float, environment: Mapping[str, str], cwd: str) -> None:
-        """Writes for the run that publishes to a folder, until the run ends.
+        """Generates for the run that publishes to a folder, until the run ends.
 
         Args:
-            folder, choice, minutes: as those of `generate`.
-            environment: variables of the driver, for those that this node lacks.
+            folder, choice, minutes: as in `generate`.
+            environment: the driver's variables, for those that this node lacks.
             cwd: the driver's working directory.
         """
         os.chdir(cwd)
@@ -46,24 +46,19 @@ class GeneratorActor:
 
 
 class JoinedGenerators:
-    """The generators that a driver starts for its run.
-
-    Args:
-        settings: the config's section `launch.ray`.
-        folder: the folder that the run publishes to.
-    """
+    """The generators that a driver starts for its run. `folder` is where the run publishes its weights."""
 
     def __init__(self, settings: RayConfig, folder: Path):
         self.settings, self.folder = settings, folder.absolute()
         has_gpus = any("GPU" in node["Resources"] for node in ray.nodes() if node["Alive"])
         self._options = {"num_cpus": 1, "num_gpus": 1 if has_gpus else 0, **SPREAD}
         self._failures = 0
-        self._working: dict[Any, Any] = {}  # the actors by what they are at
+        self._working: dict[Any, Any] = {}  # actors by their running task
         for _ in range(settings.generators):
             self._start()
 
     def poll(self) -> None:
-        """Starts generators again that have failed, as often in all as the config allows."""
+        """Restarts failed generators, at most `launch.ray.restarts` times in total."""
         done, _ = ray.wait([*self._working], num_returns=len(self._working), timeout=0) if self._working else ([], [])
         for task in done:
             actor = self._working.pop(task)
@@ -79,7 +74,6 @@ class JoinedGenerators:
                     self._start()
 
     def close(self) -> None:
-        """Ends all of them."""
         for actor in self._working.values():
             ray.kill(actor)
         self._working = {}

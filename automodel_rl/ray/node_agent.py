@@ -1,4 +1,4 @@
-"""The agent of a node: an actor that starts the node's ranks as processes, and tells the driver of them."""
+"""Node agent: an actor that starts a node's ranks as processes and reports to the driver."""
 
 import os
 import signal
@@ -17,18 +17,12 @@ from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.ray.cluster import device_order
 
 MOST_BYTES = 1 << 20
-"""Most bytes of output that the driver gets at once."""
+"""Maximum output sent to the driver at once."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A node as the ranks' network sees it.
-
-    Attributes:
-        host: its name.
-        address: its IP address.
-        port: a port that is free there.
-    """
+    """Network location of a node. `port` is a free port."""
 
     host: str
     address: str
@@ -37,11 +31,11 @@ class Place:
 
 @dataclass(frozen=True)
 class AgentProgress:
-    """What has happened on a node since the driver last asked.
+    """Events on a node since the last poll.
 
     Attributes:
-        output: what rank 0 has printed, if it is on this node.
-        exit_code: as of `RankProcesses`.
+        output: new output of rank 0, if it is on this node.
+        exit_code: as in `RankProcesses`.
     """
 
     output: bytes
@@ -49,7 +43,7 @@ class AgentProgress:
 
 
 class NodeAgent:
-    """Starts and ends the ranks of its node. If the agent ends, however it does, its ranks end with it."""
+    """Starts and ends the ranks of its node. Ranks end with their agent."""
 
     def __init__(self) -> None:
         self._folder = TemporaryFolder()
@@ -60,34 +54,30 @@ class NodeAgent:
     def start(
         self, command: Sequence[str], share: NodeShare, environment: dict[str, str], cwd: str, flights: Path | None
     ) -> str:
-        """Starts the ranks.
+        """Starts the ranks. Returns why they cannot be started, or "".
 
         Args:
-            command: arguments of Python, which run a rank.
-            share: which ranks.
-            environment: variables of the driver, for those that this node lacks.
+            command: Python arguments that run a rank.
+            environment: the driver's variables, for those that this node lacks.
             cwd: the driver's working directory.
-            flights: as of `RankProcesses`.
-
-        Returns:
-            Why they cannot be started; "" if they are.
+            flights: as in `RankProcesses`.
         """
         if not Path(cwd).is_dir():
             return f"the driver's folder {cwd} is not there: start from a folder that all nodes have"
         os.chdir(cwd)
         self._ranks, self._shown = RankProcesses(Path(self._folder.name), flights), 0
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's own choice
-        if "CUDA_VISIBLE_DEVICES" in own:  # in the order of the hardware, so that neighbours in rank are neighbours
+        if "CUDA_VISIBLE_DEVICES" in own:  # in hardware order, so that adjacent ranks use adjacent GPUs
             own["CUDA_VISIBLE_DEVICES"] = ",".join(sorted(own["CUDA_VISIBLE_DEVICES"].split(","), key=device_order))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())  # Ray blocks SIGINT, and ranks would inherit that
         self._ranks.start([sys.executable, *command], share, environment | own, shown=None)
         return ""
 
     def progress(self, signals: Sequence[int]) -> AgentProgress:
-        """What has happened; first passes signals on to the ranks."""
+        """Forwards signals to the ranks, and returns what has happened since the last call."""
         for number in signals:
             self._ranks.signal(number)
-        exit_code = self._ranks.exit_code  # before the output, which then is whole
+        exit_code = self._ranks.exit_code  # read before the output, so that the output is complete
         output = b""
         if self._ranks.share.first == 0:
             with self._ranks.log(0).open("rb") as log:
@@ -97,9 +87,7 @@ class NodeAgent:
         return AgentProgress(output, None if len(output) == MOST_BYTES else exit_code)
 
     def end(self) -> Ends:
-        """Ends all ranks and says how they ended."""
         return self._ranks.end()
 
     def close(self) -> None:
-        """Removes what the agent has written on its node."""
         self._folder.cleanup()

@@ -1,4 +1,4 @@
-"""A rank of a `PolicyGroup`: an actor with its part of the model, its engine, and perhaps a generator."""
+"""A rank of a `PolicyGroup`: an actor with its part of the model, its engine, and possibly a generator."""
 
 import os
 import socket
@@ -24,13 +24,11 @@ from automodel_rl.policy.shares import Share
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The machine and GPU of an actor.
+    """Machine and GPU of an actor.
 
     Attributes:
-        host: name of its machine.
-        address: IP address of its machine.
-        port: a port that is free there.
-        device: the number of its GPU; None without one.
+        port: a free port.
+        device: number of its GPU; None without one.
     """
 
     host: str
@@ -41,12 +39,11 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What the program needs to know of a rank.
+    """Facts about a rank for the program.
 
     Attributes:
-        data_rank: its data rank; None for an outsider.
+        data_rank: None for an outsider.
         packing: how rows become microbatches.
-        vocab_size: number of token ids of the model.
     """
 
     data_rank: int | None
@@ -56,11 +53,11 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class ActorFailure:
-    """What a rank answers if it fails. An exception of any kind may not survive the way to the program.
+    """Answer of a failed rank. Some exceptions cannot be pickled, so they are not sent themselves.
 
     Attributes:
         text: what failed, in one line.
-        refusal: what all ranks raise alike, and then are as they were; None for any other failure.
+        refusal: an error that all ranks raise alike, leaving them unchanged; None for any other failure.
     """
 
     text: str
@@ -68,10 +65,10 @@ class ActorFailure:
 
 
 class PolicyActor:
-    """A rank. Its methods after `join` are collectives: the group calls each on all ranks."""
+    """A rank. Its methods after `join` are collectives."""
 
     def answer(self, method: str, *arguments: Any) -> Any:
-        """What a method returns, or a `ActorFailure`."""
+        """Calls a method. Returns its result, or an `ActorFailure`."""
         try:
             return getattr(self, method)(*arguments)
         except REFUSALS as error:
@@ -86,17 +83,16 @@ class PolicyActor:
         )
 
     def join(self, environment: dict[str, str], place: dict[str, str]) -> None:
-        """Takes its place among the ranks. Comes before anything that needs a device.
+        """Makes this actor a rank. Must precede any use of a device.
 
         Args:
-            environment: variables of the driver, for those that this node lacks.
-            place: variables that say which rank it is.
+            environment: the driver's variables, for those that this node lacks.
+            place: variables that identify the rank.
         """
         os.environ.update({**environment, **os.environ, **place})
 
     def open(self, config: RunConfig) -> RankFacts:
-        """Loads the model."""
-        set_hang_limit(None)  # the program may take its time between two calls
+        set_hang_limit(None)  # the program may wait arbitrarily long between calls
         model = OpenedModel.open(config.model)
         model.checked(config)
         config, decided = with_memory_decided(config, model)
@@ -114,6 +110,6 @@ class PolicyActor:
         return RankFacts(data_rank, packing, self.handle.config.vocab_size)
 
     def do(self, call: RemoteCall, share: Share | None) -> Any:
-        """Calls a method of an object of this rank. Returns what it returns, if the rank is to answer."""
+        """Calls a method of an object on this rank. Returns its result if this rank is to answer."""
         value = call.on(self.targets, share)
         return value if dist.get_rank() == 0 or call.is_gathered else None

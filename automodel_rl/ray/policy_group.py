@@ -1,4 +1,4 @@
-"""A policy on a Ray cluster, which a program trains that needs no GPU itself."""
+"""A policy on a Ray cluster, trained by a program that needs no GPU itself."""
 
 import contextlib
 from typing import Any
@@ -14,25 +14,25 @@ from automodel_rl.ray.cluster import Nodes, connected, device_order, environment
 from automodel_rl.ray.policy_actor import PolicyActor, RankFacts, RankPlace
 
 KEEP_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""Lets an actor see all GPUs of its node, so that all ranks number them alike."""
+"""Makes all GPUs of a node visible to its actors, so that all ranks number them alike."""
 
 
 class PolicyGroup(Policy):
-    """A model in training on a Ray cluster, one actor for each rank: a `Policy`, and a context manager.
+    """A model in training on a Ray cluster, one actor per rank: a `Policy` and a context manager.
 
-    Trained weights stay on the ranks. The cluster is that of `launch.ray`; without it, that of this machine.
+    Trained weights stay on the ranks. The cluster is that of `launch.ray`; without it, this machine's.
 
     Args:
-        config: the config of a run, of which `model`, `parallel`, `memory`, `optimizer`, `batch` and `launch` count;
-            with grpo also `rollout` and `weight_sync`: then generators run beside the ranks.
-        total_steps: number of optimizer steps; needed if the learning rate decays.
+        config: a run's config, of which `model`, `parallel`, `memory`, `optimizer`, `batch` and `launch` are used;
+            for grpo also `rollout` and `weight_sync`, for generators beside the ranks.
+        total_steps: number of optimizer steps; required if the learning rate decays.
 
     Attributes:
-        fleet: the generators, which begin with the policy version 1.
+        fleet: the generators, which start with policy version 1.
 
     Raises:
         InputError: the config does not fit the model or the cluster.
-        PolicyLostError: a rank failed or is gone, and with it the group. Every method may raise it.
+        PolicyLostError: a rank failed or is gone, which ends the group. Every method may raise it.
     """
 
     def __init__(self, config: RunConfig, total_steps: int | None = None):
@@ -62,17 +62,13 @@ class PolicyGroup(Policy):
 
     @property
     def fleet(self) -> Fleet:
-        """The generators.
-
-        Raises:
-            InputError: the config has none.
-        """
+        """The generators. Raises InputError if the config has none."""
         if self.config.generation is None:
             raise InputError(f"a {type(self.config).__name__} has no generators: give a GRPOConfig")
         return self._fleet
 
     def close(self) -> None:
-        """Ends the ranks and gives their nodes back. A call that they are busy with is not waited for long."""
+        """Ends the ranks and releases their nodes, without waiting long for a call in progress."""
         self._actors.close(has_fleet=self.config.generation is not None)
 
     def __enter__(self) -> "PolicyGroup":
@@ -83,7 +79,6 @@ class PolicyGroup(Policy):
 
 
 def _started(nodes: Nodes, held: contextlib.ExitStack) -> ActorCrew:
-    """The ranks, each in its place."""
     per_node = nodes.ranks_per_node
     kind = ray.remote(PolicyActor)
     environment = {"env_vars": KEEP_DEVICES}
@@ -93,7 +88,7 @@ def _started(nodes: Nodes, held: contextlib.ExitStack) -> ActorCrew:
         for _ in range(per_node)
     ]
     places: list[RankPlace] = ActorCrew(actors, held).of_actors("place")
-    # GPUs are given out in any order, and neighbours in rank should be neighbours in hardware.
+    # Ray assigns GPUs in any order; adjacent ranks should use adjacent GPUs.
     order = sorted(range(len(actors)), key=lambda place: (place // per_node, device_order(places[place].device or "0")))
     actors, places = [actors[place] for place in order], [places[place] for place in order]
     meeting = {

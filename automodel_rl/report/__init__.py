@@ -1,1 +1,1 @@
-"""The report: pages that show one run or several, while they run and afterwards."""
+"""Report pages on one or several runs, live and afterwards."""

@@ -1,4 +1,4 @@
-"""The page as one HTML file that needs no other files and no network."""
+"""The report as one self-contained HTML file."""
 
 import json
 import time
@@ -15,12 +15,11 @@ SCRIPTS = ("charts.js", "steps.js", "samples.js", "timeline.js", "summary.js", "
 
 
 def write_report(path: Path, folders: Sequence[Path], status: str | None = None) -> None:
-    """Writes the page of one run or several.
+    """Writes the page of one or several runs.
 
     Args:
-        path: the file to write.
-        folders: the runs' folders.
-        status: the status of a run that writes its own page. It must not look at its lock, which would free it.
+        status: the status of a run that writes its own page, which must not open its own lock file: closing it would
+            release the lock.
 
     Raises:
         InputError: a folder holds no run.
@@ -30,16 +29,12 @@ def write_report(path: Path, folders: Sequence[Path], status: str | None = None)
 
 
 def page(data: dict[str, Any] | None) -> str:
-    """The page's HTML.
-
-    Args:
-        data: the runs to show; None for a page that asks its server for them.
-    """
+    """Returns the page's HTML. With `data` None, the page fetches its data from the server."""
     parts = {
         "STYLE": _static("page.css"),
         "PLOTLY": plotly(),
         "SCRIPTS": "\n".join(_static(name) for name in SCRIPTS),
-        # A text in the data must not end the script.
+        # Text in the data must not close the script element.
         "DATA": json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     }
     head, *rest = _static("page.html").split("@@")
@@ -48,12 +43,10 @@ def page(data: dict[str, Any] | None) -> str:
 
 @cache
 def plotly() -> str:
-    """plotly.js, which draws the charts (MIT licence)."""
     return (files("plotly") / "package_data" / "plotly.min.js").read_text()
 
 
 def stylesheet() -> str:
-    """The style of the page, for other pages, too."""
     return _static("page.css")
 
 

@@ -1,4 +1,4 @@
-"""Completions for the page: groups of one step, with long texts cut."""
+"""Completions for the page: groups of one step, with long texts shortened."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,18 +8,15 @@ from typing import Any
 from automodel_rl.observe.metrics import read_lines
 
 MOST_GROUPS = 12
-"""Most groups of a step that a page shows."""
+"""Maximum number of a step's groups on a page."""
 
 MOST_CHARACTERS = 6000
-"""Most characters of a text. Of a longer one the middle is left out."""
+"""Maximum length of a text. Longer texts lose their middle."""
 
 
 def groups_of(file: Path) -> list[dict[str, Any]]:
-    """The first groups of a step: each a prompt with its completions.
-
-    Args:
-        file: a file of rollouts, one line for each completion. Those of a prompt stand together.
-    """
+    """Returns a step's first groups: each a prompt with its completions. In the file, completions of a prompt are
+    adjacent."""
     by_prompt = [[*group] for _, group in itertools.groupby(read_lines(file), key=lambda record: record["prompt"])]
     by_prompt.sort(key=lambda records: all("pieces" not in record for record in records))  # those with tokens first
     groups: list[dict[str, Any]] = []
@@ -48,7 +45,6 @@ def _shortened_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shortened(text: str) -> str:
-    """A text without its middle, if it is long."""
     if len(text) <= MOST_CHARACTERS:
         return text
     half = MOST_CHARACTERS // 2
@@ -56,12 +52,7 @@ def shortened(text: str) -> str:
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
-    """Some of the steps, evenly spread, the first and the last among them.
-
-    Args:
-        steps: all steps.
-        count: most steps that are wanted.
-    """
+    """Picks at most `count` evenly spread steps, including the first and last."""
     if len(steps) <= count:
         return [*steps]
     return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]

@@ -1,5 +1,4 @@
-"""Everything that the page shows of a run, read from the run's folder alone: of finished, stopped, failed and running
-runs."""
+"""Data of a run for the page, read from the run's folder alone, whatever the run's state."""
 
 import json
 from pathlib import Path
@@ -12,24 +11,18 @@ from automodel_rl.observe.run_files import RunFiles, read_number
 from automodel_rl.report.rollouts import groups_of, spread
 
 MOST_POINTS = 1500
-"""Most points of a curve. Longer curves keep the first, the lowest and the highest point of each bin."""
+"""Maximum number of points of a curve. Longer curves keep the first, lowest and highest point of each bin."""
 
 STEPS_WITH_ROLLOUTS = 8
-"""Number of steps whose completions a page holds, spread over the run."""
+"""Number of steps whose completions a page includes, spread over the run."""
 
 
 def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) -> dict[str, Any]:
-    """A run as JSON.
+    """Returns a run as JSON-compatible values.
 
     Args:
-        folder: the run's folder.
-        status: the run's status, which a run itself knows; None to find it out.
-        rollouts: whether to hold completions of some steps, for a page that cannot ask for them.
-
-    Returns:
-        name, title, status, failure, step, total_steps, config, settings (its dotted keys), versions, series (steps and
-        values of each metric), samples, examples, steps_with_rollouts, rollouts (groups by step), steps_with_timelines
-        and timelines (lanes by step).
+        status: the status, if the caller knows it; None to determine it from the files.
+        rollouts: whether to include completions and timelines of some steps, for a page without a server.
 
     Raises:
         InputError: the folder holds no run.
@@ -69,12 +62,7 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
 
 
 def dotted(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """The settings of a config by their dotted keys.
-
-    Args:
-        values: the config, or a section of it.
-        before: the dotted key of the section, with a dot at its end.
-    """
+    """Flattens a config into dotted keys. `before` is the prefix of the section's keys, with a trailing dot."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         found |= dotted(value, f"{before}{name}.") if isinstance(value, dict) and value else {f"{before}{name}": value}
@@ -92,7 +80,6 @@ def _status(files: RunFiles, failure: str, step: int) -> str:
 
 
 def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """Steps and values of every metric that has a value, by its name."""
     names = dict.fromkeys(name for record in records for name in record if name not in ("step", MEASURED))
     series: dict[str, list[list[float]]] = {}
     for name in names:
@@ -104,12 +91,7 @@ def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
 
 
 def thinned(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Some of the points: the first, the lowest and the highest of each bin, so that no peak is lost.
-
-    Args:
-        points: all points.
-        most: most points that are wanted, give or take one.
-    """
+    """Keeps the first, lowest and highest point of each bin, so that no peak is lost. Returns about `most` points."""
     if len(points) <= most:
         return points
     size = -(-len(points) * 3 // most)

@@ -1,4 +1,4 @@
-"""`automodel-rl watch`: a small server on this machine's loopback address that shows runs as they go on."""
+"""`automodel-rl watch`: a small server on the loopback address that shows runs live."""
 
 import json
 import time
@@ -21,11 +21,11 @@ FIRST_PORT = 6060
 
 
 class RunServer(ThreadingHTTPServer):
-    """The server, which `serve_forever` starts.
+    """HTTP server for the report page. Started with `serve_forever`.
 
     Args:
-        folders: the runs' folders. They may not be there yet.
-        port: the port; 0 for any that is free. None takes the first free one from `FIRST_PORT` on.
+        folders: the runs' folders, which need not exist yet.
+        port: 0 for any free port; None for the first free one from `FIRST_PORT`.
 
     Raises:
         InputError: the port is taken.
@@ -53,15 +53,15 @@ _OF_STEP: dict[str, Callable[[RunFiles, str], Any]] = {
     "/rollouts": lambda files, name: groups_of(files.rollouts / name),
     "/timeline": lambda files, name: read_lines(files.timelines / name),
 }
-"""What is asked for of a step, by its path: a function of the run's files and the name of the step's."""
+"""Data of one step by URL path: functions of the run's files and the step's file name."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: RunServer
 
     def do_GET(self) -> None:
-        """Answers / with the page, /data with the runs, /rollouts?run=R&step=N with a step's groups, and /timeline with
-        its lanes."""
+        """Serves the page at /, all runs at /data, a step's groups at /rollouts?run=R&step=N, and its lanes at
+        /timeline?run=R&step=N."""
         why = why_foreign(ADDRESS, self.headers.get("Host", ""), self.headers.get("Origin"))
         if why:
             self.send_error(403, why)
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def _data(self, known: str) -> None:
-        """Answers with all runs, or with nothing if the browser knows their state."""
+        """Sends all runs, or null if the browser has their current state."""
         state = "-".join(_state(folder) for folder in self.server.folders)
         if state == known:
             self._answer("application/json", "null")
@@ -89,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
         for folder in self.server.folders:
             try:
                 runs.append(read_run(folder, rollouts=False))
-            except InputError:  # the run has not begun
+            except InputError:  # the run has not started
                 runs.append({"name": folder.name, "folder": str(folder), "status": "waiting"})
         self._answer("application/json", json.dumps({"written": time.time(), "state": state, "runs": runs}))
 
@@ -109,11 +109,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(encoded)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Prints nothing: the page asks every few seconds."""
+        """Logs nothing: the page polls every few seconds."""
 
 
 def _state(folder: Path) -> str:
-    """A text that differs once a run has gone on or ended."""
+    """A text that changes when a run makes progress or ends."""
     files = RunFiles(folder)
     watched = (files.metrics, files.failure, files.config_file, files.finished_file)
     return f"{files.is_in_use()}" + ".".join(str(f.stat().st_mtime_ns) for f in watched if f.is_file())

@@ -1,1 +1,1 @@
-"""Rollouts: prompts go to generators, rewards score completions, and groups become rows of a batch."""
+"""Rollouts: prompts go to generators, rewards score completions, and groups become sequences of a batch."""

@@ -1,4 +1,4 @@
-"""Groups: prompts with their rewarded completions. Also the metrics and records that a step makes of them."""
+"""Groups: prompts with their rewarded completions, and the metrics and records of a step."""
 
 import dataclasses
 import math
@@ -37,12 +37,12 @@ OF_CALLS = (FAILED, TIMED_OUT)
 
 
 def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Metrics of conversations, under `rollout/`.
+    """Returns metrics of conversations, under `rollout/`.
 
     Means over conversations: turns, calls, seconds in environments, the environment's reward, tokens that were not
-    sampled, and what environments report. Shares: malformed calls of turns; failed and late calls of calls;
-    conversations that a limit ended; tokens of prompts after the first turn that the generator had cached. Counted:
-    conversations whose environment failed.
+    sampled, and environments' own metrics. Shares: malformed calls per turn; failed and late calls per call;
+    conversations that a limit ended; cached tokens of the prompts after the first turn. Count: conversations whose
+    environment failed.
     """
     if not conversations:
         return {}
@@ -71,14 +71,12 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt and its completions.
+    """A prompt and its G completions.
 
     Attributes:
-        prompt: the prompt.
-        rollouts: G completions with their scores.
-        rewards: the rewards to learn from, made by `shaped_rewards`, float64 [G]; nan where the completion has none.
-        leaves_out_cut: whether completions that were cut off are neither compared nor trained.
-        weights: the weights of rewards that are each compared alone; empty if their sum is compared.
+        rewards: of `shaped_rewards`, float64 [G]; nan where there is none.
+        leaves_out_cut: exclude truncated completions from baseline and training.
+        weights: of rewards that are normalised separately; empty if their sum is.
     """
 
     prompt: Promptlike
@@ -89,14 +87,13 @@ class Group:
 
     @property
     def scored(self) -> "Group":
-        """The group without the completions that failed, or that a failed reward left out."""
+        """The group without completions that failed, or that a failed reward excludes."""
         rollouts = [rollout for rollout in self.rollouts if rollout.is_rewarded]
         return dataclasses.replace(self, rollouts=rollouts, rewards=self.rewards[~self.rewards.isnan()])
 
     @property
     def compared(self) -> "Group":
-        """The group with the completions that are compared and trained: of those with rewards, without those that were
-        cut off if the group leaves them out."""
+        """`scored`, without truncated completions if `leaves_out_cut`: those that are compared and trained."""
         scored = self.scored
         if not self.leaves_out_cut:
             return scored
@@ -106,24 +103,23 @@ class Group:
 
     @property
     def parts(self) -> Tensor:
-        """The score of each reward for each completion, float64 [G, R]; 0 for a call that failed and does not count."""
+        """Score of each reward for each completion, float64 [G, R]; 0 for a failed call that does not count."""
         parts = [rollout.score.parts for rollout in self.rollouts]
         return torch.tensor(parts, dtype=torch.float64).nan_to_num()
 
     @property
     def unshaped(self) -> "Group":
-        """The group with the task's rewards, without the penalty for overlong completions."""
+        """The group with the task's rewards, without scale and length penalty."""
         return dataclasses.replace(self, rewards=_rewards(self.rollouts))
 
     @property
     def is_comparable(self) -> bool:
-        """Whether there are two completions to compare."""
         return len(self.compared.rollouts) > 1
 
     @property
     def has_signal(self) -> bool:
-        """Whether the task's rewards differ, so that there is something to learn: their sum or, if each is compared
-        alone, any that has a weight. A penalty for length is none."""
+        """Whether the task's rewards differ: their sum or, if they are normalised separately, any with a weight. The
+        length penalty does not count."""
         compared = self.compared
         if not self.is_comparable:
             return False
@@ -133,7 +129,8 @@ class Group:
 
 
 def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_tokens: int) -> Tensor:
-    """The total scores, scaled, minus the penalty for overlong completions: float64 [G], nan for those left out."""
+    """Returns the scaled total scores minus the penalty for overlong completions: float64 [G], nan for excluded
+    ones."""
     rewards = _rewards(rollouts) * config.reward_scale
     if not config.overlong_buffer:
         return rewards
@@ -142,34 +139,31 @@ def shaped_rewards(rollouts: Sequence[Rollout], config: FilterConfig, max_new_to
 
 
 def _rewards(rollouts: Sequence[Rollout]) -> Tensor:
-    """The total scores, float64 [G]; nan for completions without one."""
     totals = [rollout.score.total if rollout.is_rewarded else math.nan for rollout in rollouts]
     return torch.tensor(totals, dtype=torch.float64)
 
 
 def all_scores(groups: Sequence[Group]) -> list[Score]:
-    """The scores of all completions."""
     return [rollout.score for group in groups for rollout in group.rollouts]
 
 
 def first_error(rollouts: Iterable[Rollout]) -> str:
-    """Why the first completion that failed did so, or else the first call of a reward."""
     errors = [(r.completion.error, *r.score.errors) for r in rollouts]
     return next((text for of_one in zip(*errors, strict=True) for text in of_one if text), "")
 
 
 def pass_rates(groups: Sequence[Sequence[Score]], place: int, passes_at: float) -> dict[str, float]:
-    """Rates of passing completions. A completion does not pass if the reward's call failed.
+    """Returns rates of passing completions. A failed call of the reward does not pass.
 
     Args:
-        groups: the scores of each prompt's completions.
-        place: place of the deciding reward in the config.
-        passes_at: lowest score with which a completion passes.
+        groups: scores of each prompt's completions.
+        place: index of the deciding reward in the config.
+        passes_at: lowest score that passes.
 
     Returns:
-        pass@1 for single completions. For k completions of each prompt mean@k, the share of completions that pass;
-        pass@k, the share of prompts of which one passes; and, if the reward tells answers, maj@k, the share of prompts
-        whose most frequent answer passes. Of equally frequent answers the first counts.
+        pass@1 for single completions. For k completions per prompt: mean@k, the share of completions that pass;
+        pass@k, the share of prompts with one that passes; and, if the reward reports answers, maj@k, the share of
+        prompts whose most frequent answer passes. Ties go to the first answer.
     """
     count = max(len(scores) for scores in groups)
     passes = [[not s.errors[place] and s.parts[place] >= passes_at for s in scores] for scores in groups]
@@ -190,12 +184,8 @@ def _most_frequent_passes(answers: Sequence[str | None], passes: Sequence[bool])
 
 
 def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_version: int) -> dict[str, float]:
-    """Metrics of a step's rollouts.
-
-    Args:
-        groups: all groups that were generated.
-        rewards: names of the rewards.
-        policy_version: the policy version that is about to be trained.
+    """Returns the metrics of a step's rollouts, given all groups, the names of rewards, and the version about to be
+    trained.
 
     Raises:
         InputError: every call of a reward failed.
@@ -231,7 +221,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
 
 
 def conversations_of(groups: Sequence[Group]) -> list[Conversation]:
-    """The conversations of groups, without completions of a single turn."""
+    """Returns the conversations of groups. Single-turn completions have none."""
     found = [rollout.completion.conversation for group in groups for rollout in group.rollouts]
     return [conversation for conversation in found if conversation is not None]
 
@@ -250,14 +240,14 @@ def _conversation_record(conversation: Conversation | None) -> dict[str, Any]:
 
 
 def _prompt_ids(prompt: Promptlike, rollout: Rollout) -> list[int]:
-    """The tokens that a record shows as its prompt, with what an environment began with. Agents of a group may begin
-    with different ones."""
+    """Returns the prompt for a record, with an environment's first messages. For agents, which may begin differently,
+    it is the group's."""
     conversation = rollout.completion.conversation
     return prompt.token_ids if conversation is None or conversation.is_of_agent else conversation.prompt
 
 
 def _media_record(prompt: Promptlike) -> dict[str, Any]:
-    """The paths of a prompt's media by column; for one without a file, the number of its bytes."""
+    """Returns paths of the prompt's media by column; without a file, the number of bytes."""
     found: dict[str, list[Any]] = {}
     for item in prompt.media:
         source = f"{len(item.source)} bytes" if isinstance(item.source, bytes) else item.source
@@ -266,7 +256,6 @@ def _media_record(prompt: Promptlike) -> dict[str, Any]:
 
 
 def _number_or_none(value: float) -> float | None:
-    """The number as JSON has it: null in place of nan."""
     return None if math.isnan(value) else value
 
 
@@ -276,14 +265,8 @@ def rollout_records(
     tokenizer: PreTrainedTokenizerBase,
     details: Mapping[tuple[int, int], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The records of a step's rollouts that are kept on disk, one JSON object for each completion.
-
-    Args:
-        groups: all groups that were generated.
-        rewards: names of the rewards.
-        tokenizer: the model's tokenizer.
-        details: what else is known of rollouts, by their key.
-    """
+    """Returns the records of a step's rollouts for the disk, one JSON object per completion, with `details` by key of
+    the rollout."""
     return [
         {
             "prompt": tokenizer.decode(single_media_tokens(_prompt_ids(group.prompt, rollout), group.prompt.media)),

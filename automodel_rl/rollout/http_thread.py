@@ -1,4 +1,4 @@
-"""An HTTP server in a thread of its own, with an event loop."""
+"""HTTP server in a thread with its own event loop."""
 
 import asyncio
 import json
@@ -18,23 +18,19 @@ from automodel_rl.errors import InputError
 from automodel_rl.origins import OwnPagesOnly
 
 MOST_BYTES = 2**25
-"""Largest body of a request."""
-
 KEEP_ALIVE_SECONDS = 600
-"""How long an idle connection stays open. Clients that find one closed ask again."""
+"""Time until an idle connection is closed. Clients reconnect."""
 
 
 class HttpThread:
-    """A server.
+    """A server on a free port.
 
     Args:
-        host: the address where it listens, at a free port.
-        routes: what it serves.
-        what: the config's key for the address, for errors.
+        what: the setting of `host`, for errors.
 
     Attributes:
         loop: its event loop.
-        url: its address, without a path.
+        url: without a path.
 
     Raises:
         InputError: it cannot listen there.
@@ -60,7 +56,6 @@ class HttpThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the server."""
         self._server.should_exit = True
         self._thread.join()
 
@@ -68,7 +63,7 @@ class HttpThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_until_complete(self._server.serve(sockets=[self._listener]))
-            for task in asyncio.all_tasks(self.loop):  # calls whose clients are gone
+            for task in asyncio.all_tasks(self.loop):  # requests of clients that are gone
                 task.cancel()
             self.loop.run_until_complete(asyncio.sleep(0))
         finally:
@@ -76,11 +71,6 @@ class HttpThread:
 
 
 async def body_of(request: Request) -> bytes:
-    """The body of a request.
-
-    Raises:
-        InputError: it is too large.
-    """
     data = bytearray()
     async for part in request.stream():
         data += part
@@ -90,11 +80,7 @@ async def body_of(request: Request) -> bytes:
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """A body as an object.
-
-    Raises:
-        InputError: it is no JSON, no object, or nested too deep.
-    """
+    """Parses a body. Raises InputError if it is no JSON object, or nested too deep."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -106,11 +92,10 @@ def parsed(raw: bytes) -> dict[str, Any]:
 
 
 def refusal(status: int, text: str, code: str) -> Response:
-    """An error, as both OpenAI's and Anthropic's clients read it, and do not ask again."""
+    """Returns an error that both OpenAI's and Anthropic's clients understand, and do not retry."""
     error = {"message": text, "type": "invalid_request_error", "code": code, "param": None}
     return JSONResponse({"type": "error", "error": error}, status, {"x-should-retry": "false"})
 
 
 def described(name: str) -> dict[str, Any]:
-    """A model, as a list of models has it."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "local"}

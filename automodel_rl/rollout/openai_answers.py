@@ -1,4 +1,4 @@
-"""Completions and chats by OpenAI's API: what is to be sampled for a request, and the answer made of it."""
+"""Completions and chats of OpenAI's API: sampling for a request, and the JSON of its answer."""
 
 import asyncio
 import dataclasses
@@ -21,12 +21,9 @@ from automodel_rl.rollout.episodes.chat_turns import ChatTurns
 from automodel_rl.rollout.sampled import Sampled, SampledSequence
 
 NOTHING = SampledSequence([], [], "length")
-"""What is sampled where a request asks for no token."""
 
 
 class SampleFunction(Protocol):
-    """Samples for a request."""
-
     async def __call__(
         self,
         body: SamplingRequest,
@@ -36,42 +33,25 @@ class SampleFunction(Protocol):
         with_logprobs: bool,
         num_top: int,
     ) -> Sequence[Sampled]:
-        """The answer to each prompt.
+        """Samples for each prompt.
 
         Args:
-            body: how completions are sampled.
-            prompts: their tokens.
-            max_tokens: most tokens of a completion; None for as many as there is room for, 0 to score prompts alone.
-            with_logprobs: whether to give the log-probabilities of prompts.
-            num_top: how many of the likeliest tokens to give at each place.
+            max_tokens: per completion; None for as many as fit, 0 to only score the prompts.
+            with_logprobs: return log-probabilities of the prompts.
+            num_top: number of likeliest tokens to return per position.
 
         Raises:
-            InputError: it cannot be sampled so.
+            InputError: the request cannot be sampled.
         """
         ...
 
 
 class OpenAIAnswers:
-    """Answers requests.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        ends: the tokens that end a completion.
-        sample: samples for a request.
-    """
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], sample: SampleFunction):
         self.tokenizer, self.ends, self._sample = tokenizer, ends, sample
 
     async def complete(self, body: CompletionRequest) -> dict[str, Any]:
-        """Continues texts or tokens: the JSON of a completion.
-
-        Args:
-            body: the request.
-
-        Raises:
-            InputError: it cannot be served.
-        """
+        """Returns the JSON of a completion. Raises InputError if the request cannot be served."""
         given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         prompts: list[Any] = [given] if given and isinstance(given[0], int) else given
         if not prompts:
@@ -100,14 +80,7 @@ class OpenAIAnswers:
         return self._response("text_completion", body, ids, sampled, choices)
 
     async def chat(self, body: ChatRequest) -> list[ChatAnswer]:
-        """Answers a chat: a turn for each choice.
-
-        Args:
-            body: the request.
-
-        Raises:
-            InputError: it cannot be served.
-        """
+        """Returns one answer per choice. Raises InputError if the request cannot be served."""
         ids, codec = await asyncio.to_thread(lambda: self._opening(body))
         most = body.max_completion_tokens or body.max_tokens
         (answer,) = await self._sample(body, [ids], most, with_logprobs=False, num_top=body.top_logprobs)
@@ -139,7 +112,7 @@ class OpenAIAnswers:
         return ChatCodecs(ChatTemplate(self.tokenizer))
 
     def _text(self, sequence: SampledSequence, stop: str | list[str] | None) -> str:
-        """The text of a completion, without the token or the text that ended it."""
+        """Returns the text of a completion, without the token or text that ended it."""
         tokens = sequence.tokens
         is_ended = sequence.finish == "stop" and tokens and tokens[-1] in self.ends
         text = self.tokenizer.decode(tokens[:-1] if is_ended else tokens, skip_special_tokens=False)
@@ -191,12 +164,7 @@ class OpenAIAnswers:
 
 
 def completion_events(found: dict[str, Any], with_usage: bool) -> Iterator[str]:
-    """The events of a completion: each choice whole.
-
-    Args:
-        found: the completion.
-        with_usage: whether the last event tells the number of tokens.
-    """
+    """Yields the events of a completion, one per choice."""
     head = {key: found[key] for key in ("id", "object", "created", "model")}
     for choice in found["choices"]:
         yield event({**head, "choices": [choice]})
@@ -206,7 +174,7 @@ def completion_events(found: dict[str, Any], with_usage: bool) -> Iterator[str]:
 
 
 def _numbers(answer: Sampled) -> list[float]:
-    """Log-probabilities of a prompt's tokens after the first."""
+    """Returns the log-probabilities of a prompt's tokens after the first."""
     known = answer.prompt.logprobs
     return [] if known is None else [float(value) for value in known[1:]]
 
@@ -214,8 +182,8 @@ def _numbers(answer: Sampled) -> list[float]:
 def _values(
     body: CompletionRequest, prompt: list[int], answer: Sampled, sequence: SampledSequence, place: int
 ) -> tuple[list[float | None], list[dict[int, float] | None] | None]:
-    """The log-probabilities of what is shown, and with each the likeliest tokens if they are asked for. Nothing
-    predicts a prompt's first token."""
+    """Returns the log-probabilities of the returned tokens, and the likeliest tokens of each if requested. A prompt's
+    first token has none."""
     if not answer.scored:
         before = [None, *_numbers(answer)] if body.echo else []
         return [*before, *sequence.logprobs], None

@@ -1,4 +1,4 @@
-"""Scores of prompts: log-probabilities of their own tokens, of the likeliest ones, and of others, by a policy."""
+"""Log-probabilities of prompts by a policy: of their own tokens, of the likeliest ones, and of given ones."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,7 @@ IDS = "prompt_ids"
 
 
 def score_prompts(policy: Policy, prompts: Sequence[SamplePrompt]) -> list[PromptScores]:
-    """What each prompt asks of its own tokens, in the order of the prompts.
-
-    Args:
-        policy: the model.
-        prompts: the prompts.
-    """
+    """Computes what each prompt's `scoring` requests."""
     topped = [place for place, prompt in enumerate(prompts) if prompt.scoring.num_top]
     plain = [place for place, prompt in enumerate(prompts) if prompt.scoring.with_logprobs and place not in topped]
     named = [place for place, prompt in enumerate(prompts) if prompt.scoring.ids is not None]
@@ -40,23 +35,13 @@ def score_prompts(policy: Policy, prompts: Sequence[SamplePrompt]) -> list[Promp
 
 
 def score(policy: Policy, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """The log-probability of each token of each row, float32 [n], the first 0.
-
-    Args:
-        policy: the model.
-        rows: token ids of each row.
-    """
+    """Returns the log-probability of each token of each row, float32 [n], the first 0."""
     return [logprobs.float().numpy() for logprobs in policy.logprobs(_batch(rows))] if rows else []
 
 
 def score_with_top(policy: Policy, rows: Sequence[Sequence[int]], num_top: Sequence[int]) -> list[ScoredTokens]:
-    """Log-probabilities of the tokens of each row, and of the likeliest ones.
-
-    Args:
-        policy: the model.
-        rows: token ids of each row.
-        num_top: how many of the likeliest are asked for in each row; the vocabulary may have fewer.
-    """
+    """Returns the log-probabilities of each row's tokens, and of its `num_top` likeliest ones, at most the
+    vocabulary."""
     if not rows:
         return []
     batch = _batch(rows)
@@ -64,7 +49,7 @@ def score_with_top(policy: Policy, rows: Sequence[Sequence[int]], num_top: Seque
     found = []
     for own, (values, ids), row, k in zip(policy.logprobs(batch), tops, rows, num_top, strict=True):
         values, ids, tokens = values[:, :k].float(), ids[:, :k], torch.tensor(row)
-        # A token among the likeliest has the same number in both, so that they can be compared.
+        # A token among the likeliest has the same value in both, so that they can be compared.
         is_own = ids == tokens[:, None]
         exact = torch.where(is_own, values, 0.0).sum(1)
         own = torch.where(is_own.any(1), exact, own.float())
@@ -74,17 +59,10 @@ def score_with_top(policy: Policy, rows: Sequence[Sequence[int]], num_top: Seque
 
 
 def next_tokens(policy: Policy, rows: Sequence[Sequence[int]]) -> list[int]:
-    """The likeliest token after each row.
-
-    Args:
-        policy: the model.
-        rows: token ids of each row.
-    """
     return policy.next_tokens(_batch(rows).sequences)
 
 
 def _score_named(policy: Policy, prompts: Sequence[SamplePrompt]) -> list[np.ndarray]:
-    """Log-probabilities of the tokens that each prompt names, float32 [n - 1, K]."""
     if not prompts:
         return []
     asked = [prompt.scoring.ids for prompt in prompts]

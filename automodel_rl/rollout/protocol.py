@@ -11,8 +11,6 @@ from automodel_rl.rollout.rewards.scorer import Score
 
 
 class Promptlike(Protocol):
-    """The part of a prompt that rollouts need."""
-
     @property
     def token_ids(self) -> list[int]: ...
     @property
@@ -29,13 +27,11 @@ class Promptlike(Protocol):
 
 @dataclass(frozen=True)
 class Rollout:
-    """A completion with its text and its rewards.
+    """A completion with its text and rewards.
 
     Attributes:
-        completion: the completion as a generator wrote it.
-        text: the completion's text, without the special token that ended it.
-        score: the completion's rewards.
-        key: a name that no other rollout of the run has.
+        text: without the special token that ended it.
+        key: unique among the rollouts of a run.
     """
 
     completion: Completion
@@ -44,34 +40,24 @@ class Rollout:
     key: tuple[int, int] = (0, 0)
 
     def branches(self, prompt: Promptlike) -> list[Branch]:
-        """The rows to train on: one, unless an agent's history forked.
-
-        Args:
-            prompt: the prompt.
-        """
         return self.completion.branches(prompt.token_ids)
 
     def rows(self, prompt: Promptlike) -> list[TokenSequence]:
-        """The tokens to train on, with what the model wrote in `loss_mask`: one row, unless an agent's history forked.
-
-        Args:
-            prompt: the prompt.
-        """
+        """Returns the tokens to train on: one sequence, unless an agent's history forked. `loss_mask` marks generated
+        tokens."""
         return [branch.row(prompt.media) for branch in self.branches(prompt)]
 
     @property
     def has_failed(self) -> bool:
-        """Whether the completion ended in an error."""
         return self.completion.finish == "error"
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether the completion was written, and has a reward."""
         return not self.has_failed and not self.score.is_left_out
 
     @property
     def measured(self) -> "Rollout":
-        """The rollout as a measure of the policy counts it: one that failed has the reward 0, and passes nowhere."""
+        """The rollout for evaluation: a failed one has reward 0, and passes no test."""
         if not self.has_failed:
             return self
         count = len(self.score.parts)

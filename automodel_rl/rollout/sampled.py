@@ -1,4 +1,4 @@
-"""Prompts to sample from or to score, and what is answered."""
+"""Prompts to sample from or to score, and their answers."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,14 +10,12 @@ from automodel_rl.generator_messages import Sampling
 
 @dataclass(frozen=True, eq=False)
 class PromptScoring:
-    """What is asked of a prompt's own tokens under the trained model, at temperature 1.
+    """Requested scores of a prompt's own tokens under the trained model, at temperature 1.
 
     Attributes:
-        with_logprobs: whether to give their log-probabilities.
-        num_top: how many of the likeliest tokens to give for each; 0 for none.
-        ids: tokens to give the log-probabilities of in the place of each token but the first, int64 [n - 1, K], -1 for
-            none; None if there are no such.
-        first: the first token that is scored. Nothing predicts token 0.
+        num_top: number of likeliest tokens per position.
+        ids: alternatives to each token but the first, int64 [n - 1, K], -1 for none.
+        first: first token to score. Token 0 has no prediction.
     """
 
     with_logprobs: bool = False
@@ -27,7 +25,6 @@ class PromptScoring:
 
     @property
     def is_anything(self) -> bool:
-        """Whether anything is asked."""
         return self.with_logprobs or self.num_top > 0 or self.ids is not None
 
 
@@ -36,12 +33,8 @@ class SamplePrompt:
     """A prompt to continue, or to score.
 
     Attributes:
-        tokens: its tokens.
-        num_samples: number of completions.
-        seed: the client's seed; that of each completion is made of it and the completion's number.
-        sampling: how completions are sampled.
-        scoring: what is asked of its own tokens.
-        num_top: how many of the likeliest tokens to give for each token of prompt and completions; 0 for none.
+        seed: the client's; each completion's is derived from it and the completion's number.
+        num_top: number of likeliest tokens per position of prompt and completions.
     """
 
     tokens: list[int]
@@ -54,7 +47,7 @@ class SamplePrompt:
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """A completion: its tokens with the one that ended it, their log-probabilities, and why it ended."""
+    """A completion, including the token that ended it."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -63,11 +56,12 @@ class SampledSequence:
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """A prompt, perhaps with its completion, scored by the trained model at temperature 1. First entries are 0.
+    """A prompt, with or without a completion, scored by the trained model at temperature 1. First entries are 0.
 
     Attributes:
-        logprobs: log-probabilities of the tokens, float32 [n].
-        top_logprobs, top_ids: the largest log-probabilities for each token, largest first, and their ids, [n, k].
+        logprobs: of the tokens, float32 [n].
+        top_logprobs, top_ids: the largest log-probabilities at each position, in descending order, and their ids,
+            [n, k].
     """
 
     logprobs: np.ndarray
@@ -77,12 +71,12 @@ class ScoredTokens:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What a `PromptScoring` asks for; None for what it does not.
+    """Scores that a `PromptScoring` requests; None for others.
 
     Attributes:
-        logprobs: log-probabilities of the prompt's tokens, float32 [n], the first 0.
-        top: those of the likeliest tokens.
-        at: those of the tokens that were named, float32 [n - 1, K]; 0 where there is none.
+        logprobs: of the prompt's tokens, float32 [n], the first 0.
+        top: the likeliest tokens.
+        at: log-probabilities of the requested `ids`, float32 [n - 1, K]; 0 where there is none.
     """
 
     logprobs: np.ndarray | None = None
@@ -91,19 +85,17 @@ class PromptScores:
 
     @property
     def are_finite(self) -> bool:
-        """Whether all are numbers."""
         arrays = (self.logprobs, None if self.top is None else self.top.top_logprobs, self.at)
         return all(np.isfinite(array).all() for array in arrays if array is not None)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The answer to a prompt.
+    """Answer to a prompt.
 
     Attributes:
-        sequences: the completions.
-        prompt: what was asked of the prompt's own tokens.
-        scored: the prompt with each completion, or alone if there is none, for a prompt with `num_top`.
+        prompt: scores of the prompt's own tokens.
+        scored: for a prompt with `num_top`: the prompt with each completion, or alone if there is none.
     """
 
     sequences: list[SampledSequence] = field(default_factory=list)
@@ -113,6 +105,6 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Refused:
-    """The answer to a job that could not be done, on any rank; `text` says why. The state is as before."""
+    """Answer to a request that failed on any rank. It has no effect on the state."""
 
     text: str

@@ -1,4 +1,4 @@
-"""Completions and log-probabilities of prompts under the weights that the trained model has."""
+"""Completions and prompt log-probabilities under the trained model's current weights."""
 
 import itertools
 import math
@@ -24,29 +24,23 @@ from automodel_rl.rollout.sampled import (
 from automodel_rl.rollout.seeds import mixed_seed
 
 MOST_ATTEMPTS = 3
-"""Attempts at a sample, with failed generators started again in between."""
+"""Attempts at a sample. Failed generators are restarted in between."""
 
 
 class Sampler:
-    """Samples from the weights that a policy has, and scores prompts under them.
-
-    Args:
-        policy: the model.
-        fleet: its generators, which have the same weights.
-    """
+    """Samples with a policy's generators, which have the same weights, and scores prompts with the policy."""
 
     def __init__(self, policy: Policy, fleet: Fleet):
         self.policy, self.fleet = policy, fleet
 
     def answer(self, prompts: list[SamplePrompt], show: Callable[[], None]) -> list[Sampled | Refused]:
-        """The answer to each prompt. A prompt is refused by itself if one of its completions failed.
+        """Answers each prompt. A prompt is refused on its own if one of its completions failed.
 
         Args:
-            prompts: the prompts.
-            show: gives the trained model these weights, for generators that are started again.
+            show: restores these weights in the trained model, for restarted generators.
 
         Raises:
-            InputError: generators fail again and again.
+            InputError: generators fail repeatedly.
         """
         scores = score_prompts(self.policy, prompts)
         sequences = _complete(self.fleet, prompts, show)
@@ -55,7 +49,7 @@ class Sampler:
     def _ranked(
         self, prompts: list[SamplePrompt], sequences: list[list[SampledSequence] | Refused]
     ) -> dict[int, list[ScoredTokens]]:
-        """Prompts with their completions, scored, of those that ask for the likeliest tokens, by their places."""
+        """Scores prompts that have `num_top` with their completions, by index of the prompt."""
         rows: list[tuple[int, list[int]]] = []
         for place, (prompt, of_prompt) in enumerate(zip(prompts, sequences, strict=True)):
             if prompt.num_top and not isinstance(of_prompt, Refused):
@@ -71,17 +65,7 @@ class Sampler:
 def _complete(
     fleet: Fleet, prompts: list[SamplePrompt], show: Callable[[], None]
 ) -> list[list[SampledSequence] | Refused]:
-    """Completions of each prompt, with the weights that generators got last. A prompt is refused by itself if one of
-    its completions failed.
-
-    Args:
-        fleet: the generators.
-        prompts: the prompts.
-        show: gives the trained model these weights, for generators that are started again.
-
-    Raises:
-        InputError: a generator fails again and again.
-    """
+    """Samples completions. See `Sampler.answer`."""
     requests = [
         Request(prompt.tokens, mixed_seed(prompt.seed, number), prompt.sampling)
         for prompt in prompts
@@ -94,7 +78,7 @@ def _complete(
             print(f"warning: a generator failed ({problem}); starting it again", file=sys.stderr, flush=True)
             show()
             fleet.restart()
-            if fleet.can_write:  # others write in place of those that are still lost
+            if fleet.can_write:  # others take over the requests of those still lost
                 fleet.give_up()
         try:
             completions = iter(fleet.write(requests))
@@ -109,7 +93,6 @@ NOT_FINITE = Refused("log-probabilities are NaN or infinite under these weights:
 
 
 def _sequences(completions: list[Completion]) -> list[SampledSequence] | Refused:
-    """The completions of a prompt, or why there are none."""
     found = []
     for completion in completions:
         if completion.finish == "error":
@@ -125,13 +108,6 @@ def answers_of(
     scores: Sequence[PromptScores],
     scored: Mapping[int, list[ScoredTokens]],
 ) -> list[Sampled | Refused]:
-    """The answer to each prompt.
-
-    Args:
-        sequences: completions of each.
-        scores: what each asks of its own tokens.
-        scored: the rows of those prompts that asked for the likeliest tokens, by the prompt's place.
-    """
     found: list[Sampled | Refused] = []
     for place, (of_prompt, own) in enumerate(zip(sequences, scores, strict=True)):
         rows = scored.get(place, [])

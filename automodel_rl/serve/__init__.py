@@ -1,1 +1,1 @@
-"""A training service: ranks of any layout behind an HTTP server that speaks the API of the client `tinker`."""
+"""Training service: ranks of any layout behind an HTTP server with the API of the `tinker` client."""

@@ -1,4 +1,4 @@
-"""What runs train if the model has adapters: a set of adapters for each run, of any rank up to that of the model."""
+"""Training state of runs on a model with adapters: one set of adapters per run, of any rank up to the model's."""
 
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,17 @@ from automodel_rl.serve.run_files import load_run, save_run
 
 
 class Adapters:
-    """The adapters of the run that the model has now. Methods are collectives.
+    """The adapters of the run that is loaded into the model. Methods are collectives.
 
-    The model has adapters of the largest rank. Those of a smaller rank have some of its rows. Others are filled with
-    zeros, which get no gradient and stay 0. So they compute and train as adapters of their own rank. Runs that share no
-    row can be in the model together, for one pass over the data of all (batch/tensors.py).
+    The model has adapters of the largest rank. A run of smaller rank uses some of their rows; the others are zero,
+    get no gradient and stay zero, so the run computes and trains as if with adapters of its own rank. Runs without a
+    common row can be in the model together, for one pass over all their data (batch/tensors.py).
 
     Args:
-        engine: trains the model.
-        lora: the config's section `model.lora`.
+        lora: the config's `model.lora`.
 
     Attributes:
-        scale: the factor of the output of the adapters that the model has now.
+        scale: output factor of the adapters loaded now.
     """
 
     def __init__(self, engine: Engine, lora: LoraConfig):
@@ -37,7 +36,7 @@ class Adapters:
         self.scale = lora.scale
 
     def begin(self, shape: RunShape) -> None:
-        """Gives the model new adapters, without gradients and moments."""
+        """Resets the model to new adapters, without gradients and moments."""
         self.enter(shape)
         for name, parameter in self.engine.handle.named_parameters():
             if parameter.requires_grad:
@@ -46,43 +45,36 @@ class Adapters:
         self.engine.put_state(TrainedState(weights, {}, {}))
 
     def enter(self, shape: RunShape) -> None:
-        """Prepares the model for the state of a run."""
         self.scale = self._scale(shape)
         set_scale(self.engine.handle.parts, self.scale)
 
     def is_trained(self, name: str, shape: RunShape) -> bool:
-        """Whether a run trains the adapter of this name."""
         return shape.attention if is_attention(name) else shape.mlp
 
     def save(self, folder: Path, shape: RunShape, for_training: bool, about: dict[str, Any]) -> None:
-        """Writes the adapters as PEFT's files and, for training, the moments beside them."""
+        """Writes the adapters as PEFT files and, for training, the moments beside them."""
         save_run(folder, self.engine, shape, for_training, about)
 
     def load(self, folder: Path, shape: RunShape, with_optimizer: bool) -> None:
-        """Gives the model the adapters of a folder that `save` wrote.
-
-        Raises:
-            InputError: on every rank; the folder is damaged.
-        """
+        """Loads the adapters of a folder written by `save`. Raises InputError on every rank if it is damaged."""
         self.begin(shape)
         load_run(folder, self.engine, shape.first, with_optimizer)
 
     def join(self, states: list[TrainedState]) -> None:
-        """Gives the model the adapters and gradients of several runs, which share no row, for one pass."""
+        """Loads the adapters and gradients of several runs without a common row, for one pass."""
         first, *others = states
         self.engine.put_state(TrainedState(first.weights, first.gradients, {}))
         for state in others:
             state.add(self.engine.handle)
 
     def gate(self, shapes: list[RunShape]) -> Tensor:
-        """The factors of the adapters' rows for tokens of each run, [runs, rank]."""
+        """Returns the factors of the adapters' rows for tokens of each run, [runs, rank]."""
         gate = torch.zeros(len(shapes), self.lora.rank, dtype=torch.float64)
         for row, shape in zip(gate, shapes, strict=True):
             row[shape.rows] = self._scale(shape)
         return gate
 
     def split_gradients(self, shapes: list[RunShape]) -> list[Shards]:
-        """The gradients of each run after a pass of several."""
         found: list[Shards] = [{} for _ in shapes]
         for name, parameter in trained_parameters(self.engine.handle):
             for gradients, shape in zip(found, shapes, strict=True):

@@ -1,4 +1,4 @@
-"""What a run trains if the model has no adapters: all weights. They are saved as checkpoints."""
+"""Training state of runs on a model without adapters: all weights, saved as checkpoints."""
 
 import json
 from pathlib import Path
@@ -16,15 +16,12 @@ from automodel_rl.serve.run_files import ABOUT
 
 
 class AllWeights:
-    """The weights that the model has now. Methods are collectives.
+    """The weights that are loaded into the model. Methods are collectives.
 
-    A copy of the model's first weights stays on the host, for a new run to begin with.
-
-    Args:
-        engine: trains the model.
+    A copy of the model's initial weights stays on the host, as the start of new runs.
 
     Attributes:
-        scale: unused; adapters have one.
+        scale: always 1; only adapters use it.
     """
 
     def __init__(self, engine: Engine):
@@ -34,33 +31,28 @@ class AllWeights:
         self._saver = CheckpointSaver(engine, {}, in_background=False)
         model, parallel = engine.handle.model, engine.handle.layout.parallel
         config = config_of_model(model.path, []).model_copy(update={"model": model, "parallel": parallel})
-        self._config = dump_config(config)  # with which `export` makes a Hugging Face checkpoint of what is saved
+        self._config = dump_config(config)  # saved in checkpoints, for `export`
 
     def begin(self, shape: RunShape) -> None:
-        """Gives the model its first weights, without gradients and moments."""
+        """Resets the model to its initial weights, without gradients and moments."""
         self.engine.put_state(self._first)
 
     def enter(self, shape: RunShape) -> None:
-        """Prepares the model for the state of a run: nothing is to be done."""
+        """Does nothing."""
 
     def is_trained(self, name: str, shape: RunShape) -> bool:
-        """Whether a run trains the weight of this name: each one."""
         return True
 
     def save(self, folder: Path, shape: RunShape, for_training: bool, about: dict[str, Any]) -> None:
-        """Writes a checkpoint, from which a run goes on on any layout."""
+        """Writes a checkpoint, from which a run can resume on any layout."""
         self._saver.texts = {CONFIG: self._config, ABOUT: json.dumps({**about, "step": self.engine.step})}
         problem = self._saver.save(folder, {"step": self.engine.step}, {})
         if problem is not None:
             raise InputError(f"the weights cannot be saved ({problem})")
 
     def load(self, folder: Path, shape: RunShape, with_optimizer: bool) -> None:
-        """Gives the model the weights of a checkpoint.
-
-        Raises:
-            InputError: on every rank; the checkpoint is damaged.
-        """
-        self.begin(shape)  # a checkpoint has no gradients: those that are there must go
+        """Loads the weights of a checkpoint. Raises InputError on every rank if it is damaged."""
+        self.begin(shape)  # a checkpoint has no gradients: drop the current ones
         try:
             check_whole(folder, self.engine.handle.layout.world_control)
             load_checkpoint(self.engine, folder)

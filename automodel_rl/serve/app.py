@@ -1,4 +1,4 @@
-"""The HTTP server's routes: the key, the limit of a body, and errors; `Service` does the rest."""
+"""Routes of the HTTP server: authentication, body limit and errors. `Service` does the rest."""
 
 import asyncio
 import hmac
@@ -29,15 +29,15 @@ from automodel_rl.serve.tables import BusyError, UnknownError
 from automodel_rl.serve.wire import read_request
 
 POLL_SECONDS = 30.0
-"""How long a request for a result is held. The client gives up after 45 seconds, and asks again."""
+"""How long a request for a result is held open. The client times out after 45 seconds and polls again."""
 
 PROTOBUF = "application/x-protobuf"
 
 CLIENT_CONFIG = {"proto_compress_fwdbwd": False, "pjwt_auth_enabled": False, "sample_max_concurrent_requests": 500}
-"""Switches of the client."""
+"""Feature switches of the client."""
 
 BASES = ("/api/v1", "/v1")
-"""The beginnings of all paths: those of Tinker's API, and of OpenAI's."""
+"""Path prefixes of Tinker's and OpenAI's APIs."""
 
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
@@ -45,21 +45,14 @@ Handler = Callable[[Any], Any]
 
 
 class TooLargeError(Exception):
-    """A body is larger than the limit."""
+    """A body exceeds the size limit."""
 
 
 class RanksAbsentError(Exception):
-    """The ranks have ended, and others are not ready yet."""
+    """The ranks have ended and new ones are not ready."""
 
 
 def make_app(service: Service, config: ServeConfig, key: str) -> Starlette:
-    """The server's routes.
-
-    Args:
-        service: does what requests ask for.
-        config: the service's config.
-        key: the key that clients must send.
-    """
     own_pages = Middleware(OwnPagesOnly, bound=config.host)
     return Starlette(routes=_Routes(service, config, key).all(), middleware=[own_pages])
 
@@ -136,7 +129,7 @@ class _Routes:
             if body.stream:
                 return _events(chat_completions.events(answers, body.with_usage))
             shown = {name: answers[0].extras[name] for name in ("prompt_token_ids",) if name in answers[0].extras}
-            return JSONResponse(chat_completions.reply(answers) | shown)  # where vLLM has it, too
+            return JSONResponse(chat_completions.reply(answers) | shown)  # as in vLLM
 
         return [
             self._route("models", "GET", models, "/v1"),
@@ -177,7 +170,8 @@ class _Routes:
     def _posted_turn(
         self, kind: type[requests.OptimStepBody | requests.SaveBody | requests.LoadBody], handler: Handler
     ) -> Callable[[Request], Awaitable[Response]]:
-        """A request with a turn in its run. A wrong one takes its turn and fails: those behind it wait for its turn."""
+        """Handles a request with a turn in its run. An invalid one takes its turn and fails, as later requests wait
+        for that turn."""
 
         async def work(request: Request) -> Response:
             data = await self._body(request) or b"{}"
@@ -199,13 +193,13 @@ class _Routes:
     async def _retrieve(self, request: Request) -> Response:
         body = requests.FutureBody.model_validate_json(await self._body(request) or b"{}")
         result: Result | None = await self.service.retrieve(body.request_id, POLL_SECONDS)
-        if result is None:  # with 408 the client asks again without a warning
+        if result is None:  # on 408 the client polls again without a warning
             waits = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return JSONResponse(waits, 408)
         return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else JSONResponse(result)
 
     async def _body(self, request: Request) -> bytes:
-        """The body, which is counted while it comes."""
+        """Reads the body, enforcing the size limit as it arrives."""
         data = bytearray()
         async for part in request.stream():
             data += part
@@ -249,17 +243,16 @@ class _Routes:
 
 
 async def _opened(completions: Completions) -> OpenAIAnswers:
-    """What makes answers, which opens the tokenizer for the first request."""
+    """Returns the completions' answers, opening the tokenizer in a thread at the first request."""
     return await asyncio.to_thread(lambda: completions.answers)
 
 
 def _events(events: Iterator[str]) -> Response:
-    """An answer as events. It is there already."""
+    """Streams an answer that is already complete."""
     return StreamingResponse(events, media_type="text/event-stream")
 
 
 def _path_of(found: dict[str, str]) -> str:
-    """The path of saved weights that a request's path names in parts."""
     return f"tinker://{found['run']}/{found['kind']}/{found['name']}"
 
 
@@ -268,7 +261,7 @@ async def _not_served(request: Request) -> Response:
 
 
 async def _answered(work: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
-    """The answer of a route. Every error is one line in JSON, for the client shows it."""
+    """Runs a route. Errors become one line in JSON, which the client shows."""
     try:
         return await work(request)
     except ValidationError as error:
@@ -277,7 +270,7 @@ async def _answered(work: Callable[[Request], Awaitable[Response]], request: Req
         return _error(400, str(error))
     except UnknownError as error:
         return _error(404, str(error))
-    except UnwritableError as error:  # 403, for a client asks again and again after a 500
+    except UnwritableError as error:  # 403, as clients retry forever after a 500
         return _error(403, str(error))
     except BusyError as error:
         return _error(429, str(error))
@@ -291,11 +284,10 @@ async def _answered(work: Callable[[Request], Awaitable[Response]], request: Req
 
 
 def line_of(error: ValidationError) -> str:
-    """The first thing that is wrong with a body, in a line."""
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"])) or "the body"
     return f"{place}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def _error(status: int, text: str) -> Response:
-    return JSONResponse({"detail": text, "error": {"message": text}}, status)  # as each of the two APIs has it
+    return JSONResponse({"detail": text, "error": {"message": text}}, status)  # the forms of both APIs

@@ -1,4 +1,4 @@
-"""Arrays in messages: dense, or sparse with compressed rows (CSR), of which only some entries are listed."""
+"""Arrays in messages: dense, or sparse in compressed row format (CSR)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from automodel_rl.errors import InputError
 
 @dataclass(frozen=True)
 class SparsePlaces:
-    """The places of an array's listed entries.
+    """Positions of a sparse array's listed entries.
 
     Attributes:
-        row_ends: the number of entries before each row, and of all, int64 [rows + 1].
-        columns: the column of each entry, int64 [entries].
+        row_ends: number of entries before each row, and in total, int64 [rows + 1].
+        columns: column of each entry, int64 [entries].
     """
 
     row_ends: np.ndarray
@@ -22,17 +22,17 @@ class SparsePlaces:
 
     @property
     def rows(self) -> np.ndarray:
-        """The row of each entry, int64 [entries]."""
+        """Row of each entry, int64 [entries]."""
         return np.repeat(np.arange(len(self.row_ends) - 1), np.diff(self.row_ends))
 
     def check(self, shape: Sequence[int], num_values: int, name: str) -> None:
-        """Raises InputError unless these are places in an array of this shape, another one for each value."""
+        """Raises InputError unless these are `num_values` distinct positions in an array of this shape."""
         ends, columns = self.row_ends, self.columns
         if (
             len(shape) != 2
             or len(ends) != shape[0] + 1
             or (ends[0], ends[-1]) != (0, len(columns))
-            or (ends[1:] < ends[:-1]).any()  # a difference could wrap
+            or (ends[1:] < ends[:-1]).any()  # a difference could overflow
             or len(columns) != num_values
             or not ((columns >= 0) & (columns < shape[1])).all()
         ):
@@ -47,18 +47,18 @@ class SparsePlaces:
 def array_of(
     values: np.ndarray, shape: Sequence[int], places: SparsePlaces | None, unlisted: int, most_bytes: int, name: str
 ) -> np.ndarray:
-    """The array of a message, with one or two dimensions.
+    """Returns the array in a message, with one or two dimensions.
 
     Args:
-        values: its values, or those that are listed.
-        shape: its shape; empty for as many values as there are.
-        places: the places of listed values; None for an array that is dense.
-        unlisted: the value of entries that are not listed.
-        most_bytes: most bytes of the array.
-        name: its name, for errors.
+        values: all values, or the listed ones.
+        shape: empty for [len(values)].
+        places: positions of the listed values; None if the array is dense.
+        unlisted: value of all other entries.
+        most_bytes: size limit of a sparse array once it is dense.
+        name: the array's name, for errors.
 
     Raises:
-        InputError: these do not fit together, or the array is too large.
+        InputError: values, shape and positions do not match, or the array is too large.
     """
     if len(shape) > 2 or any(size < 0 for size in shape):
         raise InputError(f"{name} has the shape {list(shape)}: give one or two dimensions")

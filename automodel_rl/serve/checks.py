@@ -1,4 +1,4 @@
-"""Checks of what clients ask for, before it becomes a job: a bad request must never reach the ranks."""
+"""Checks of client requests before they become jobs: an invalid request must never reach the ranks."""
 
 import itertools
 import secrets
@@ -22,17 +22,16 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "cispo": ("logprobs", "advantages"),
     "dro": ("logprobs", "advantages"),
 }
-"""The losses that are served, with the arrays that they read. (losses/token_losses.py has their formulas, and imports
-torch, which the server does without.)"""
+"""Supported losses and the arrays they read. Their formulas are in losses/token_losses.py, which is not imported
+because the server runs without torch."""
 
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
 SETTINGS: dict[str, tuple[str, ...]] = {"ppo": _CLIPS, "cispo": _CLIPS, "dro": ("beta",)}
-"""The settings of these losses."""
+"""Settings of the losses."""
 
 
 def check_model(model: OpenedModel) -> None:
-    """Raises InputError if a model is not served."""
     multimodal = model.description.multimodal
     if multimodal is not None:
         raise InputError(f"model.path: a {multimodal!r} model has encoders, and models of text alone are served")
@@ -45,7 +44,7 @@ def check_model(model: OpenedModel) -> None:
 
 
 def check_base_model(name: str | None, config: ServeConfig) -> None:
-    """Raises InputError if a client asks for another base model than the one that is trained and sampled from."""
+    """Raises InputError if a client requests another base model than the one that is trained and sampled from."""
     if name in config.teachers:
         raise InputError(f"base_model={name!r} scores prompts here, and {config.base_name!r} is trained: ask for that")
     if name != config.base_name:
@@ -54,17 +53,12 @@ def check_base_model(name: str | None, config: ServeConfig) -> None:
 
 
 def check_optimizer(given: OptimizerKind | None) -> None:
-    """Raises InputError if a client asks for another optimizer than AdamW."""
     if given is not None and given.type != "adamw":
         raise InputError(f"optimizer_config.type={given.type!r}: adamw is served")
 
 
 def shape_of(body: CreateModelBody, config: ServeConfig) -> RunShape:
-    """The shape of a new run.
-
-    Raises:
-        InputError: the server has no such runs.
-    """
+    """Returns the shape of a new run. Raises InputError if the server does not support it."""
     check_base_model(body.base_model, config)
     lora = body.lora_config
     if config.model.lora is None and lora is not None and lora.rank:
@@ -84,17 +78,13 @@ def shape_of(body: CreateModelBody, config: ServeConfig) -> RunShape:
 
 
 def check_numbers(message: Any) -> None:
-    """Raises InputError if a forward and backward has no place in its run's order."""
+    """Raises InputError if a forward-backward request has no valid `seq_id`."""
     if message.seq_id < 1:
         raise InputError(f"seq_id={message.seq_id}: requests of a run are numbered from 1")
 
 
 def loss_of(message: Any) -> tuple[str, dict[str, float]]:
-    """The loss of a forward and backward, and its settings.
-
-    Raises:
-        InputError: it is not served, or a setting is wrong.
-    """
+    """Returns the loss of a forward-backward request and its settings. Raises InputError if they are not supported."""
     name = message.loss_fn
     if name not in INPUTS:
         raise InputError(f"loss_fn={name!r} is not served: use one of {', '.join(INPUTS)}{INSTEAD.get(name, '')}")
@@ -119,7 +109,7 @@ INSTEAD = {
 
 
 def for_loss(data: list[Datum], loss: str) -> list[Datum]:
-    """The data with only those arrays that a loss reads. Others may have any size. Weights that are not given are 1."""
+    """Keeps only the arrays that a loss reads, as others may have any size. Missing weights are 1."""
     names = {TARGETS, *INPUTS[loss]}
     found = []
     for one in data:
@@ -131,7 +121,6 @@ def for_loss(data: list[Datum], loss: str) -> list[Datum]:
 
 
 def check_data(data: list[Datum], loss: str, config: ServeConfig, vocab_size: int) -> None:
-    """Raises InputError if datums do not fit a loss, the model or the limits."""
     if not 1 <= len(data) <= config.limits.sequences:
         raise InputError(f"{len(data)} datums: a request has 1 to {config.limits.sequences} (limits.sequences)")
     _check_width(data, config)
@@ -156,7 +145,7 @@ def check_data(data: list[Datum], loss: str, config: ServeConfig, vocab_size: in
 
 
 def _check_shape(array: np.ndarray, datum: Datum, name: str, loss: str, begins: str) -> None:
-    """Raises InputError if an array of a datum has not one value for each token or, of a cross entropy, several."""
+    """Raises InputError unless an array has one value per token or, for cross entropy, several."""
     length, shape = len(datum), array.shape
     if not shape or shape[0] != length:
         raise InputError(f"{begins} {array.size} {name} for {length} tokens of model_input")
@@ -174,8 +163,7 @@ def _check_shape(array: np.ndarray, datum: Datum, name: str, loss: str, begins: 
 
 
 def _check_width(data: list[Datum], config: ServeConfig) -> None:
-    """Raises InputError if there are more targets than a body can have: those of all datums are as wide as the
-    widest."""
+    """Raises InputError if there are more targets than a body can hold, counting all datums as wide as the widest."""
     width, most = max(datum.width for datum in data), config.most_bytes // BYTES_OF_TARGET
     total = sum(map(len, data)) * width
     if total > most:
@@ -190,11 +178,8 @@ BYTES_OF_TARGET = 12
 
 
 def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SamplePrompt:
-    """The prompt of a sample request.
-
-    Raises:
-        InputError: it does not fit the model or the limits, or asks for what is not served.
-    """
+    """Returns the prompt of a sample request. Raises InputError if it exceeds the model or the limits, or uses an
+    unsupported option."""
     if body.prompt_alt_tokens_k:
         raise InputError("prompt_alt_tokens_k is not served: topk_prompt_logprobs and target_prompt_logprobs are")
     if any(chunk.tokens is None for chunk in body.prompt.chunks):
@@ -231,7 +216,7 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SampleP
 
 
 def bytes_of_prompt(prompt: SamplePrompt) -> int:
-    """The most bytes that a prompt and its answer have: tokens as numbers of Python, and arrays."""
+    """Upper bound on the memory of a prompt and its answer: tokens as Python numbers, and arrays."""
     ids, scoring = prompt.scoring.ids, prompt.scoring
     written = prompt.num_samples * prompt.sampling.max_tokens
     places = len(prompt.tokens) * (1 + scoring.num_top) + prompt.num_top * (
@@ -241,7 +226,7 @@ def bytes_of_prompt(prompt: SamplePrompt) -> int:
 
 
 def check_scored(prompt: SamplePrompt, teacher: str) -> None:
-    """Raises InputError if more is asked of a teacher than to score a prompt."""
+    """Raises InputError unless a request to a teacher only scores a prompt."""
     if prompt.sampling.max_tokens != 1 or prompt.num_top:
         raise InputError(
             f"{teacher!r} scores prompts here: ask for max_tokens=1 without topk_sample_logprobs; the token is the "
@@ -250,7 +235,7 @@ def check_scored(prompt: SamplePrompt, teacher: str) -> None:
 
 
 def _scoring_of(body: SampleBody, length: int, room: int, most_bytes: int, vocab_size: int) -> PromptScoring:
-    """What a sample request asks of its prompt. Raises InputError if it cannot be answered."""
+    """Returns the requested scores of a prompt. Raises InputError if they cannot be computed."""
     last, k, named = body.prompt_logprobs_last_n, body.topk_prompt_logprobs or 0, body.target_prompt_logprobs
     if last is not None and not (body.prompt_logprobs and 1 <= last < length):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Jobs that wait and can run as one: samples from the same weights, and forwards and backwards of several runs."""
+"""Batching of waiting jobs: samples from the same weights, and forward-backward passes of several runs."""
 
 import dataclasses
 from collections import deque
@@ -20,18 +20,18 @@ MOST_SEQUENCES = 1024
 """Most completions of sample jobs that run as one."""
 
 MOST_SCORES = 2**24
-"""Most scores of tokens in jobs that run as one: all places get as many as the one that asks for most."""
+"""Most token scores of jobs that run as one. Every position counts with the largest number requested."""
 
 MOST_TARGETS = 2**22
-"""Most targets of tokens that meet in one pass, where some have several."""
+"""Most targets in one pass in which some tokens have several."""
 
 
 def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
-    """Takes the first order out of the queue, and with it all orders that can run in the same pass.
+    """Removes the first order from the queue, and all orders that can run in the same pass.
 
     Args:
-        waiting: orders, each with a `job`; at least one. Those that are taken are removed.
-        pass_tokens: most tokens of forwards and backwards that run as one; 0 if each runs alone.
+        waiting: at least one order, each with a `job`.
+        pass_tokens: most tokens of forward-backward jobs that run as one; 0 runs each alone.
     """
     first = waiting.popleft()
     taken, left = [first], []
@@ -43,7 +43,7 @@ def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
             joint = _JointPass(first.job, pass_tokens)
         case _:
             return taken
-    passed = {*_runs_of(first.job)}  # a job that waits behind another of its run cannot come before that
+    passed = {*_runs_of(first.job)}  # a job must not overtake an earlier one of its run
     for order in waiting:
         runs = _runs_of(order.job)
         if passed.isdisjoint(runs) and joint.takes(order.job):
@@ -57,7 +57,6 @@ def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
 
 
 def joined(jobs: list[Any]) -> ServiceJob:
-    """One job for jobs that were taken together."""
     if len(jobs) == 1:
         return jobs[0]
     if isinstance(jobs[0], RunPass):
@@ -66,7 +65,7 @@ def joined(jobs: list[Any]) -> ServiceJob:
 
 
 def answers_of(jobs: list[Any], answer: Any) -> Iterable[Any]:
-    """The part of each job in the answer to all. A sample of which a prompt is refused is refused."""
+    """Splits a joint answer into those of the jobs. A sample job with any refused prompt is refused."""
     if isinstance(jobs[0], (SampleJob, TeacherJob)):
         rest = iter(answer)
         return [_all_or_refused([next(rest) for _ in job.prompts]) for job in jobs]
@@ -85,7 +84,7 @@ class _JointSample:
         self.scored, self.widest = _num_scored(first), _widest(first)
 
     def takes(self, job: ServiceJob) -> bool:
-        """Whether a job fits, which then counts."""
+        """Adds a job if it fits. Returns whether it does."""
         if not isinstance(job, (SampleJob, TeacherJob)) or _weights(job) != self.weights:
             return False
         scored, widest = self.scored + _num_scored(job), max(self.widest, _widest(job))
@@ -96,14 +95,14 @@ class _JointSample:
 
 
 class _JointPass:
-    """Forwards and backwards, or forwards alone, of runs whose adapters share no row."""
+    """Forward-backward or forward-only jobs of runs whose adapters have no common row."""
 
     def __init__(self, first: RunPass, most: int):
         self.forward_only, self.most = first.forward_only, most
         self.tokens, self.width, self.rows = _num_tokens(first), first.width, {*_rows(first)}
 
     def takes(self, job: ServiceJob) -> bool:
-        """Whether a job fits, which then counts."""
+        """Adds a job if it fits. Returns whether it does."""
         if not isinstance(job, RunPass) or job.forward_only != self.forward_only:
             return False
         tokens, width = self.tokens + _num_tokens(job), max(self.width, job.width)
@@ -115,7 +114,6 @@ class _JointPass:
 
 
 def _weights(job: SampleJob | TeacherJob) -> tuple[str | None, ...]:
-    """What tells the weights of a job from others."""
     return (job.teacher,) if isinstance(job, TeacherJob) else (job.kept, job.folder)
 
 
@@ -124,7 +122,7 @@ def _num_sequences(job: SampleJob | TeacherJob) -> int:
 
 
 def _widths(job: SampleJob | TeacherJob) -> list[int]:
-    """How many tokens each prompt asks for in the place of each of its own."""
+    """Number of tokens scored per position, by prompt."""
     named = [0 if prompt.scoring.ids is None else prompt.scoring.ids.shape[1] for prompt in job.prompts]
     return [max(p.num_top, p.scoring.num_top, width) for p, width in zip(job.prompts, named, strict=True)]
 
@@ -134,7 +132,7 @@ def _widest(job: SampleJob | TeacherJob) -> int:
 
 
 def _num_scored(job: SampleJob | TeacherJob) -> int:
-    """The most tokens in whose places others are asked for, too."""
+    """Upper bound on the positions at which tokens are scored."""
     lengths = [len(p.tokens) + (p.num_samples * p.sampling.max_tokens if p.num_top else 0) for p in job.prompts]
     return sum(length for length, width in zip(lengths, _widths(job), strict=True) if width)
 
@@ -148,7 +146,6 @@ def _rows(job: RunPass) -> range:
 
 
 def _runs_of(job: ServiceJob) -> tuple[str, ...]:
-    """The runs whose state a job reads or changes."""
     match job:
         case Forget(runs):
             return runs

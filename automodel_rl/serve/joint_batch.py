@@ -1,4 +1,4 @@
-"""The data of one forward and backward, or of several that meet in one pass, as microbatches with a loss."""
+"""Microbatches and loss of one forward-backward job, or of several that run in one pass."""
 
 import dataclasses
 import itertools
@@ -17,16 +17,13 @@ JOB, IDS, WEIGHTS = "job", "target_ids", "weights"
 
 
 class JointBatch:
-    """The data of jobs, which are packed together, and the sum of their losses.
-
-    Args:
-        jobs: forwards and backwards, or forwards alone.
+    """The data of jobs, packed together, and the sum of their losses.
 
     Attributes:
-        rows: the data of all jobs.
-        run_of: the number of the job of each row.
-        loss: the sum of all losses.
-        readout: what the losses get for every token.
+        rows: the datums of all jobs.
+        run_of: index of each row's job.
+        loss: sum of all losses.
+        readout: per-token outputs that the losses read.
     """
 
     def __init__(self, jobs: list[RunPass]):
@@ -40,11 +37,11 @@ class JointBatch:
         self.rows = Batch(_sequence(datum, names, number, self.width) for datum, number in data)
 
     def results(self, total: float, logprobs: dict[int, Tensor]) -> list[LossResult]:
-        """The result of each job.
+        """Returns each job's result.
 
         Args:
-            total: the sum of all losses.
-            logprobs: log-probabilities of the targets of each row, [n] or [n, width], by its number.
+            total: sum of all losses.
+            logprobs: log-probabilities of each row's targets, [n] or [n, width], by row.
         """
         places = itertools.count()
         results = []
@@ -56,12 +53,11 @@ class JointBatch:
 
 
 def gated(microbatch: Microbatch, gate: Tensor | None, run_of: Sequence[int]) -> Microbatch:
-    """The microbatch with factors of the adapters' rows for its tokens.
+    """Adds the factors of the adapters' rows to a microbatch's tokens.
 
     Args:
-        microbatch: the microbatch.
-        gate: the factors for tokens of each run, [runs, rank]; None if there is one run.
-        run_of: the run of each row of the batch.
+        gate: factors for tokens of each run, [runs, rank]; None for a single run.
+        run_of: index of each row's run.
     """
     if gate is None:
         return microbatch
@@ -74,7 +70,7 @@ def gated(microbatch: Microbatch, gate: Tensor | None, run_of: Sequence[int]) ->
 
 
 def _joint_loss(jobs: list[RunPass]) -> LossFn:
-    """The sum of the losses of jobs, over the tokens of each."""
+    """The sum of the jobs' losses, each over its own tokens."""
     kinds: dict[tuple[str, tuple[tuple[str, float], ...]], list[int]] = {}
     for number, job in enumerate(jobs):
         kinds.setdefault((job.loss, tuple(sorted(job.settings.items()))), []).append(number)
@@ -93,14 +89,13 @@ def _joint_loss(jobs: list[RunPass]) -> LossFn:
 
 
 def _own(logprobs: Tensor, width: int) -> Tensor:
-    """The log-probabilities of a datum with so many targets for each token, of those that a pass has read."""
+    """Cuts log-probabilities to a datum's own number of targets per token."""
     if logprobs.ndim == 1:
         return logprobs
     return logprobs[:, :width] if width else logprobs[:, 0]
 
 
 def _loss_of(job: RunPass, logprobs: list[Tensor]) -> float:
-    """The loss of a job from the log-probabilities of its targets."""
     microbatch = with_own_targets(pack_microbatch([_sequence(datum, {}, 0, job.width) for datum in job.data]))
     rows = torch.cat([functional.pad(_wide(values, job.width, 0.0), (0, 0, 0, 1)) for values in logprobs])
     outputs = TokenOutputs(rows[:, 0], at=rows if job.width else None)
@@ -108,19 +103,18 @@ def _loss_of(job: RunPass, logprobs: list[Tensor]) -> float:
 
 
 def _wide(values: Tensor, width: int, filling: float) -> Tensor:
-    """Values of a datum's targets, [n] or [n, K], as columns [n, max(width, 1)]."""
+    """Pads values of a datum's targets, [n] or [n, K], to [n, max(width, 1)]."""
     columns = values.view(len(values), -1)
     return functional.pad(columns, (0, max(width, 1) - columns.shape[1]), value=filling)
 
 
 def _sequence(datum: Datum, names: dict[str, None], job: int, width: int) -> TokenSequence:
-    """A sequence of one token more, the last target, so that every target has a place as the token it stands for.
+    """Builds a sequence with the last target appended, so that every target has an index as a predicted token.
 
     Args:
-        datum: the data.
-        names: names of the inputs that it gets besides its own, as zeros.
-        job: number of its job.
-        width: number of targets of a token that are read; 0 for one.
+        names: inputs to add as zeros if the datum lacks them.
+        job: index of its job.
+        width: targets read per token; 0 for one.
     """
     inputs = {name: torch.from_numpy(values.copy()) for name, values in datum.inputs.items()}
     targets = _wide(inputs[TARGETS], width, -1)
@@ -136,7 +130,6 @@ def _sequence(datum: Datum, names: dict[str, None], job: int, width: int) -> Tok
 
 
 def with_own_targets(microbatch: Microbatch) -> Microbatch:
-    """The microbatch with the targets that come with its rows."""
     values = dict(microbatch.values)
     targets = values.pop(TARGETS)
     is_last = microbatch.targets == IGNORED_TARGET

@@ -1,4 +1,4 @@
-"""What clients ask of sessions, runs and saved weights: lists, page by page, and what is known of one of them."""
+"""Lists and details of sessions, runs and saved weights."""
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -12,18 +12,14 @@ if TYPE_CHECKING:
     from automodel_rl.serve.service import Service
 
 Found = dict[str, str]
-"""What stands in a request's path and query."""
+"""A request's path and query parameters."""
 
 TYPES: dict[Kind, str] = {"weights": "training", "sampler_weights": "sampler"}
-"""What clients call the kinds of saved weights."""
+"""The client's names for the kinds of saved weights."""
 
 
 class Lists:
-    """The lists of the server. Answers have the names of Tinker's API. Newest first.
-
-    Args:
-        service: the server's state.
-    """
+    """The lists of the server, newest first, with the names of Tinker's API."""
 
     def __init__(self, service: "Service"):
         self.service = service
@@ -44,7 +40,7 @@ class Lists:
         }
 
     def runs(self, found: Found) -> dict[str, Any]:
-        """Runs of this start of the service, and those of earlier ones that have saved weights."""
+        """Lists runs since the server's start, and earlier ones with saved weights."""
         page = PageQuery.of(found)
         names = {*self.service.runs, *(saved.run for saved in self.service.saved.all)}
         runs = sorted((self.run({"name": name}) for name in names), key=lambda run: run["last_request_time"])
@@ -74,19 +70,16 @@ class Lists:
         }
 
     def weights(self, found: Found) -> dict[str, Any]:
-        """All saved weights."""
         page = PageQuery.of({"limit": "100", **found})
         saved = sorted(self.service.saved.all, key=lambda one: -one.created)
         return {"checkpoints": [*map(_checkpoint, saved[page.places])], "cursor": page.cursor(len(saved))}
 
     def weights_of_run(self, found: Found) -> dict[str, Any]:
-        """All saved weights of a run."""
         self.run(found)
         saved = sorted(self.service.saved.all, key=lambda one: -one.created)
         return {"checkpoints": [_checkpoint(one) for one in saved if one.run == found["name"]]}
 
     def weights_info(self, body: WeightsInfoBody) -> dict[str, Any]:
-        """What a client must know to make a run of saved weights."""
         saved = self._saved(body.tinker_path)
         return {
             "base_model": self.service.config.base_name,
@@ -98,11 +91,7 @@ class Lists:
         }
 
     def set_ttl(self, path: str, body: TtlBody) -> dict[str, Any]:
-        """Sets when saved weights may be deleted.
-
-        Raises:
-            UnwritableError: it cannot be written beside them; it is as before.
-        """
+        """Sets when saved weights expire. Raises UnwritableError, without effect, if this cannot be written to disk."""
         self._saved(path)
         self.service.saved.set_ttl(path, body.ttl_seconds)
         return {}
@@ -134,5 +123,5 @@ def _time(seconds: float) -> str:
 
 
 def _texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
-    """Metadata as the client reads them."""
+    """Converts metadata values to text, as the client expects."""
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}

@@ -1,4 +1,4 @@
-"""Messages between the server and the ranks: jobs, their results, and what they are made of."""
+"""Messages between the server and the ranks: jobs and their results."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,17 +8,17 @@ import numpy as np
 from automodel_rl.rollout.sampled import SamplePrompt
 
 TARGETS = "target_tokens"
-"""The name of a datum's targets."""
+"""Input name of a datum's targets."""
 
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence with targets of its own.
+    """One sequence with its own targets.
 
     Attributes:
         tokens: input tokens, int64 [n].
-        inputs: arrays of the loss by name, each [n], aligned with the positions that predict: `target_tokens`, int64,
-            and others, float32. Those of a cross entropy may have several targets for each, [n, K].
+        inputs: arrays of the loss by name, each [n]: `target_tokens` (int64) and others (float32). Index t belongs
+            to the prediction at position t. Arrays of a cross entropy may be [n, K], with several targets per token.
     """
 
     tokens: np.ndarray
@@ -29,21 +29,21 @@ class Datum:
 
     @property
     def width(self) -> int:
-        """Number of targets for each token; 0 for one."""
+        """Number of targets per token if the targets are [n, K], otherwise 0."""
         targets = self.inputs.get(TARGETS)
         return 0 if targets is None or targets.ndim < 2 else targets.shape[1]
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """What of the model a training run trains.
+    """The part of the model that a run trains.
 
     Attributes:
-        rank: rank of its adapters.
-        seed: seed of their first values.
+        rank: rank of its adapters; 0 for all weights.
+        seed: seed of the adapters' initial values.
         attention, mlp: whether attention layers, and the other layers, have adapters.
-        first: the first of their rows in the model's adapters, which may have a larger rank. Runs that share no row can
-            meet in one pass.
+        first: its first row in the model's adapters, which may have a larger rank. Runs without a common row can
+            share a pass.
     """
 
     rank: int
@@ -54,32 +54,30 @@ class RunShape:
 
     @property
     def rows(self) -> slice:
-        """The rows that the run has in the model's adapters."""
+        """The run's rows in the model's adapters."""
         return slice(self.first, self.first + self.rank)
 
 
 class ServiceJob:
-    """The base of all jobs. Ranks run them one after the other."""
+    """Base class of jobs, which the ranks run one at a time."""
 
     @property
     def title(self) -> str:
-        """What it is called for people."""
+        """Name for display."""
         return type(self).__name__
 
 
 @dataclass(frozen=True)
 class Stop(ServiceJob):
-    """The ranks must end."""
+    """Ends the ranks."""
 
 
 @dataclass(frozen=True)
 class OfRun(ServiceJob):
-    """A method of `Runs` to call for a run. The answer is None; of `optimizer_step` it is metrics by name.
+    """A call of a method of `Runs` for a run. The answer is None, or metrics by name for `optimizer_step`.
 
     Attributes:
-        run: the run, which is the first argument.
-        method: the name of the method.
-        arguments: the other arguments.
+        arguments: the arguments after the run.
     """
 
     run: str
@@ -88,14 +86,13 @@ class OfRun(ServiceJob):
 
     @property
     def title(self) -> str:
-        """The method."""
         return self.method
 
 
 @dataclass(frozen=True)
 class RunPass(ServiceJob):
-    """Gradients of a loss to add up; `forward_only` for its results alone. `shape` is that of the run. The answer is a
-    `LossResult`."""
+    """A forward-backward that accumulates gradients of a loss, or with `forward_only` just computes it. The answer
+    is a `LossResult`."""
 
     run: str
     loss: str
@@ -106,25 +103,25 @@ class RunPass(ServiceJob):
 
     @property
     def width(self) -> int:
-        """The most targets of a token, for in a pass all tokens have as many; 0 if all have one."""
+        """Largest number of targets per token, which applies to all tokens of a pass; 0 if each has one."""
         return max((datum.width for datum in self.data), default=0)
 
 
 @dataclass(frozen=True)
 class Together(ServiceJob):
-    """Forwards and backwards of several runs, or forwards alone, that meet in one pass. Their adapters share no row.
-    The answer has one for each, perhaps `Refused`."""
+    """Jobs of several runs in one pass, all forward-backward or all forward-only. Their adapters have no common row.
+    The answer is a list of `LossResult` or `Refused`."""
 
     jobs: list[RunPass]
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """The result of a forward and backward.
+    """Result of a forward-backward.
 
     Attributes:
         loss: the sum over all tokens.
-        logprobs: log-probabilities of each datum's targets, float32 [n], or [n, K] of those with several each.
+        logprobs: log-probabilities of each datum's targets, float32 [n] or [n, K].
     """
 
     loss: float
@@ -133,7 +130,7 @@ class LossResult:
 
 @dataclass(frozen=True)
 class Forget(ServiceJob):
-    """Runs and kept weights that are not needed any more. The answer is None."""
+    """Drops runs and kept weights. The answer is None."""
 
     runs: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
@@ -141,8 +138,8 @@ class Forget(ServiceJob):
 
 @dataclass(frozen=True)
 class SampleJob(ServiceJob):
-    """Prompts for the same weights: kept under a name, in a folder, or neither for the base model. The answer has
-    a `Sampled` or `Refused` for each."""
+    """Prompts for the same weights: kept under a name, in a folder, or the base model if neither. The answer is a
+    list of `Sampled` or `Refused`."""
 
     kept: str | None
     folder: str | None
@@ -152,7 +149,7 @@ class SampleJob(ServiceJob):
 
 @dataclass(frozen=True)
 class TeacherJob(ServiceJob):
-    """Prompts for a further base model to score. The answer has a `Sampled` or `Refused` for each."""
+    """Prompts for a further base model to score. The answer is a list of `Sampled` or `Refused`."""
 
     teacher: str
     prompts: list[SamplePrompt]
@@ -160,11 +157,11 @@ class TeacherJob(ServiceJob):
 
 @dataclass(frozen=True)
 class Done:
-    """A job is done.
+    """A completed job.
 
     Attributes:
         answer: its answer, or `Refused`.
-        peak_bytes: the most memory that rank 0 has used, on its device or, without one, on the host.
+        peak_bytes: peak memory of rank 0 on its device or, without one, on the host.
     """
 
     answer: Any
@@ -173,16 +170,16 @@ class Done:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """Rank 0 got a signal to stop. The server then saves what there is, and asks the ranks to stop."""
+    """Rank 0 received a stop signal. The server then saves all runs and stops the ranks."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Rank 0's first message: the ranks wait for jobs.
+    """Rank 0's first message: the ranks accept jobs.
 
     Attributes:
-        vocab_size: number of token ids of the model.
-        of_teachers: those of further base models by name.
+        vocab_size: vocabulary size of the model.
+        of_teachers: vocabulary sizes of further base models, by name.
     """
 
     vocab_size: int

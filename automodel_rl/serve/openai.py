@@ -1,4 +1,4 @@
-"""Completions by OpenAI's API, for evaluation harnesses and environments: /v1/completions and /v1/chat/completions."""
+"""OpenAI's /v1/completions and /v1/chat/completions, for evaluation harnesses and environments."""
 
 import asyncio
 import dataclasses
@@ -21,16 +21,11 @@ from automodel_rl.serve.service import Service
 from automodel_rl.serve.tables import BusyError, UnknownError, Weights
 
 CLIENTS = "v1"
-"""The session that clients of OpenAI's API share."""
+"""Session shared by all clients of OpenAI's API."""
 
 
 class Completions:
-    """Samples for requests of OpenAI's API, and waits until they are there.
-
-    Args:
-        service: the server's state.
-        config: the service's config.
-    """
+    """Samples for requests of OpenAI's API."""
 
     def __init__(self, service: Service, config: ServeConfig):
         self.service, self.config = service, config
@@ -38,23 +33,18 @@ class Completions:
 
     @functools.cached_property
     def answers(self) -> OpenAIAnswers:
-        """Makes answers; the tokenizer is opened for the first request."""
+        """Builder of answers. Opens the tokenizer at the first request."""
         model = OpenedModel.open(self.config.model)
         tokenizer = model.tokenizer()
         return OpenAIAnswers(tokenizer, completion_ends(model.files.folder, model.whole, tokenizer), self._sample)
 
     @property
     def models(self) -> dict[str, Any]:
-        """The base model and all saved weights."""
         saved = [_model(one.path, one.created) for one in self.service.saved.all]
         return {"object": "list", "data": [_model(self.config.base_name, self._began), *saved]}
 
     def model(self, name: str) -> dict[str, Any]:
-        """One of the models.
-
-        Raises:
-            InputError, UnknownError: there is no such model, or it cannot be sampled from.
-        """
+        """Describes a model. Raises InputError or UnknownError if it does not exist or cannot be sampled from."""
         saved = self._weights(name).saved
         return _model(name, self._began if saved is None else saved.created)
 
@@ -100,7 +90,7 @@ class Completions:
             for ids in prompts
         ]
         jobs = [dataclasses.replace(job, num_top=num_top) for job in jobs]
-        if max_tokens == 0:  # the prompts are only scored
+        if max_tokens == 0:  # only scores the prompts
             jobs = [dataclasses.replace(job, num_samples=0) for job in jobs]
         results, request = self.service.results, f"{CLIENTS}:{secrets.token_hex(8)}"
         results.open(request, b"", sum(map(checks.bytes_of_prompt, jobs)))

@@ -1,4 +1,4 @@
-"""The server's page, and what it asks for."""
+"""The server's page and its data."""
 
 from functools import cache
 from importlib.resources import files
@@ -11,12 +11,11 @@ from automodel_rl.serve.history import ShownSample, orders_of
 from automodel_rl.serve.service import Service
 
 MOST_CHARACTERS = 1500
-"""Most characters of a sample's text."""
+"""Maximum length of a sample's text."""
 
 
 @cache
 def page() -> str:
-    """The page, one file, which asks the server for what it shows."""
     folder = files("automodel_rl.serve") / "static"
     text = (folder / "service.html").read_text()
     style = stylesheet() + (folder / "service.css").read_text()
@@ -26,12 +25,7 @@ def page() -> str:
 
 
 def state_of(service: Service, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """What the page shows.
-
-    Args:
-        service: the server's state.
-        tokenizer: the model's tokenizer, for samples; None if there are none.
-    """
+    """Returns the data of the page. Without a tokenizer, samples are omitted."""
     history, ranks = service.history, service.ranks
     looks = [*zip(*history.looks, strict=True)] or [()] * 5
     return {

@@ -1,4 +1,4 @@
-"""Forwards and backwards of runs, as rank 0 leads them."""
+"""Forward-backward passes of runs, driven by rank 0."""
 
 from automodel_rl.errors import InputError
 from automodel_rl.policy.policy import Policy
@@ -9,32 +9,31 @@ from automodel_rl.serve.runs import GONE, RUNS, Pass, PassResult, Runs
 
 
 class Passes:
-    """Leads passes of one run or of several.
+    """Drives passes of one or several runs.
 
     Args:
-        policy: the model in training.
-        runs: the runs on this rank, which knows of each whether it is there.
+        runs: the runs on this rank, to look up which exist.
     """
 
     def __init__(self, policy: Policy, runs: Runs):
         self.policy, self.crew, self.runs = policy, policy.crew, runs
 
     def forward_backward(self, job: RunPass) -> LossResult:
-        """Adds up the gradients of a loss, or computes the loss alone.
+        """Accumulates the gradients of a loss, or only computes the loss.
 
         Raises:
-            InputError: the data do not fit the model, or the run is gone. Gradients of earlier calls are still there,
-                but the run's next optimizer step fails.
+            InputError: the data do not fit the model, or the run is gone. Gradients of earlier calls are kept, but
+                the run's next optimizer step fails.
         """
         found = self._pass([job])
         assert found is not None
         return found[0]
 
     def together(self, asked: list[RunPass]) -> list[LossResult | Refused]:
-        """What `forward_backward` does for several runs that share no row of the adapters, in one pass.
+        """Runs `forward_backward` for several runs without a common adapter row, in one pass.
 
         Raises:
-            InputError: as there, for all runs.
+            InputError: as for `forward_backward`, for all runs.
         """
         there = [job for job in asked if job.run in self.runs.shapes]
         results: list[LossResult] | list[LossResult | Refused] | None = self._pass(there) if there else []
@@ -50,7 +49,7 @@ class Passes:
             return Refused(str(error))
 
     def _pass(self, asked: list[RunPass]) -> list[LossResult] | None:
-        """The results of jobs in one pass; None if what overflowed in one run may have spoilt others."""
+        """Returns the results of jobs in one pass; None if an overflow in one run may have corrupted others."""
         batch = JointBatch(asked)
         try:
             agreed, shares = self.policy.shares(batch.rows)

@@ -1,4 +1,4 @@
-"""The server's end of the ranks: it gives them jobs in order, and notices when they are gone."""
+"""Server side of the connection to the ranks: sends jobs in order and detects lost ranks."""
 
 import queue
 import secrets
@@ -34,7 +34,7 @@ class _Order:
     since: float = field(default_factory=time.monotonic)
 
     def settle(self, answer: Any) -> None:
-        """Gives the answer, or raises it if it is an error, unless nobody waits for it any more."""
+        """Sets the answer or error, unless the future was cancelled."""
         if self.result.cancelled():
             return
         if isinstance(answer, Exception):
@@ -44,22 +44,22 @@ class _Order:
 
 
 class Ranks:
-    """Runs jobs on the ranks that connect, one after the other, in a thread.
+    """Runs jobs on the connected ranks, one at a time, in a thread.
 
     Args:
-        on_lost: called when ranks are gone that had been ready.
-        on_stop: called when the ranks got a signal to stop.
-        pass_tokens: most tokens of forwards and backwards that run as one; 0 if each runs alone.
-        host: the name of this machine for ranks.
+        on_lost: called when ranks that were ready are gone.
+        on_stop: called when the ranks received a stop signal.
+        pass_tokens: most tokens of forward-backward jobs that run as one; 0 runs each alone.
+        host: name of this machine for ranks.
 
     Attributes:
-        vocab_size: number of token ids of the model; 0 before ranks are ready.
-        of_teachers: those of further base models by name.
-        ready: set when ranks have become ready for the first time.
+        vocab_size: vocabulary size of the model; 0 before ranks are ready.
+        of_teachers: vocabulary sizes of further base models, by name.
+        ready: set once ranks have been ready for the first time.
         are_there: whether ranks are ready now.
-        num_jobs: number of jobs that ranks have done since they last became ready.
-        peak_bytes: the most memory that rank 0 had used when it did the last of them.
-        num_joint: number of passes in which several runs met.
+        num_jobs: jobs completed since the ranks last became ready.
+        peak_bytes: rank 0's peak memory at the end of the last job.
+        num_joint: number of passes shared by several runs.
     """
 
     def __init__(self, on_lost: Callable[[], None], on_stop: Callable[[], None], pass_tokens: int, host: str):
@@ -80,23 +80,19 @@ class Ranks:
 
     @property
     def num_waiting(self) -> int:
-        """Number of jobs that wait."""
         return len(self._orders)
 
     @property
     def orders(self) -> list[tuple[ServiceJob, float, bool]]:
-        """The jobs that run and those that wait: each with the seconds since it came, and whether it runs."""
+        """Running and waiting jobs, each with the seconds since it was submitted, and whether it is running."""
         now = time.monotonic()
         with self._came:
             both = [(order, True) for order in self._running] + [(order, False) for order in self._orders]
         return [(order.job, now - order.since, runs) for order, runs in both]
 
     def submit(self, job: ServiceJob) -> Future:
-        """Adds a job to the end of the queue.
-
-        Returns:
-            Its answer. It raises RefusedError or RanksLostError.
-        """
+        """Appends a job to the queue. Returns a future of its answer, which may raise RefusedError or
+        RanksLostError."""
         order = _Order(job, Future())
         with self._came:
             self._orders.append(order)
@@ -104,11 +100,10 @@ class Ranks:
         return order.result
 
     def close(self) -> None:
-        """Takes no more ranks."""
         self._door.close()
 
     def drop(self) -> None:
-        """Lets go of ranks that have ended. Those on a machine that is gone could not say so."""
+        """Closes the connection to ranks that have ended. Ranks on a lost machine cannot close it themselves."""
         with self._came:
             connection = self._connection
         if connection is not None:
@@ -123,8 +118,8 @@ class Ranks:
             try:
                 self._run(connection, running)
             except (EOFError, OSError):
-                pass  # they have ended
-            except Exception:  # without this thread all would wait for ever
+                pass  # the ranks have ended
+            except Exception:  # without this thread all requests would wait forever
                 traceback.print_exc()
             with self._came:
                 self._connection = None
@@ -133,22 +128,16 @@ class Ranks:
                 self._lose(running)
 
     def _lose(self, running: list[_Order]) -> None:
-        """Fails all jobs, for the ranks are gone."""
         self.are_there = False
-        self.on_lost()  # first, for the errors say what it notes
-        with self._came:  # those that wait are for states that are gone, too
+        self.on_lost()  # first: the errors include what it records
+        with self._came:  # waiting jobs refer to lost state, too
             running += self._orders
             self._orders.clear()
         for order in running:
             order.settle(RanksLostError("the ranks of the server ended"))
 
     def _run(self, connection: AuthenticatedConnection, running: list[_Order]) -> None:
-        """Gives jobs to ranks until they end.
-
-        Args:
-            connection: the connection to rank 0.
-            running: gets the jobs that run.
-        """
+        """Sends jobs to ranks until they end. `running` holds the current jobs."""
         while True:
             message = connection.recv()
             match message:
@@ -167,15 +156,15 @@ class Ranks:
                     self._send_next(connection, running)
 
     def _send_next(self, connection: AuthenticatedConnection, running: list[_Order]) -> None:
-        """Sends the next job, and waits until there is one. Ranks that end meanwhile are noticed."""
+        """Waits for the next job and sends it. Detects ranks that end meanwhile."""
         while True:
             with self._came:
                 if self._orders:
-                    running += take_together(self._orders, self.pass_tokens)  # before it is sent, which may fail
+                    running += take_together(self._orders, self.pass_tokens)  # before sending, which may fail
                     break
                 self._came.wait(WAIT_SECONDS)
             if connection.poll():
-                message = connection.recv()  # raises EOFError if they have ended
+                message = connection.recv()  # raises EOFError if the ranks have ended
                 if isinstance(message, StopAsked):
                     self.on_stop()
         job = joined([order.job for order in running])
@@ -187,7 +176,6 @@ WAIT_SECONDS = 0.05
 
 
 def _give(orders: list[_Order], answer: Any) -> None:
-    """Gives each job its part of the answer."""
     of_jobs = [answer] * len(orders) if isinstance(answer, Refused) else answers_of([o.job for o in orders], answer)
     for order, one in zip(orders, of_jobs, strict=True):
         order.settle(RefusedError(one.text) if isinstance(one, Refused) else one)

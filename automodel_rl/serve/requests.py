@@ -1,7 +1,7 @@
-"""The JSON requests of Tinker's API (client 0.38), checked. Fields that this server does not read are ignored.
+"""Validated JSON requests of Tinker's API (client 0.38). Fields that the server does not read are ignored.
 
-Every number has limits in which ranks can compute with it, in fp32: they multiply and divide it, and an overflow there
-would be an error of the ranks and not an answer to the client.
+Every number is limited so that fp32 arithmetic on it does not overflow: that would fail the ranks instead of the
+request.
 """
 
 import json
@@ -15,15 +15,15 @@ from automodel_rl.chat_api.values import Body, Seed, StopText, StopTexts, Temper
 from automodel_rl.serve.arrays import SparsePlaces
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
-"""A name of saved weights. It becomes the name of a folder."""
+"""Name of saved weights, which becomes a folder name."""
 
 Name = Annotated[str, Field(pattern=NAME)]
 
 LARGEST = 1e30
-"""Largest setting of a loss, and norm of gradients: fp32 ends at 3.4e38."""
+"""Largest loss setting and gradient norm: fp32 ends at 3.4e38."""
 
 SMALLEST = 1e-30
-"""Smallest number of those that divide: fp32 has all its digits from 1.2e-38 on."""
+"""Smallest divisor: fp32 has full precision from 1.2e-38."""
 
 
 def _known_norm(value: float) -> float:
@@ -33,11 +33,10 @@ def _known_norm(value: float) -> float:
 
 
 MOST_METADATA = 64 * 2**10
-"""Most bytes of the metadata of a session, run or save, as JSON."""
+"""Most bytes of JSON metadata of a session, run or save."""
 
 
 def _storable(value: dict[str, Any]) -> dict[str, Any]:
-    """The metadata, if they can be written as JSON and sent back."""
     try:
         size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
     except ValueError:
@@ -54,7 +53,7 @@ StopTokens = Annotated[list[Token], Field(max_length=64)]
 
 
 class NoBody(Body):
-    """A request of which nothing is read."""
+    """A request without fields."""
 
 
 class NewSessionBody(Body):
@@ -112,7 +111,7 @@ class AdamBody(Body):
 
 
 class TurnBody(Body):
-    """A request that has its turn in a run."""
+    """A request with a turn in a run."""
 
     model_id: Text
     seq_id: Annotated[int, Field(ge=1, lt=2**31)]
@@ -169,7 +168,7 @@ class SamplingBody(Body):
 
 
 class TokensBody(Body):
-    """Token ids in an array of two dimensions, which may be sparse."""
+    """Two-dimensional, possibly sparse array of token ids."""
 
     data: list[Annotated[int, Field(ge=-1, lt=2**31)]]
     dtype: Literal["int64"]
@@ -179,7 +178,7 @@ class TokensBody(Body):
 
     @property
     def places(self) -> SparsePlaces | None:
-        """The places of those that are listed; None if all are."""
+        """Positions of listed entries; None for a dense array."""
         if self.sparse_crow_indices is None or self.sparse_col_indices is None:
             return None
         return SparsePlaces(np.array(self.sparse_crow_indices, np.int64), np.array(self.sparse_col_indices, np.int64))
@@ -187,7 +186,7 @@ class TokensBody(Body):
 
 class SampleBody(Body):
     sampling_session_id: Text
-    seq_id: Annotated[int, Field(ge=0, lt=2**63)]  # copies of a client in other processes count from large numbers
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)]  # copies of a client in other processes start at large numbers
     num_samples: Annotated[int, Field(gt=0)] = 1
     prompt: PromptBody
     sampling_params: SamplingBody
@@ -208,7 +207,7 @@ class TtlBody(Body):
 
 
 class PageQuery(BaseModel):
-    """The part of a list that a request asks for in its query."""
+    """Requested page of a list."""
 
     limit: Annotated[int, Field(ge=0)] = 20
     offset: Annotated[int, Field(ge=0)] = 0
@@ -217,16 +216,14 @@ class PageQuery(BaseModel):
 
     @classmethod
     def of(cls, query: dict[str, str]) -> "PageQuery":
-        """The page of a query."""
         return cls.model_validate(query)
 
     @property
     def places(self) -> slice:
-        """The places of its items."""
         return slice(self.offset, self.offset + self.limit)
 
     def cursor(self, count: int) -> dict[str, int]:
-        """What the client is told of the place of the page in a list of so many items."""
+        """The page's position in a list of `count` items, for the client."""
         return {"offset": self.offset, "limit": self.limit, "total_count": count}
 
 
@@ -235,7 +232,7 @@ class FutureBody(Body):
 
 
 def number_of(value: float | None, text: str | None) -> float | None:
-    """The value of a loss's setting; None if it is no number in the limits."""
+    """Returns a loss setting's value; None if it is not a number within the limits."""
     if value is None or text is not None or not math.isfinite(value) or abs(value) > LARGEST:
         return None
     return value

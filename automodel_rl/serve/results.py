@@ -15,22 +15,22 @@ from automodel_rl.serve.ranks import RanksLostError, RefusedError
 from automodel_rl.serve.tables import BusyError
 
 Result = bytes | dict[str, Any]
-"""A body in protobuf, or one in JSON."""
+"""A protobuf body, or a JSON body."""
 
 
 def failed(text: str, category: str = "user") -> Result:
-    """The result of a request that failed; the client raises it with its text and does not try again."""
+    """Returns the result of a failed request. The client raises `text` and does not retry."""
     return {"error": text, "category": category}
 
 
 def digest_of(kind: str, body: BaseModel | bytes) -> bytes:
-    """What tells requests of the same number apart: their kind and their content."""
+    """Hashes a request's kind and content, to tell apart requests with the same number."""
     content = body if isinstance(body, bytes) else body.model_dump_json().encode()
     return hashlib.sha256(kind.encode() + b"\0" + content).digest()
 
 
 LEAST_BYTES = 4096
-"""What a request takes at least: its names, its place, and what waits for it."""
+"""Least memory of a request: its names, its entry and its waiter."""
 
 
 @dataclass
@@ -43,28 +43,25 @@ class _Entry:
 
 
 class Results:
-    """Results by the numbers of their requests. All methods are called in the server's event loop.
+    """Results by request name. All methods are called in the server's event loop.
 
-    A session has at most as many, and as many bytes, as are free, so that none takes the room of all. What its client
-    has got makes room first.
+    A session may hold at most as many entries, and bytes, as are still free, so that none uses up all the room.
+    Results that its client has received are evicted first.
 
     Args:
         seconds: how long a result is kept.
-        most: most results, finished or not.
-        most_bytes: most bytes of all results, and of requests that wait for theirs.
+        most: most entries, finished or not.
+        most_bytes: most bytes of all results and of waiting requests.
     """
 
     def __init__(self, seconds: float, most: int, most_bytes: int):
         self.seconds, self.most, self.most_bytes = seconds, most, most_bytes
         self._entries: dict[str, _Entry] = {}
-        self._of_session: dict[str, tuple[int, int]] = {}  # how many a session has, and their bytes
+        self._of_session: dict[str, tuple[int, int]] = {}  # number and bytes of a session's entries
 
     def repeats(self, request: str, digest: bytes) -> bool:
-        """Whether a request was sent before, and is sent again because its answer was lost.
-
-        Raises:
-            InputError: another was sent under its number.
-        """
+        """Whether a request is a retry after its answer was lost. Raises InputError if its number belongs to a
+        different request."""
         if request not in self._entries:
             return False
         if self._entries[request].digest != digest:
@@ -78,16 +75,16 @@ class Results:
         return len(self._entries)
 
     def open(self, request: str, digest: bytes, size: int = 0, *, is_early: bool = False) -> asyncio.Future:
-        """A place for the result of a request.
+        """Reserves the result of a request.
 
         Args:
-            request: the request's name, which begins with that of its session.
-            digest: what tells it from others of this name.
-            size: the most bytes that it makes.
-            is_early: whether its turn is still to come. Such requests leave half of the room to those before them.
+            request: its name, which starts with that of its session.
+            digest: from `digest_of`.
+            size: upper bound on its memory, in bytes.
+            is_early: whether its turn is still to come. Early requests leave half of the room to those before them.
 
         Raises:
-            BusyError: too many wait.
+            BusyError: too many requests are waiting.
         """
         session, size = request.partition(":")[0], size + LEAST_BYTES
         if not self._fits(session, size, is_early):
@@ -113,7 +110,6 @@ class Results:
         return entry.result
 
     def _fits(self, session: str, size: int, is_early: bool) -> bool:
-        """Whether a request has room."""
         own, own_bytes = self._of_session.get(session, (0, 0))
         share = 2 if is_early else 1
         free = self.most - len(self._entries) - 1
@@ -126,7 +122,6 @@ class Results:
             self._of_session[session] = (own + sign, own_bytes + sign * entry.size)
 
     def forget(self, request: str) -> None:
-        """Lets go of a request."""
         self._forget(lambda name, _: name == request)
 
     def _forget(self, is_old: Callable[[str, _Entry], bool]) -> None:
@@ -134,21 +129,17 @@ class Results:
             self._count(request.partition(":")[0], self._entries.pop(request), -1)
 
     def _forget_told(self, session: str) -> None:
-        """Lets go of what the client of a session has got."""
+        """Evicts the results that a session's client has received."""
         self._forget(lambda name, entry: entry.was_told and name.startswith(f"{session}:"))
 
     def tell(self, request: str) -> Result:
-        """The result of a request that is done, which its client gets now."""
+        """Returns a finished result and marks it as received by its client."""
         entry = self._entries[request]
         entry.was_told = True
         return entry.result.result()
 
     def find(self, request: str) -> asyncio.Future:
-        """The result of a request.
-
-        Raises:
-            InputError: there is no such request, or its result was let go.
-        """
+        """Returns the future of a request's result. Raises InputError if it does not exist or was evicted."""
         if request not in self._entries:
             raise InputError(
                 f"there is no request {request!r}: its result is older than limits.result_minutes, or the server was "
@@ -157,7 +148,6 @@ class Results:
         return self._entries[request].result
 
     def forget_old(self) -> None:
-        """Lets go of results that are older than `seconds`."""
         oldest = time.monotonic() - self.seconds
         self._forget(lambda _, entry: entry.since <= oldest and entry.result.done())
 
@@ -168,10 +158,8 @@ async def finish(
     """Waits for a job and sets a request's result.
 
     Args:
-        result: the result.
-        job: the job's answer.
-        convert: makes the result of the answer.
-        lost: says what became of the run if the ranks are gone.
+        convert: converts the job's answer to the result.
+        lost: returns the error text if the ranks are gone.
     """
     try:
         answer = convert(await asyncio.wrap_future(job))
@@ -179,7 +167,7 @@ async def finish(
         answer = failed(str(error))
     except RanksLostError:
         answer = failed(lost(), "server")
-    except Exception as error:  # the client must not wait for ever
+    except Exception as error:  # the client must not wait forever
         answer = failed(innermost(error), "server")
     if not result.done():
         result.set_result(answer)

@@ -1,6 +1,6 @@
-"""Runs on disk: adapters as PEFT's files, which others open, and the optimizer's moments beside them.
+"""Runs on disk: adapters as standard PEFT files, and the optimizer moments beside them.
 
-Tensors are whole and have the rank of the run, so a run goes on on any layout, and with any larger rank of the server.
+Tensors are whole and have the run's rank, so a run can resume on any layout and with any larger server rank.
 """
 
 import json
@@ -27,17 +27,15 @@ MOMENTS, ABOUT = "moments.safetensors", "run.json"
 
 @torch.no_grad()
 def save_run(folder: Path, engine: Engine, shape: RunShape, for_training: bool, about: dict[str, Any]) -> None:
-    """Writes the run that the model has now. A collective.
+    """Writes the run that is loaded into the model. A collective.
 
     Args:
         folder: the new folder, on a file system that all ranks share.
-        engine: trains the model.
-        shape: the run's shape.
-        for_training: whether to write moments, too.
-        about: what else is to know of the run, as JSON.
+        for_training: whether to include moments.
+        about: further facts on the run, as JSON.
 
     Raises:
-        InputError: on every rank; the folder cannot be written.
+        InputError: on every rank, if the folder cannot be written.
     """
     handle, layout, origin = engine.handle, engine.handle.layout, engine.handle.adapter_origin
     assert origin is not None
@@ -69,23 +67,24 @@ def save_run(folder: Path, engine: Engine, shape: RunShape, for_training: bool, 
                 except (OSError, SafetensorError) as error:
                     problem = f"the weights cannot be saved ({error})"
             _raise_everywhere(problem, engine)
-    except OSError as error:  # raised on every rank
+    except OSError as error:  # on every rank
         raise InputError(f"the weights cannot be saved ({error})") from None
 
 
 @torch.no_grad()
 def load_run(folder: Path, engine: Engine, first: int, with_optimizer: bool) -> None:
-    """Gives the model the adapters of a folder and, if asked for, moments and steps. A collective.
+    """Loads adapters and optionally moments and step count into the model. A collective.
+
+    Adapter rows of other runs are set to zero.
 
     Args:
-        folder: a folder that `save_run` wrote.
-        engine: trains the model. What its adapters have besides those of the run is filled with zeros.
-        first: the first row of each `lora_A` that the run has.
-        with_optimizer: whether to load moments and steps.
+        folder: a folder written by `save_run`.
+        first: the run's first row in each `lora_A`.
+        with_optimizer: whether to load moments and step count.
 
     Raises:
-        InputError: on every rank; the folder is damaged, which may leave the model with some adapters of it, or they
-            were trained on another kind of base.
+        InputError: on every rank, if the folder is damaged, in which case some adapters may have been loaded, or if
+            it was trained on another kind of base.
     """
     problem = ""
     try:

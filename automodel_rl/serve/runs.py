@@ -1,4 +1,4 @@
-"""Training runs that share one model: each has adapters, gradients, moments and steps of its own, and its turns."""
+"""Training runs that take turns on one model, each with its own weights, gradients, moments and step count."""
 
 import dataclasses
 import math
@@ -25,22 +25,21 @@ from automodel_rl.serve.messages import RunShape
 from automodel_rl.step.agreement import GlobalBatch
 
 RUNS = "runs"
-"""The name of a rank's `Runs`, for remote calls."""
+"""Name of a rank's `Runs` for remote calls."""
 
 GONE = "the state of the run is gone, for the ranks of the server ended or its weights could not be loaded"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward of runs over the rows.
+    """A forward-backward or forward-only pass of runs over rows.
 
     Attributes:
-        runs: the runs; several share no row of the adapters.
-        run_of: the place among them of the run of each row.
-        loss: the sum of their losses.
-        readout: what it gets for every token.
-        forward_only: whether nothing is trained.
-        agreed: the size of the batch.
+        runs: several if their adapters have no common row.
+        run_of: index in `runs` of each row's run.
+        loss: sum of their losses.
+        readout: per-token outputs that it reads.
+        agreed: size of the global batch.
     """
 
     runs: tuple[str, ...]
@@ -53,13 +52,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What a rank has of a pass.
+    """One rank's result of a pass.
 
     Attributes:
-        loss: the sum of all losses, equal on all ranks.
-        logprobs: log-probabilities of targets of the rows of its data rank, [n - 1] or [n - 1, K]; None on ranks that
-            do not stand for a data rank.
-        is_finite: whether gradients of all runs are finite, on all ranks. If not, those of no run were kept.
+        loss: sum of all losses, equal on all ranks.
+        logprobs: log-probabilities of the targets of its data rank's rows, [n - 1] or [n - 1, K]; None on ranks that
+            do not report for a data rank.
+        is_finite: whether the gradients of all runs are finite, on all ranks. If not, none were kept.
     """
 
     loss: float
@@ -68,13 +67,10 @@ class PassResult:
 
 
 class Runs:
-    """The runs on this rank. Methods are collectives of all ranks, which call them in the same order.
-
-    Args:
-        engine: trains the model.
+    """The runs on this rank. Methods are collectives and must be called in the same order on all ranks.
 
     Attributes:
-        trained: what runs train: adapters, or all weights.
+        trained: the trained weights: adapters, or all weights.
         shapes: the shape of every run.
     """
 
@@ -89,21 +85,21 @@ class Runs:
         self._active: str | None = None
 
     def create(self, run: str, shape: RunShape) -> None:
-        """Makes a run with new adapters, or with the model's first weights."""
+        """Creates a run with new adapters, or with the model's initial weights."""
         self._leave()
         self.trained.begin(shape)
         self.shapes[run] = shape
         self._states[run] = self.engine.take_state()
 
     def run_pass(self, share: Share | None, asked: Pass) -> PassResult:
-        """Adds up the gradients of the losses of runs, or computes the losses alone.
+        """Accumulates the gradients of the runs' losses, or only computes the losses.
 
         Args:
             share: the rows of this rank's data rank.
             asked: the runs and their losses.
 
         Raises:
-            InputError: on all ranks; a run is gone. Gradients of earlier calls are still there.
+            InputError: on all ranks, if a run is gone. Gradients of earlier calls are kept.
         """
         if len(asked.runs) == 1:
             self._enter(asked.runs[0])
@@ -115,7 +111,7 @@ class Runs:
         result = self._result(asked, share, self.trained.gate(shapes))
         split = [] if asked.forward_only else self.trained.split_gradients(shapes)
         found = [] if result.logprobs is None else [torch.from_numpy(result.logprobs.values)]
-        # A product of 0 and infinity is NaN, so what overflows in one run spoils the others in the same pass.
+        # 0 times infinity is NaN, so an overflow in one run corrupts the others in the pass.
         if not self._are_finite([*found, *(tensor for gradients in split for tensor in gradients.values())]):
             return dataclasses.replace(result, is_finite=False)
         for run, gradients in zip(asked.runs, split, strict=False):
@@ -123,7 +119,6 @@ class Runs:
         return result
 
     def _result(self, asked: Pass, share: Share | None, gate: Tensor | None) -> PassResult:
-        """The result of a pass, for which the model has its weights."""
         found: dict[int, Tensor] = {}
         packed = [] if share is None else share.pack()
         microbatches = [gated(with_own_targets(microbatch), gate, asked.run_of) for microbatch in packed]
@@ -134,11 +129,11 @@ class Runs:
         return PassResult(total, RowValues.of([*own], [*own.values()]) if stands else None, is_finite=True)
 
     def optimizer_step(self, run: str, settings: dict[str, Any]) -> dict[str, float]:
-        """Takes an optimizer step and gives its metrics.
+        """Takes an optimizer step and returns its metrics.
 
         Raises:
-            InputError: on all ranks; a forward and backward since the last step failed, and all gradients are dropped.
-                Or weights are not finite after the step.
+            InputError: on all ranks, if a forward-backward since the last step failed, which drops all gradients, or
+                if weights are not finite after the step.
         """
         self._enter(run)
         if run in self._spoilt:
@@ -159,45 +154,40 @@ class Runs:
         return {**norm, "skipped:max": float(step.skipped)}
 
     def spoil(self, run: str) -> None:
-        """Notes that a forward and backward of a run failed: its next optimizer step must fail, too."""
+        """Records that a run's forward-backward failed, so that its next optimizer step fails too."""
         self._spoilt.add(run)
 
     def save(self, run: str, folder: str, for_training: bool, about: dict[str, Any]) -> None:
         """Writes a run's weights and, for training, its moments.
 
         Raises:
-            InputError: on all ranks; they are not finite, or cannot be written.
+            InputError: on all ranks, if the weights are not finite or cannot be written.
         """
         self._enter(run)
         self._check_weights("the run has")
         self.trained.save(Path(folder), self.shapes[run], for_training, about)
 
     def load(self, run: str, shape: RunShape, folder: str, with_optimizer: bool) -> None:
-        """Makes a run go on from a folder that `save` wrote. It is made if there is none.
+        """Loads a run from a folder written by `save`, creating it if necessary.
 
         Raises:
             InputError: the folder is damaged, or its weights are not finite. The run is then gone.
         """
         self._leave()
-        self.forget((run,), ())  # a run that cannot be loaded must not go on as it was
+        self.forget((run,), ())  # a run that cannot be loaded must not continue with its old state
         self.trained.load(Path(folder), shape, with_optimizer)
         self._check_weights("the saved weights have")
         self.shapes[run] = shape
         self._states[run] = self.engine.take_state()
 
     def keep(self, run: str, name: str) -> None:
-        """Keeps a copy of a run's weights.
-
-        Raises:
-            InputError: on all ranks; they are not finite.
-        """
+        """Keeps a copy of a run's weights for sampling. Raises InputError on all ranks if they are not finite."""
         self._enter(run)
         self._check_weights("the run has")
         state = self.engine.take_state()
         self._kept[name] = (self.shapes[run], TrainedState(state.weights, {}, {}))
 
     def forget(self, runs: tuple[str, ...], kept: tuple[str, ...]) -> None:
-        """Lets go of runs and kept weights."""
         for run in runs:
             self._active = None if self._active == run else self._active
             self._states.pop(run, None)
@@ -207,7 +197,7 @@ class Runs:
             self._kept.pop(name, None)
 
     def show(self, kept: str | None, folder: str | None, shape: RunShape | None) -> None:
-        """Gives the model weights to compute with: kept under a name, from a folder, or those of the base model."""
+        """Loads weights for inference into the model: kept under a name, from a folder, or the base model's."""
         self._leave()
         if kept is not None:
             if kept not in self._kept:
@@ -222,7 +212,7 @@ class Runs:
             self.trained.begin(self.trained.whole)
 
     def _check_weights(self, what: str) -> None:
-        """Raises InputError on all ranks if a trained weight of the model is not finite; `what` begins its text."""
+        """Raises InputError on all ranks if a trained weight is not finite. `what` is the start of the message."""
         trained = [local_tensor(parameter.detach()) for _, parameter in trained_parameters(self.handle)]
         if not self._are_finite(trained):
             raise InputError(
@@ -233,11 +223,11 @@ class Runs:
     def _are_finite(self, tensors: list[Tensor]) -> bool:
         """Whether all values are finite, on all ranks."""
         flags = [tensor.isfinite().all() for tensor in tensors]
-        own = not flags or bool(torch.stack(flags).all())  # a stage may have no adapter
+        own = not flags or bool(torch.stack(flags).all())  # a stage may have no adapters
         return not any_rank([not own], self.handle.layout)[0]
 
     def _enter(self, run: str) -> None:
-        """Gives the model the state of a run."""
+        """Loads a run's state into the model."""
         if self._active == run:
             return
         self._leave()
@@ -248,7 +238,7 @@ class Runs:
         self._active = run
 
     def _leave(self) -> None:
-        """Takes the state of the run that was last out of the model."""
+        """Saves the state of the active run from the model."""
         if self._active is not None:
             self._states[self._active] = self.engine.take_state()
             self._active = None
@@ -264,12 +254,11 @@ class _RecordedLinearLoss(LinearLoss):
 
 
 def recorded(loss: LossFn, found: dict[int, Tensor]) -> LossFn:
-    """The same loss, which notes the log-probabilities of targets.
+    """Wraps a loss so that it records the log-probabilities of targets.
 
     Args:
-        loss: the loss.
-        found: gets them by the sequence's place in the list that was packed: [n - 1], or [n - 1, K] where several are
-            read for each, without those of the last position, which has no target.
+        found: receives them by the sequence's index in the packed list: [n - 1], or [n - 1, K] with several targets
+            per token. The last position has no target.
     """
     if isinstance(loss, LinearLoss):
         return _RecordedLinearLoss(loss.weights, loss.denominator, found)

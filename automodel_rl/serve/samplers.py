@@ -1,4 +1,4 @@
-"""Samplers: what clients sample from, and the jobs that their prompts become."""
+"""Samplers: the weights that clients sample from, and the jobs of their prompts."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,14 @@ if TYPE_CHECKING:
 
 
 MOST_SAMPLERS = 10_000
-"""Most samplers of a session."""
+"""Most samplers per session."""
 
 
 class Samplers:
     """All samplers of the server.
 
-    Args:
-        service: the server's state.
-
     Attributes:
-        table: the weights of each sampler, by its name.
+        table: weights by sampler name.
     """
 
     def __init__(self, service: "Service"):
@@ -47,7 +44,7 @@ class Samplers:
         return {"sampling_session_id": name}
 
     def _asked(self, body: SamplingSessionBody) -> Weights:
-        """The weights that a client asks for. Raises InputError if there are none."""
+        """Returns the requested weights. Raises InputError if there are none."""
         base, name = self.config.base_name, body.base_model
         if body.model_path is not None:
             if name not in (None, base):
@@ -82,11 +79,10 @@ class Samplers:
 
             size = checks.bytes_of_prompt(prompt)
             self.service.start(request, digest, None, self.job(weights, [prompt]), done, size)
-        names = [f"{request}:{number}" for number in range(body.num_samples)]  # as many as a prompt may have
+        names = [f"{request}:{number}" for number in range(body.num_samples)]  # one per requested completion
         return {"request_id": request, "sample_sequence_ids": names}
 
     def job(self, weights: Weights, prompts: list[SamplePrompt]) -> ServiceJob:
-        """The job that samples from weights."""
         if weights.teacher is not None:
             return TeacherJob(weights.teacher, prompts)
         if weights.saved is None:

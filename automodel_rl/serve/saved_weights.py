@@ -1,4 +1,4 @@
-"""The table of saved weights: `tinker://` paths, each a key of the table, and their folders on disk."""
+"""Saved weights, by `tinker://` path, and their folders on disk."""
 
 import contextlib
 import json
@@ -17,16 +17,16 @@ from automodel_rl.files import write_complete
 from automodel_rl.serve.messages import RunShape
 
 Kind = Literal["weights", "sampler_weights"]
-"""weights: for training, with the optimizer's moments. sampler_weights: to sample from."""
+"""weights: for training, with the optimizer moments. sampler_weights: for sampling only."""
 
 ABOUT, DELETED = "run.json", "deleted"
-"""The file that says what saved weights are, and one in the folder of those that are deleted once nobody reads them."""
+"""The file that describes saved weights, and the file that marks a folder to be deleted once it is no longer read."""
 
 PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 
 
 OF_ADAPTERS = ("alpha", "rslora", "targets")
-"""Settings of adapters without which saved ones mean nothing. A server that trains all weights has none."""
+"""Adapter settings that saved adapters depend on. A server that trains all weights has none."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,11 @@ class Saved:
 
     Attributes:
         path: their `tinker://` path.
-        folder: their folder.
-        shape: the shape of the run that they are of.
-        created: when they were saved, in seconds since 1970.
-        expires: when they may be deleted; None for never.
-        user_metadata: what the client said of the run.
-        origin: what they belong to: the base model, and the adapters' settings.
+        shape: shape of their run.
+        created: Unix time in seconds.
+        expires: Unix time from which they may be deleted; None for never.
+        user_metadata: the client's metadata of the run.
+        origin: base model and adapter settings.
     """
 
     path: str
@@ -53,34 +52,30 @@ class Saved:
 
     @property
     def run(self) -> str:
-        """The run that they are of."""
         match = PATH.fullmatch(self.path)
         assert match is not None
         return match[1]
 
     @property
     def kind(self) -> Kind:
-        """What they are for."""
         return "weights" if "/weights/" in self.path else "sampler_weights"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk."""
         return bytes_in(self.folder)
 
 
 class UnwritableError(Exception):
-    """The disk does not let saved weights be changed."""
+    """Saved weights cannot be changed on disk."""
 
 
 class SavedWeights:
-    """All saved weights of a service, also of its earlier starts.
+    """All saved weights of a service, including those of its earlier starts.
 
     Args:
-        folder: the folder that holds them.
-        limit: most bytes of them together.
-        lora: the adapters' settings of this start of the service; None if it trains all weights.
-        base: the base model of this start.
+        limit: most bytes of all of them.
+        lora: adapter settings of this start of the service; None if it trains all weights.
+        base: base model of this start.
     """
 
     def __init__(self, folder: Path, limit: float, lora: LoraConfig | None, base: str):
@@ -99,20 +94,16 @@ class SavedWeights:
                 self._table[saved.path] = saved
 
     def __getitem__(self, path: str) -> Saved:
-        """The saved weights of a path.
-
-        Raises:
-            InputError: there are none.
-        """
+        """Raises InputError if there are none under this path."""
         if path not in self._table:
             raise InputError(f"there are no saved weights {path!r}: look at the paths that saving returned")
         return self._table[path]
 
     def usable(self, path: str) -> Saved:
-        """The saved weights of a path, if this start of the service can compute with them.
+        """Returns saved weights that this start of the service can load.
 
         Raises:
-            InputError: there are none, or they belong to another base model or other settings of adapters.
+            InputError: there are none, or they belong to another base model or other adapter settings.
         """
         saved = self[path]
         other = next((key for key in self.origin if saved.origin.get(key) != self.origin[key]), None)
@@ -129,22 +120,21 @@ class SavedWeights:
         return saved
 
     def is_current(self, saved: Saved) -> bool:
-        """Whether weights are still in the table: not deleted, nor overwritten."""
+        """Whether weights have been neither deleted nor overwritten."""
         return self._table.get(saved.path) == saved
 
     def __len__(self) -> int:
         return len(self._table)
 
     def new(self, run: str, kind: Kind, name: str, shape: RunShape, body: Any) -> Saved:
-        """An entry for weights that are to be saved; `add` puts it into the table once they are.
+        """Creates the entry of weights that are about to be saved; `add` puts it into the table afterwards.
 
         Args:
             run, kind, name: the parts of the path.
-            shape: the run's shape.
-            body: the request's `ttl_seconds`, `overwrite` and `user_metadata`.
+            body: has `ttl_seconds`, `overwrite` and `user_metadata`.
 
         Raises:
-            InputError: the name is taken and may not be overwritten, or the disk's share is used up.
+            InputError: the name is taken and may not be overwritten, or the disk limit is reached.
         """
         path = f"tinker://{run}/{kind}/{name}"
         if path in self._table and not body.overwrite:
@@ -157,42 +147,42 @@ class SavedWeights:
             )
         now = time.time()
         expires = None if body.ttl_seconds is None else now + body.ttl_seconds
-        folder = self.folder / run / kind / f"{name}@{now:.6f}"  # others may still read what it replaces
+        folder = self.folder / run / kind / f"{name}@{now:.6f}"  # the folder it replaces may still be read
         return Saved(path, folder, replace(shape, first=0), now, expires, body.user_metadata, self.origin)
 
     def add(self, saved: Saved) -> Saved | None:
-        """Puts weights that are complete into the table. Returns those that they replace."""
+        """Adds complete weights to the table. Returns those that they replace."""
         before = self._table.get(saved.path)
         self._table[saved.path] = saved
         return before
 
     def take(self, path: str) -> Saved:
-        """Takes saved weights out of the table, also for later starts of the service.
+        """Removes saved weights from the table, also for later starts of the service.
 
         Raises:
             InputError: there are none.
-            UnwritableError: the disk does not let go of them; they are still in the table.
+            UnwritableError: they cannot be marked as deleted on disk, and stay in the table.
         """
         saved = self[path]
         try:
             (saved.folder / DELETED).touch()
         except FileNotFoundError:
-            pass  # somebody has removed them
+            pass  # they have been removed already
         except OSError as error:
             raise UnwritableError(f"{path}: cannot be deleted ({error.strerror}: {saved.folder})") from None
         del self._table[path]
         return saved
 
     def put_off(self, path: str, seconds: float | None) -> None:
-        """Lets weights expire so many seconds from now, or never, in this start of the service."""
+        """Sets the expiry to `seconds` from now, or never, for this start of the service only."""
         self._table[path] = replace(self[path], expires=None if seconds is None else time.time() + seconds)
 
     def set_ttl(self, path: str, seconds: float | None) -> None:
-        """Lets weights expire so many seconds from now, or never, also in later starts of the service.
+        """Sets the expiry to `seconds` from now, or never, also for later starts of the service.
 
         Raises:
             InputError: there are none.
-            UnwritableError: that cannot be written; it is as before.
+            UnwritableError: it cannot be written; the expiry is unchanged.
         """
         before = self[path]
         self.put_off(path, seconds)
@@ -205,48 +195,43 @@ class SavedWeights:
 
     @property
     def all(self) -> list[Saved]:
-        """All that are there."""
         return [*self._table.values()]
 
     @property
     def expired(self) -> list[str]:
-        """Paths of what may be deleted."""
         now = time.time()
         return [path for path, saved in self._table.items() if saved.expires is not None and saved.expires < now]
 
     def newest(self, run: str, kind: Kind = "weights") -> Saved | None:
-        """The newest weights of a run, by default those that it can be trained on from."""
+        """Returns a run's newest weights of a kind, by default those it can resume from."""
         own = [saved for path, saved in self._table.items() if path.startswith(f"tinker://{run}/{kind}/")]
         return max(own, key=lambda saved: saved.created, default=None)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk."""
         return bytes_in(self.folder)
 
 
 def bytes_in(folder: Path) -> int:
-    """Bytes of all files in a folder."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # ranks rename folders meanwhile
+            with contextlib.suppress(FileNotFoundError):  # ranks may rename folders meanwhile
                 total += (Path(place) / name).stat().st_size
     return total
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes the folder of saved weights that are deleted, and says so if it cannot be removed."""
+    """Removes a folder of deleted weights. Prints a warning if that fails."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
-        pass  # somebody else has removed it
+        pass  # it has been removed already
     except OSError as error:
         print(f"warning: {folder}: cannot be removed ({error.strerror}): remove it", file=sys.stderr, flush=True)
 
 
 def about(saved: Saved) -> dict[str, Any]:
-    """What `run.json` says of saved weights."""
     return {
         "path": saved.path,
         "shape": asdict(saved.shape),
@@ -258,7 +243,7 @@ def about(saved: Saved) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Saved | None:
-    """The entry of a folder; None if it is damaged."""
+    """Reads the entry of a folder; None if it is damaged."""
     try:
         values = json.loads(file.read_text())
         shape = RunShape(**values["shape"])

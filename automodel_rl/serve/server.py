@@ -1,4 +1,4 @@
-"""Starts the service: ranks, and the HTTP server beside them, which outlives them."""
+"""Starts the service: the ranks, and the HTTP server, which outlives them."""
 
 import asyncio
 import contextlib
@@ -26,12 +26,12 @@ TIDY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class RanksStarter:
-    """What runs the service's ranks.
+    """Starter of the service's ranks.
 
     Attributes:
-        run: runs them until they end, and returns their exit code.
-        host: the name of this machine for them.
-        restarts: how often in a row they are started again that end before they have done a job.
+        run: runs the ranks until they end, and returns their exit code.
+        host: name of this machine for the ranks.
+        restarts: most consecutive restarts of ranks that end before completing a job.
     """
 
     run: Callable[[], int]
@@ -42,14 +42,10 @@ class RanksStarter:
 def serve(config: ServeConfig, starter: RanksStarter) -> int:
     """Runs the service until it is stopped, and returns the exit code.
 
-    Ranks that end, and had been ready, are started again; runs can then go on from saved weights.
-
-    Args:
-        config: the service's config.
-        starter: runs the ranks.
+    Ranks that end after having been ready are restarted; runs can then resume from saved weights.
 
     Raises:
-        InputError: the address cannot be used, or the folder not be written.
+        InputError: the address cannot be used, or the folder cannot be written.
     """
     folder = Path(config.output)
     check_place(folder, f"output={folder}")
@@ -67,7 +63,7 @@ def serve(config: ServeConfig, starter: RanksStarter) -> int:
 
 
 def _keep_ranks(ranks: Ranks, starter: RanksStarter) -> int:
-    """Runs ranks to the end of the service, and starts them again if they fail. Returns the exit code."""
+    """Runs ranks until the service ends, restarting them if they fail. Returns the exit code."""
     failures = 0
     while True:
         ranks.num_jobs = 0
@@ -83,15 +79,11 @@ END_SECONDS = 10.0
 
 
 class Server:
-    """The HTTP server and the service behind it, in an event loop of their own.
+    """The HTTP server and the service behind it, in a separate event loop.
 
     Args:
-        config: the service's config.
         key: the key that clients send.
-        host: the name of this machine for ranks.
-
-    Attributes:
-        ranks: the ranks.
+        host: name of this machine for ranks.
     """
 
     def __init__(self, config: ServeConfig, key: str, host: str):
@@ -110,7 +102,7 @@ class Server:
         self._tasks: set[Any] = set()
 
     def run(self, listener: socket.socket) -> None:
-        """Answers requests from the time on when ranks are ready, until `end`."""
+        """Serves requests from when the ranks are ready until `end`."""
         asyncio.set_event_loop(self.loop)
         self.ranks.ready.wait()
         if self.uvicorn.should_exit:
@@ -126,7 +118,6 @@ class Server:
         self.loop.run_until_complete(self.uvicorn.serve(sockets=[listener]))
 
     def end(self) -> None:
-        """Lets the server end."""
         self.uvicorn.should_exit = True
         self.ranks.ready.set()
         self.ranks.close()
@@ -137,7 +128,7 @@ class Server:
             try:
                 self.service.look(TIDY_SECONDS)
                 self.service.tidy()
-            except Exception as error:  # the next time may do better
+            except Exception as error:  # retried at the next round
                 print(f"warning: {innermost(error)}", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
@@ -167,7 +158,7 @@ def _listen(config: ServeConfig) -> socket.socket:
 
 
 def _own_key(folder: Path) -> str:
-    """The key in the service's folder, which is made at its first start. Only the user can read it."""
+    """Returns the key in the service's folder, which is created at the first start. Only the user can read it."""
     file = folder / "key"
     with written(f"output={folder}"):
         key = file.read_text().strip() if file.is_file() else ""

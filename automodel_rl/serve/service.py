@@ -1,4 +1,4 @@
-"""What the server does with requests: sessions, training runs, samplers, and the jobs that they become."""
+"""Request handling: sessions, training runs, samplers, and the jobs for the ranks."""
 
 import asyncio
 import secrets
@@ -38,23 +38,17 @@ from automodel_rl.serve.tables import BusyError, ServedRun, Session, Throughput,
 from automodel_rl.serve.wire import bytes_of_arrays, read_data, write_output
 
 GAP_SECONDS = 120.0
-"""Longest wait for a request whose turn it is, after those behind it have come."""
+"""Longest wait for a missing request after later ones of its run have arrived."""
 
 MOST_SESSIONS = 1000
 """Most sessions at once."""
 
 Work = tuple[ServiceJob, Callable[[Any], Result]]
-"""A job, and what makes a result of its answer."""
+"""A job, and a function that converts its answer to a result."""
 
 
 class Service:
-    """The state of the server. All methods are called in its event loop.
-
-    Args:
-        config: the service's config.
-        ranks: the ranks.
-        saved: all saved weights.
-    """
+    """State of the server. All methods are called in its event loop."""
 
     def __init__(self, config: ServeConfig, ranks: Ranks, saved: SavedWeights):
         self.config, self.ranks, self.saved = config, ranks, saved
@@ -89,13 +83,14 @@ class Service:
         return {}
 
     def look(self, seconds: float) -> None:
-        """Notes how the server is, so many seconds after it did so last."""
+        """Records a snapshot of the server, `seconds` after the previous one."""
         sampled, self._sampled = self.history.num_sampled - self._sampled, self.history.num_sampled
         ranks = self.ranks
         self.history.look(ranks.num_waiting, self.throughput.per_second, sampled / seconds, ranks.peak_bytes)
 
     def tidy(self) -> None:
-        """Ends sessions without a sign of life, fails requests whose turn cannot come, and lets old results go."""
+        """Ends inactive sessions, fails requests whose turn cannot come, evicts old results, and deletes expired
+        weights."""
         now = time.monotonic()
         longest = 60 * self.config.limits.session_minutes
         for session in [name for name, one in self.sessions.items() if now - one.seen > longest]:
@@ -175,7 +170,7 @@ class Service:
 
         checks.check_numbers(message)
         body = message.SerializeToString(deterministic=True)
-        size = len(body) + min(bytes_of_arrays(message), self.config.most_bytes)  # larger ones will be refused
+        size = len(body) + min(bytes_of_arrays(message), self.config.most_bytes)  # larger requests are refused
         return self._turn(message.model_id, message.seq_id, digest_of("forward_backward", body), checked, size)
 
     def optim_step(self, body: OptimStepBody) -> dict[str, Any]:
@@ -212,18 +207,18 @@ class Service:
 
         Raises:
             InputError: there are none.
-            UnwritableError: the disk does not let go of them; they are still there.
+            UnwritableError: they cannot be marked as deleted on disk, and are kept.
         """
         self._delete_later(self.saved.take(path))
 
     def _delete_later(self, saved: Saved | None) -> None:
-        """Deletes a folder once the jobs that wait, and may read it, are done."""
+        """Deletes a folder once all jobs in the queue, which may read it, are done."""
         if saved is not None:
             folder = saved.folder
             self.ranks.submit(Forget()).add_done_callback(lambda _: remove_folder(folder))
 
     def _keep(self, body: SaveBody, kind: Kind) -> Work:
-        """Keeps weights without a name to sample from, and lets go of the run's oldest if there are too many."""
+        """Keeps unnamed weights for sampling, and drops the run's oldest if there are too many."""
         if kind == "weights":
             raise InputError("save_weights needs path, the name of the saved weights")
         run, name = self._run(body.model_id), f"{body.model_id}:kept:{body.seq_id}"
@@ -270,7 +265,7 @@ class Service:
     ) -> dict[str, Any]:
         session = self.session(body.session_id)
         session.seen = time.monotonic()
-        name = f"{body.session_id}:train:{body.model_seq_id}"  # the client makes this name up itself, too
+        name = f"{body.session_id}:train:{body.model_seq_id}"  # the client derives the same name
         request, digest = f"{name}:0", digest_of(type(body).__name__, body)
         if not self.results.repeats(request, digest):
             alive, most = sum(not run.lost for run in self.runs.values()), self.config.most_runs
@@ -284,18 +279,18 @@ class Service:
         return {"request_id": request, "model_id": name}
 
     def _placed(self, shape: RunShape, name: str) -> RunShape:
-        """The shape of a run with rows that no other run has, if there are so many, so that they can meet."""
+        """Assigns the run adapter rows that no other run uses, if possible, so that it can share passes."""
         lora = self.config.model.lora
         others = [run for other, run in self.runs.items() if other != name and not run.lost]
         return shape if lora is None else replace(shape, first=choose_rows(others, shape.rank, lora.rank))
 
     def _note_unmade(self, name: str, result: Result) -> None:
-        """Notes that a run could not be made, so that it takes no other's place."""
+        """Marks a run as lost if its creation failed, so that it does not count as alive."""
         if name in self.runs and isinstance(result, dict) and "error" in result:
             self.runs[name].lost = self.runs[name].lost or f"the run was not made: {result['error']}"
 
     def refuse(self, turn: TurnBody, body: bytes, text: str) -> dict[str, Any]:
-        """Lets a request take its turn and fail: those behind it wait for its turn."""
+        """Makes an invalid request take its turn and fail, as later requests wait for that turn."""
 
         def work() -> Work:
             raise InputError(text)
@@ -305,8 +300,8 @@ class Service:
     def _turn(
         self, model_id: str, seq_id: int, digest: bytes, work: Callable[[], Work], size: int = 0, mends: bool = False
     ) -> dict[str, Any]:
-        """Puts a request of so many bytes into its run's order. From here on it is not refused but fails: others wait
-        for its turn."""
+        """Queues a request of `size` bytes in its run's order. From here on it is not refused but fails at its turn,
+        as others wait for it."""
         run, request = self._run(model_id), f"{model_id}:{seq_id}"
         answer = {"request_id": request, "model_id": model_id}
         if self.results.repeats(request, digest) or seq_id < run.next:
@@ -326,7 +321,7 @@ class Service:
             except (InputError, UnknownError) as error:
                 result.set_result(failed(str(error)))
                 return
-            except Exception as error:  # the client must not wait for ever
+            except Exception as error:  # the client must not wait forever
                 result.set_result(failed(innermost(error), "server"))
                 return
             self._watch(finish(result, self.ranks.submit(job), convert, lambda: run.lost))
@@ -336,7 +331,6 @@ class Service:
         return answer
 
     def _advance(self, run: ServedRun) -> None:
-        """Starts all requests whose turn has come."""
         while run.next in run.waiting:
             start = run.waiting.pop(run.next)
             run.next += 1
@@ -346,7 +340,7 @@ class Service:
     # Results
 
     async def retrieve(self, request: str, seconds: float) -> Result | None:
-        """The result of a request; None if it is not there within some seconds."""
+        """Returns the result of a request; None if it is not available within `seconds`."""
         result = self.results.find(request)
         done, _ = await asyncio.wait([result], timeout=seconds)
         return self.results.tell(request) if done else None
@@ -360,18 +354,16 @@ class Service:
         convert: Callable[[Any], Result],
         size: int = 0,
     ) -> None:
-        """Submits the job of a request that has no turn to wait for.
+        """Submits the job of a request outside of a run's order.
 
         Args:
-            request: the request's name.
-            digest: what tells it from others of this name.
-            run: the run that the job belongs to, if it belongs to one.
-            job: the job.
-            convert: makes the request's result of the job's answer.
-            size: the most bytes that the request makes.
+            digest: from `digest_of`.
+            run: the job's run, if any, for the error if the ranks are lost.
+            convert: converts the job's answer to the result.
+            size: upper bound on the request's memory, in bytes.
 
         Raises:
-            BusyError: too many wait.
+            BusyError: too many requests are waiting.
         """
         lost = (lambda: run.lost) if run is not None else (lambda: "the ranks ended while they sampled: sample again")
         self._watch(finish(self.results.open(request, digest, size), self.ranks.submit(job), convert, lost))
@@ -381,10 +373,10 @@ class Service:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # The ranks' end
+    # End of the ranks
 
     def ranks_lost(self) -> None:
-        """Notes that the ranks have ended, and with them all that was not saved."""
+        """Records that the ranks have ended, and with them all unsaved state."""
         for name, run in self.runs.items():
             saved = self.saved.newest(name)
             remedy = "it has no saved weights: start a new run" if saved is None else f"go on from {saved.path}"
@@ -394,7 +386,7 @@ class Service:
             run.kept.clear()
 
     async def stop(self) -> list[str]:
-        """Saves all runs and ends the ranks. Returns the paths of the saved weights, or why there are none."""
+        """Saves all runs and ends the ranks. Returns the paths of the saved weights, or errors."""
         if self.is_stopping:
             return []
         self.is_stopping = True
@@ -421,7 +413,7 @@ class Service:
         return paths
 
     def session(self, name: str) -> Session:
-        """A session. Raises UnknownError if there is none."""
+        """Returns a session. Raises UnknownError if there is none."""
         if name not in self.sessions:
             raise UnknownError(f"there is no session {name!r}: it has ended, or the server was started again")
         return self.sessions[name]

@@ -20,21 +20,18 @@ from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm_adapters import VllmAdapters
 
 SERVICE = "service"
-"""The name of a rank's `ServiceRank`, for remote calls."""
+"""Name of a rank's `ServiceRank` for remote calls."""
 
 
 class ServiceRank:
     """This rank of the service. Its methods are collectives.
 
     Args:
-        handle: the model.
-        tokenizer: its tokenizer.
         teachers: further base models by name.
 
     Attributes:
-        teachers: those of the arguments.
-        targets: the objects that have methods to call, by name.
-        runs: the runs; there from `open_runs` on.
+        targets: objects for remote calls, by name.
+        runs: set by `open_runs`.
     """
 
     def __init__(
@@ -54,30 +51,29 @@ class ServiceRank:
         }
 
     def open_runs(self) -> None:
-        """Prepares for runs. The engine must be there."""
+        """Creates the runs. Requires the engine."""
         self.runs = self.targets[RUNS] = Runs(self.policy.engine)
 
     def show(self, kept: str | None, folder: str | None, shape: RunShape | None) -> None:
-        """Gives the model weights to compute with, as `Runs.show`, and adapters of generators their scale."""
+        """Loads weights as `Runs.show` does, and sets the adapter scale of the generator."""
         self.runs.show(kept, folder, shape)
         self._scale.set(self.runs.trained.scale)
 
 
 class AdapterScale:
-    """Tells this rank's generator the factor of the output of the adapters that come next. It is told again to a
-    generator that is started again."""
+    """Output factor of the adapters that are synced next, applied to this rank's generator, also after it restarts."""
 
     def __init__(self) -> None:
         self.scale = 1.0
         self._told: tuple[RankGenerator, Transport] | None = None
 
     def prepare(self, generator: RankGenerator, transport: Transport) -> None:
-        """Tells it to a generator that has been started."""
+        """Applies the factor to a generator that has just started."""
         self._told = generator, transport
         self.set(self.scale)
 
     def set(self, scale: float) -> None:
-        """Tells the generator another factor."""
+        """Changes the factor."""
         self.scale = scale
         if self._told is None:
             return
@@ -85,7 +81,7 @@ class AdapterScale:
         if isinstance(generator, TransformersGenerator):
             set_scale([generator.model], scale)
         elif isinstance(transport, VllmAdapters):
-            # vLLM has places of the largest rank, and computes the factor from what a folder of adapters says.
+            # vLLM's adapter slots have the largest rank, and it computes the factor from the adapter folder's config.
             lora = transport.origin.config
             own = lora.model_copy(update={"alpha": scale * lora.rank, "rslora": False})
             transport.origin = dataclasses.replace(transport.origin, config=own)

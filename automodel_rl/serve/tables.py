@@ -1,4 +1,4 @@
-"""What the server knows of its clients: sessions, training runs, and weights to sample from."""
+"""The server's records: sessions, training runs, and weights to sample from."""
 
 import time
 from collections import deque
@@ -11,31 +11,29 @@ from automodel_rl.serve.saved_weights import Saved
 
 
 class UnknownError(Exception):
-    """A request names something that is not there."""
+    """A request names something that does not exist."""
 
 
 class BusyError(Exception):
-    """There is no room for a request now."""
+    """There is no room for a request at the moment."""
 
 
 WINDOW_SECONDS = 60.0
 
 
 class Throughput:
-    """Counts tokens, and says how many come in a second."""
+    """Token counter with a rate."""
 
     def __init__(self) -> None:
         self.total = 0
         self._recent: deque[tuple[float, int]] = deque()
 
     def add(self, count: int) -> None:
-        """Counts tokens that are done now."""
         self.total += count
         self._recent.append((time.monotonic(), count))
 
     @property
     def per_second(self) -> float:
-        """Tokens of a second, over the last minute."""
         oldest = time.monotonic() - WINDOW_SECONDS
         while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
@@ -47,9 +45,8 @@ class Session:
     """A client.
 
     Attributes:
-        seen: when it last gave a sign, by the monotonic clock.
-        created: when it began, by the same clock.
-        user_metadata, display_name: what the client said of it.
+        seen, created: `time.monotonic()` of its last request and of its start.
+        user_metadata, display_name: as given by the client.
     """
 
     seen: float
@@ -63,15 +60,13 @@ class ServedRun:
     """A training run.
 
     Attributes:
-        session: the session it belongs to.
-        shape: what it trains.
-        user_metadata: what its client said of it.
-        next: the number of the request whose turn it is.
-        waiting: requests that came before their turn, by number.
-        since: since when the first of them waits.
-        lost: why the run cannot go on; empty if it can.
-        kept: names of its weights that are kept to sample from, oldest first.
-        used: when it was last used.
+        user_metadata: as given by the client.
+        next: number of the request whose turn it is.
+        waiting: requests that arrived before their turn, by number.
+        since: `time.monotonic()` since which the next request has been missing.
+        lost: why the run cannot continue; empty if it can.
+        kept: names of its weights kept for sampling, oldest first.
+        used: `time.time()` of its last use.
     """
 
     session: str
@@ -87,7 +82,7 @@ class ServedRun:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to sample from: kept under a name, or saved, or those of a teacher, or else of the base model."""
+    """Weights to sample from: kept under a name, saved, a teacher's, or else the base model's."""
 
     kept: str | None = None
     saved: Saved | None = None
@@ -95,14 +90,8 @@ class Weights:
 
 
 def choose_rows(runs: Iterable[ServedRun], rank: int, largest: int) -> int:
-    """The first of so many rows of the model's adapters that no run has or, if there are not so many, whose runs were
-    used longest ago.
-
-    Args:
-        runs: the other runs.
-        rank: number of rows.
-        largest: number of rows of the model's adapters.
-    """
+    """Returns the first of `rank` consecutive adapter rows that no run uses or, if there are none, whose runs were
+    used longest ago. The model's adapters have `largest` rows."""
     others = [*runs]
     starts = [0, *(run.shape.rows.stop for run in others if run.shape.rows.stop + rank <= largest)]
 

@@ -1,4 +1,4 @@
-"""Further base models of a service: they score prompts, and train nothing."""
+"""Further base models of a service, which score prompts and are not trained."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,13 +13,7 @@ from automodel_rl.rollout.sampler import answers_of
 
 
 class ServiceTeachers:
-    """The further base models on the ranks of a service, as rank 0 leads them.
-
-    Args:
-        config: the service's config.
-        crew: the ranks.
-        handles: the models by name.
-    """
+    """The further base models on the ranks of a service, driven by rank 0."""
 
     def __init__(self, config: ServeConfig, crew: Crew, handles: Mapping[str, ModelHandle]):
         self.policies: dict[str, Policy] = {}
@@ -32,12 +26,7 @@ class ServiceTeachers:
                 policy.to_host()
 
     def answer(self, name: str, prompts: Sequence[SamplePrompt]) -> list[Sampled | Refused]:
-        """The scores of prompts by one of the models. The sample that belongs to each is its likeliest next token.
-
-        Args:
-            name: the model's name.
-            prompts: the prompts.
-        """
+        """Returns one model's scores of prompts. The sample returned with each is the most likely next token."""
         policy = self.policies[name]
         rows = [prompt.tokens for prompt in prompts]
         with policy.on_device():

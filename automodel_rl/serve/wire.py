@@ -1,7 +1,7 @@
-"""The protobuf messages of Tinker's API (client 0.38): training data, their results, and samples.
+"""Protobuf messages of Tinker's API (client 0.38): training data, their results, and samples.
 
-Protobuf sends numbers of fields and no names, so the messages are declared here by their numbers. They have a pool of
-their own, apart from that of a process which also imports the client.
+Protobuf sends field numbers without names, so messages are declared here by number. They use a separate descriptor
+pool, so that the client can be imported in the same process.
 """
 
 import math
@@ -51,7 +51,7 @@ FIELDS: dict[str, tuple[tuple[int, str, str], ...]] = {
         (5, "prompt_at", "Array"),
     ),
 }
-"""The fields of each message: number, name and kind. A kind may be that of another message."""
+"""Fields of each message: number, name and type, which may be another message."""
 
 FLOAT32, INT64 = 1, 2
 DTYPES: dict[int, np.dtype] = {FLOAT32: np.dtype(np.float32), INT64: np.dtype(np.int64)}
@@ -69,7 +69,6 @@ _KINDS = {
 
 
 def _declare() -> dict[str, Any]:
-    """The message classes by name."""
     file = descriptor_pb2.FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
     for title, fields in FIELDS.items():
         message = file.message_type.add(name=title)
@@ -81,11 +80,10 @@ def _declare() -> dict[str, Any]:
 
 
 def _add(message: Any, number: int, name: str, kind: str) -> None:
-    """Declares a field of a message."""
     how, _, kind = kind.rpartition(" ")
     field = message.field.add(name=name, number=number, label=descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL)
     if how == "map":
-        entry = message.nested_type.add(name=f"{name.capitalize()}Entry")  # the name that protobuf gives a map's pairs
+        entry = message.nested_type.add(name=f"{name.capitalize()}Entry")  # protobuf's name for map entries
         entry.options.map_entry = True
         _add(entry, 1, "key", "string")
         _add(entry, 2, "value", kind)
@@ -105,11 +103,7 @@ MESSAGES = _declare()
 
 
 def read_request(body: bytes) -> Any:
-    """The message of a forward and backward.
-
-    Raises:
-        InputError: these bytes are none.
-    """
+    """Parses a forward-backward request. Raises InputError if it is not one."""
     try:
         return MESSAGES["Request"].FromString(body)
     except DecodeError:
@@ -117,21 +111,20 @@ def read_request(body: bytes) -> Any:
 
 
 def bytes_of_arrays(message: Any) -> int:
-    """The bytes of the sparse arrays of a forward and backward once they are dense."""
+    """Size of a request's sparse arrays once they are dense."""
     arrays = (array for datum in message.data for array in datum.inputs.values() if array.HasField("csr"))
     return sum(8 * math.prod(array.shape) for array in arrays)
 
 
 def read_data(messages: Sequence[Any], most: int, most_bytes: int) -> list[Datum]:
-    """Datums with their arrays.
+    """Decodes datums.
 
     Args:
-        messages: the datums' messages.
         most: most datums.
-        most_bytes: most bytes of all arrays together, for sparse ones are small in messages.
+        most_bytes: most bytes of all arrays together, as sparse ones are small in messages.
 
     Raises:
-        InputError: there are too many, or one is damaged, too large, or something else than text.
+        InputError: there are too many, or one is damaged, too large, or not text.
     """
     if len(messages) > most:
         raise InputError(f"{len(messages)} datums: a request has 1 to {most} (limits.sequences)")
@@ -143,15 +136,7 @@ def read_data(messages: Sequence[Any], most: int, most_bytes: int) -> list[Datum
 
 
 def read_datum(message: Any, most_bytes: int) -> Datum:
-    """A datum with its arrays.
-
-    Args:
-        message: the datum's message.
-        most_bytes: most bytes of an array.
-
-    Raises:
-        InputError: an array is damaged or too large, or there is something else than text.
-    """
+    """Decodes a datum, whose arrays may have at most `most_bytes` bytes each. Raises InputError as `read_data`."""
     if any(not chunk.HasField("text") for chunk in message.chunks):
         raise InputError("model_input has a chunk that is not text: images and sound are not served")
     chunks = [_from_bytes(chunk.text.tokens, np.dtype(np.int32), "model_input") for chunk in message.chunks]
@@ -169,7 +154,7 @@ def _read_array(name: str, message: Any, most_bytes: int) -> np.ndarray:
             _from_bytes(message.csr.row_ends, index, name), _from_bytes(message.csr.columns, index, name)
         )
     values = _from_bytes(message.dense if places is None else message.csr.values, dtype, name)
-    # Of targets and their weights other entries may be listed: both have 0 where the client had it.
+    # Targets and weights may list different entries; each is 0 elsewhere, as it was at the client.
     return array_of(values, message.shape, places, 0, most_bytes, name)
 
 
@@ -180,11 +165,11 @@ def _from_bytes(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """The result of a forward and backward.
+    """Encodes the result of a forward-backward.
 
     Args:
-        logprobs: log-probabilities of the targets of each datum, float32.
-        metrics: metrics by name; a name ends with how the client joins several of them, as in `loss:sum`.
+        logprobs: log-probabilities of each datum's targets, float32.
+        metrics: a name's suffix, as in `loss:sum`, tells the client how to reduce several values.
     """
     output = MESSAGES["Output"](type="ArrayRecord", metrics=metrics)
     for values in logprobs:
@@ -195,12 +180,11 @@ def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
 
 
 def write_samples(sampled: Sampled, scoring: PromptScoring, places: SparsePlaces | None = None) -> bytes:
-    """The result of a sample.
+    """Encodes the result of a sample.
 
     Args:
-        sampled: the samples, and the scores of their prompt.
-        scoring: what the client asked of the prompt.
-        places: the places of the tokens that it named, if it listed some.
+        scoring: the requested scores of the prompt.
+        places: positions of the tokens that the client listed, if its array was sparse.
     """
     message = MESSAGES["Samples"]()
     for place, sequence in enumerate(sampled.sequences):
@@ -228,11 +212,11 @@ def write_samples(sampled: Sampled, scoring: PromptScoring, places: SparsePlaces
 
 
 NOTHING = -99999.0
-"""The log-probability of a place in a list of likeliest tokens that has no token. Its id is 0."""
+"""Log-probability of an empty slot in a list of most likely tokens. Its id is 0."""
 
 
 def _top(scored: ScoredTokens, k: int, first: int) -> Any:
-    """The likeliest tokens of each place, those before the `first` without any. A vocabulary may have fewer than k."""
+    """Encodes the most likely tokens of each position, empty before `first`. A vocabulary may have fewer than k."""
     ids = np.zeros((len(scored.top_ids), k), np.int32)
     logprobs = np.full(ids.shape, NOTHING, np.float32)
     width = min(k, scored.top_ids.shape[1])
@@ -242,7 +226,7 @@ def _top(scored: ScoredTokens, k: int, first: int) -> Any:
 
 
 def _array(values: np.ndarray, places: SparsePlaces | None) -> Any:
-    """A float32 array; only its listed entries, if it has such."""
+    """Encodes a float32 array, with only its listed entries if it is sparse."""
     values = np.ascontiguousarray(values, np.float32)
     if places is None:
         return MESSAGES["Array"](dense=values.tobytes(), dtype=FLOAT32, shape=values.shape)

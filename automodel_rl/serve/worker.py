@@ -1,4 +1,4 @@
-"""Rank 0 of the service: it gets the server's jobs, and leads the other ranks."""
+"""Rank 0 of the service: receives the server's jobs and drives the other ranks."""
 
 import os
 import signal
@@ -40,19 +40,13 @@ from automodel_rl.serve.teachers import ServiceTeachers
 from automodel_rl.serve.worker_address import read_address
 
 IDLE_SECONDS = 1.0
-"""Longest wait for a job, after which ranks tell each other that all is well."""
+"""Longest wait for a job before the ranks exchange a heartbeat."""
 
 NEVER = 1_000_000_000
 
 
 class ServiceWorker:
-    """Runs the server's jobs on rank 0, which leads the others.
-
-    Args:
-        config: the service's config.
-        crew: the ranks.
-        rank: this rank.
-    """
+    """Runs the server's jobs on rank 0, which drives the others."""
 
     def __init__(self, config: ServeConfig, crew: TreeCrew, rank: ServiceRank):
         handle = rank.policy.handle
@@ -69,12 +63,7 @@ class ServiceWorker:
         self._shown: tuple[str | None, str | None] | None = None
 
     def work(self, server: AuthenticatedConnection, signals: list[int]) -> None:
-        """Runs jobs until one asks to stop.
-
-        Args:
-            server: the connection to the server.
-            signals: gets every signal to stop.
-        """
+        """Runs jobs until told to stop. Signal handlers append to `signals`."""
         of_teachers = {name: policy.vocab_size for name, policy in self.teachers.policies.items()}
         server.send(Ready(self.vocab_size, of_teachers))
         while True:
@@ -92,7 +81,8 @@ class ServiceWorker:
             server.send(Done(self._answer(job), peak_memory(self.device)))
 
     def _answer(self, job: messages.ServiceJob) -> Any:
-        """The answer to a job. What all ranks refuse alike is refused; any other failure ends the ranks."""
+        """Returns the answer to a job. An InputError, which all ranks raise alike, becomes `Refused`; any other
+        error ends the ranks."""
         try:
             with flight.phase(job.title):
                 return self._run(job)
@@ -124,7 +114,7 @@ class ServiceWorker:
             self.crew.ask(SERVICE, "show", job.kept, job.folder, job.shape)
 
         if weights != self._shown or any(prompt.scoring.is_anything or prompt.num_top for prompt in prompts):
-            show()  # kept and saved weights never change
+            show()  # weights under a name or in a folder never change
         if weights != self._shown:
             self.fleet.sync()
             self._shown = weights
@@ -143,7 +133,7 @@ def _reach_server() -> AuthenticatedConnection:
 
 
 def _noted_signals() -> list[int]:
-    """A list that gets every signal to stop. Nothing else happens: the server ends the ranks once runs are saved."""
+    """Returns a list to which handlers append stop signals. The server ends the ranks once all runs are saved."""
     noted: list[int] = []
     for number in stop_signals():
         signal.signal(number, lambda received, _: noted.append(received))
@@ -151,7 +141,7 @@ def _noted_signals() -> list[int]:
 
 
 def _open_teacher(name: str, config: ServeConfig) -> OpenedModel:
-    """A further base model before its weights are loaded. Raises InputError if it cannot be served."""
+    """Opens a further base model without loading its weights. Raises InputError if it cannot be served."""
     asked = config.teachers[name].further_model(f"teachers.{name}", config.model)
     try:
         opened = OpenedModel.open(asked.model)
@@ -163,13 +153,13 @@ def _open_teacher(name: str, config: ServeConfig) -> OpenedModel:
 
 
 def serve_rank(config: ServeConfig) -> None:
-    """Runs this rank to the end of the service.
+    """Runs this rank until the service ends.
 
     Raises:
-        InputError: the model or the layout cannot be served, or the server not be reached.
+        InputError: the model or layout cannot be served, or the server cannot be reached.
     """
-    signals = _noted_signals()  # also while the model is loaded
-    server = _reach_server() if os.environ["RANK"] == "0" else None  # before long work
+    signals = _noted_signals()  # before the model loads
+    server = _reach_server() if os.environ["RANK"] == "0" else None  # before slow work
     model = OpenedModel.open(config.model)
     check_model(model)
     model.check_layout(config.parallel, config.memory)

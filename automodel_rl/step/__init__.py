@@ -1,1 +1,1 @@
-"""Running an optimizer step up to its gradients: microbatches through a model on any layout, forward and backward."""
+"""Forward and backward of microbatches on any layout, up to the gradients of an optimizer step."""

@@ -1,6 +1,6 @@
-"""Agreement of ranks: before a step, that their microbatches fit; after it, that all fail if one has failed.
+"""Agreement of ranks: before a step that their microbatches match, after it that all fail if one has.
 
-A rank that raised alone would leave the others waiting for it in a collective.
+A rank that raised alone would leave the others hanging in a collective.
 """
 
 import zlib
@@ -18,10 +18,11 @@ from automodel_rl.parallel.host_collectives import any_rank, gather_objects, gat
 from automodel_rl.parallel.layout import Layout
 
 OUTSIDER = -1
-"""The data rank that an outsider reports, a rank without the language model."""
+"""Data rank reported by ranks without the language model."""
 
 UNITS, ROUNDING = 10_000, 10
-"""Sums of microbatches' values are compared in units of 1 / `UNITS` of their size. They may differ by `ROUNDING`."""
+"""Summaries of microbatch values are compared in units of 1 / `UNITS` of their magnitude, and may differ by
+`ROUNDING`."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class GlobalBatch:
     """The microbatches of all data ranks together.
 
     Attributes:
-        num_microbatches: number of microbatches of each data rank, empty ones included.
+        num_microbatches: microbatches per data rank, including empty ones.
         counts: the global denominators of losses.
 
     Example:
@@ -45,17 +46,12 @@ class GlobalBatch:
 
 
 def agree_on_batch(microbatches: Sequence[Microbatch], vocab_size: int, layout: Layout) -> GlobalBatch:
-    """Checks that the microbatches of all ranks fit the model and each other, and counts what they hold. A collective.
-
-    Args:
-        microbatches: this data rank's microbatches.
-        vocab_size: size of the model's vocabulary.
-        layout: this rank's place.
+    """Checks that the microbatches of all ranks fit the model and each other, and counts their contents. A
+    collective.
 
     Raises:
-        InputError: on every rank. Some rank has a microbatch that is not on the host, or a token id outside the
-            vocabulary; or data ranks have different numbers of microbatches; or the ranks of one data rank have
-            different microbatches.
+        InputError: on every rank, if a microbatch is not on the host or has token ids outside the vocabulary, data
+            ranks have different numbers of microbatches, or the ranks of a data rank have different ones.
     """
     problem = _problem(microbatches, vocab_size)
     counts = count(microbatches)
@@ -79,15 +75,11 @@ def agree_on_batch(microbatches: Sequence[Microbatch], vocab_size: int, layout: 
 
 
 def _agreed_microbatches(of_ranks: dict[str, Tensor]) -> int:
-    """Number of microbatches of each data rank. Raises InputError if ranks disagree.
-
-    Args:
-        of_ranks: what every rank has reported, by name.
-    """
+    """Returns the number of microbatches per data rank. Raises InputError if the ranks' reports disagree."""
     is_first, data_rank = of_ranks["is_first"] == 1, of_ranks["data_rank"]
 
     def by_data_rank(name: str) -> Tensor:
-        """What the first rank of each data rank has reported."""
+        """Returns the reports of each data rank's first rank."""
         return of_ranks[name][is_first][data_rank[is_first].argsort()]
 
     for name, allowed, what in (
@@ -112,11 +104,8 @@ def _agreed_microbatches(of_ranks: dict[str, Tensor]) -> int:
 
 
 def raise_everywhere(failure: MicrobatchError | None, layout: Layout) -> None:
-    """Raises this rank's failure or, if it has none, the failure of another rank. A collective.
-
-    Args:
-        failure: this rank's failure, if it has one. The rank has gone on to the end of its pass all the same.
-    """
+    """Raises this rank's failure or, if it has none, another rank's. A collective: a failed rank still completes its
+    pass first."""
     if not any_rank([failure is not None], layout)[0]:
         return
     failures = gather_objects(None if failure is None else (failure.place, str(failure)), layout.world_control)
@@ -128,7 +117,7 @@ def raise_everywhere(failure: MicrobatchError | None, layout: Layout) -> None:
 
 
 def _problem(microbatches: Sequence[Microbatch], vocab_size: int) -> str:
-    """Says what is wrong with this rank's microbatches; empty if nothing is."""
+    """Returns an error message if this rank's microbatches are invalid, else ""."""
     for number, microbatch in enumerate(microbatches):
         if microbatch.input_ids.device.type != "cpu":
             return (
@@ -149,7 +138,7 @@ def _problem(microbatches: Sequence[Microbatch], vocab_size: int) -> str:
 
 
 def _fingerprint(microbatches: Sequence[Microbatch]) -> int:
-    """Checksum of the tokens, which must be the same on all ranks of a data rank."""
+    """Checksum of the tokens, which must be equal on all ranks of a data rank."""
     found = 0
     for microbatch in microbatches:
         found = zlib.crc32(
@@ -161,10 +150,8 @@ def _fingerprint(microbatches: Sequence[Microbatch]) -> int:
 
 
 def _value_summary(microbatches: Sequence[Microbatch]) -> int:
-    """A number for the microbatches' values, which must be the same on all ranks of a data rank but for rounding.
-
-    It is their sum with a different weight at every place, relative to the sum of their sizes, in 1 / `UNITS`.
-    """
+    """Summary of the microbatches' values, which must be equal on all ranks of a data rank up to rounding: a sum
+    weighted differently at every index, relative to the sum of magnitudes, in units of 1 / `UNITS`."""
     total = size = 0.0
     for microbatch in microbatches:
         for name in sorted(microbatch.values):

@@ -1,4 +1,4 @@
-"""Drivers run a list of microbatches: one after the other, or through a pipeline schedule."""
+"""Drivers run a list of microbatches, sequentially or through a pipeline schedule."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,18 +23,17 @@ from automodel_rl.step.outputs import LogitsCapturer, PPLossAdapter
 
 
 class Driver(Protocol):
-    """Runs microbatches through the parts of this rank. A part is called as `part(input, microbatch=microbatch,
+    """Runs microbatches through this rank's parts. A part is called as `part(input, microbatch=microbatch,
     output_fn=f)`."""
 
     def fill_up_to(self, num_microbatches: int) -> int:
-        """The smallest number of microbatches, at least the one given, that it can run."""
+        """Returns the smallest number of microbatches, at least the given one, that it can run."""
         ...
 
     def forward_backward(
         self, microbatches: Sequence[LocalMicrobatch], adapter: PPLossAdapter, output_fn: OutputFn
     ) -> None:
-        """Runs forward, loss and backward of every microbatch. The adapter gets what `output_fn` makes of the final
-        hidden states."""
+        """Runs forward, loss and backward of every microbatch. The adapter receives the results of `output_fn`."""
         ...
 
     def forward(self, microbatches: Sequence[LocalMicrobatch], capturer: LogitsCapturer) -> None:
@@ -43,12 +42,7 @@ class Driver(Protocol):
 
 
 class SequentialDriver:
-    """Runs a model in one part: microbatches one after the other.
-
-    Args:
-        part: the part, wrapped by FSDP as on every layout.
-        parallel: the layout, which says when gradients are reduced.
-    """
+    """Runs an unsplit model, one microbatch after the other. `parallel` determines when gradients are reduced."""
 
     def __init__(self, part: Any, parallel: ParallelConfig):
         self.part = part
@@ -77,7 +71,7 @@ class SequentialDriver:
 
 
 def _begin_backward(part: Any, parallel: ParallelConfig) -> Callable[[bool], None]:
-    """What to call before each backward of a part, with whether it is a step's last."""
+    """Returns the function to call before each of a part's backwards, with whether it is the step's last."""
     return functools.partial(begin_backward, part, reduces=parallel.reduces_each, reshards=parallel.reshards)
 
 
@@ -85,12 +79,9 @@ class PipelineDriver:
     """Runs this rank's stages by torch's schedules, with a different number of tokens in every microbatch.
 
     Args:
-        stages: this rank's stages, first stage first.
-        layout: this rank's place.
-        hidden_size: H of the activations [1, t, H] that go from stage to stage.
-        dtype: dtype of these activations.
-        num_deepstack: number of first layers after which features of images are added. Features that a later stage adds
-            are further rows of the activations (model/part_forward.py).
+        hidden_size: H of the activations [1, t, H] sent between stages.
+        num_deepstack: number of first layers after which image features are added. Features for later stages are sent
+            as additional rows of the activations (model/part_forward.py).
     """
 
     def __init__(
@@ -143,8 +134,8 @@ class PipelineDriver:
         )
 
     def _shape(self, microbatch: LocalMicrobatch, carried: int) -> tuple[int, ...]:
-        """The shape of a microbatch's activations with so many features of each image token, or with embeddings of next
-        tokens."""
+        """Returns the shape of a microbatch's activations, with `carried` features per image token or with embeddings
+        of next tokens."""
         rows = microbatch.num_tokens // self.boundary_ranks
         rows += rows if MTP_TARGETS in microbatch.tokens else carried * len(microbatch.media.places)
         return (1, rows, self.hidden_size)

@@ -1,5 +1,5 @@
-"""This rank's tokens of a step's microbatches, on its device. They are cut over cp and tp, and have the routes of this
-rank's layers and the embeddings of media."""
+"""This rank's share of a step's microbatches, on its device: tokens cut over cp and tp, routes of this rank's layers,
+and media embeddings."""
 
 import dataclasses
 import math
@@ -24,18 +24,17 @@ def local_microbatches(
     logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
     readout: Readout | None = None,
 ) -> list[LocalMicrobatch]:
-    """This rank's part of every microbatch.
+    """Returns this rank's part of every microbatch.
 
     Args:
-        microbatches: this data rank's microbatches.
-        embeddings: give the embeddings of the media of every microbatch; empty on ranks that do not use them.
-        handle: the model. This rank's layers decide which routes are needed.
-        logprob_gradient: gives the derivative of the loss by the log-probabilities of a microbatch and its place in
-            the step, float64 [T] or [T, K]; None if it is not known before the forward.
-        readout: what is read for every token; None for the log-probabilities of targets, or what needs no more.
+        embeddings: return the media embeddings of each microbatch; empty on ranks that do not use them.
+        handle: the model, whose layers on this rank determine the routes needed.
+        logprob_gradient: returns the derivative of the loss by a microbatch's log-probabilities, float64 [T] or
+            [T, K], given its index in the step; None if it is not known before the forward.
+        readout: the per-token values to read; None if log-probabilities of targets, or less, suffice.
 
     Raises:
-        ValueError: there are no such values, or they are no token ids.
+        ValueError: `readout.ids` names no values, or none that are token ids.
     """
     layout = handle.layout
     sequence_parallel = layout.parallel.sequence_parallel
@@ -69,13 +68,13 @@ def local_microbatches(
 
 
 def _ids(microbatch: Microbatch, name: str, vocab_size: int) -> Tensor:
-    """The token ids [T, K] among the values of a microbatch."""
+    """Returns token ids [T, K] from a microbatch's values."""
     found = microbatch.values.get(name)
     if found is None:
         raise ValueError(f"Readout.ids={name}: the microbatch has values {sorted(microbatch.values)}")
     if found.dtype != torch.int64 or found.ndim != 2:
         raise ValueError(f"{name} is of {found.dtype} with shape {list(found.shape)}: token ids are int64 [T, K]")
-    if found.numel() and int(found.max()) >= vocab_size:  # it would be scored as a token with a logit of 0
+    if found.numel() and int(found.max()) >= vocab_size:  # otherwise scored as a token with logit 0
         raise ValueError(
             f"{name} has the token id {int(found.max())}, and those of the model are 0 to {vocab_size - 1}; -1 is none"
         )

@@ -1,7 +1,7 @@
-"""What becomes of the last stage's results: a loss, divided by global counts, or outputs that are kept.
+"""Uses of the last stage's results: a loss divided by global counts, or outputs that are kept.
 
-Only here are sums divided by counts of the global batch. The one exception is the routers' auxiliary loss, which never
-comes this way: `mixture/routers.py` divides it by the global number of tokens.
+Sums are divided by global counts only here, except for the routers' auxiliary loss, which `mixture/routers.py`
+divides by the global number of tokens.
 """
 
 import functools
@@ -24,26 +24,19 @@ from automodel_rl.step.totals import LossTotals
 
 
 class PPLossAdapter:
-    """Runs a loss on every microbatch and gives a driver the scalar to differentiate.
+    """Runs a loss on every microbatch and returns the scalar to differentiate: each sum divided by its global count.
+    Also used without a pipeline; the name (PP: pipeline parallelism) is the reference design's.
 
-    The name is that of the reference design (PP is pipeline parallelism). It runs without a pipeline, too.
-
-    The scalar is the microbatch's part of the global loss: each sum divided by its global count. The undivided sums
-    collect in `totals`, on the rank with the last stage.
-
-    A loss that has raised is not called again, and the schedule goes on with 0 in its place. If it stopped, ranks with
-    other stages or other microbatches would wait in vain. `StepRunner` raises `failure` when the schedule is done.
+    A loss that has raised is not called again, and the schedule continues with 0 in its place: if it stopped, other
+    stages and data ranks would hang. `StepRunner` raises `failure` after the schedule.
 
     Args:
-        loss_fn: the loss.
-        microbatches: the microbatches of the step.
         counts: global denominators, over all data ranks.
-        readout: what is read for every token.
-        stage: index of the last stage, for error messages.
+        readout: the per-token values that the loss needs.
 
     Attributes:
-        totals: undivided sums and metrics of the microbatches so far.
-        failure: the failure of the first microbatch whose loss has raised; None if none has.
+        totals: undivided sums and metrics so far, on the rank with the last stage.
+        failure: the first failure of a loss.
     """
 
     def __init__(
@@ -60,24 +53,19 @@ class PPLossAdapter:
         self.failure: MicrobatchError | None = None
 
     def __call__(self, columns: Tensor, index: int) -> Tensor:
-        """The loss of microbatch `index`. `columns`, [T, K], is what the model's readout gave for its tokens."""
+        """Returns the loss of microbatch `index` from its readout, `columns` [T, K]."""
         if self.failure is None:
             try:
                 with in_microbatch("loss", self.stage, index):
                     return self._loss(TokenOutputs.from_columns(columns, self.readout), self.microbatches[index])
             except MicrobatchError as failure:
-                traceback.clear_frames(first_in_chain(failure).__traceback__)  # or it would keep the loss's tensors
+                traceback.clear_frames(first_in_chain(failure).__traceback__)  # frees the loss's tensors
                 self.failure = failure
         return (columns * 0).sum()
 
     def gradient_known_before(self, microbatch: Microbatch, index: int) -> Tensor | None:
-        """The derivative of the loss by the log-probabilities of a microbatch, float64 [T] or [T, K]; None if it
-        depends on the model. A failure is noted as one of the loss, with zeros in its place.
-
-        Args:
-            microbatch: microbatch `index`, on the host.
-            index: its place in the step.
-        """
+        """Returns the derivative of the loss by a microbatch's log-probabilities, float64 [T] or [T, K]; None if it
+        depends on the model. A failure is recorded like one of the loss, with zeros returned."""
         if not isinstance(self.loss_fn, LinearLoss):
             return None
         if self.failure is None:
@@ -102,7 +90,7 @@ class PPLossAdapter:
                 f"the loss gave sums over {given}: name what divides them, {', '.join(self.counts)}"
                 f"{_place(self.loss_fn)}"
             )
-        # A global batch may hold nothing that counts; its sums are then 0 and stay so.
+        # A global batch may have a count of 0; its sums are then 0.
         everything = (*output.sums.items(), *output.beside.items())
         loss = torch.stack([total / max(self.counts[name], 1) for name, total in everything]).sum()
         self.totals.add(output)
@@ -110,12 +98,12 @@ class PPLossAdapter:
 
     @property
     def targets(self) -> list[Callable[[Tensor], Tensor]]:
-        """A schedule's targets: for each microbatch a function from its columns to its loss."""
+        """A schedule's targets: for each microbatch the function from its columns to its loss."""
         return [functools.partial(self.__call__, index=index) for index in range(len(self.microbatches))]
 
 
 def _place(function: Any) -> str:
-    """The file and line where a function is defined, as ` (file:line)`; empty if it is not written in Python."""
+    """Returns where a Python function is defined, as ` (file:line)`; else ""."""
     while isinstance(function, functools.partial):
         function = function.func
     if not inspect.isfunction(function):
@@ -124,17 +112,8 @@ def _place(function: Any) -> str:
 
 
 class LogitsCapturer:
-    """Keeps what an output function makes of every microbatch in a forward-only step, on the rank with the last stage.
-
-    The name is that of the reference design. It captures whatever the output function gives, logits or not.
-
-    Args:
-        output_fn: computes what is kept from hidden states and head; it should work in chunks, so that [T, V] never
-            exists.
-
-    Attributes:
-        outputs: the results so far, one for each microbatch.
-    """
+    """Keeps the results of an output function in a forward-only step, on the rank with the last stage. They need not
+    be logits; the name is the reference design's. `output_fn` computes in chunks, to avoid materialising [T, V]."""
 
     def __init__(self, output_fn: OutputFn):
         self.output_fn = output_fn
@@ -143,14 +122,14 @@ class LogitsCapturer:
     def __call__(self, hidden: Tensor, head: Any, microbatch: LocalMicrobatch) -> Tensor:
         output = self.output_fn(hidden, head, microbatch)
         self.outputs.append(output)
-        return output.new_zeros((), dtype=torch.float32)  # the schedule needs a tensor; nobody reads it
+        return output.new_zeros((), dtype=torch.float32)  # the schedule needs a tensor, which is not read
 
 
 def whole_microbatches(output_fn: OutputFn, cp_group: dist.ProcessGroup | None) -> OutputFn:
-    """Makes an output function give results for the whole microbatch, [T, ...], on every cp rank.
+    """Makes an output function return results for the whole microbatch, [T, ...], on every cp rank.
 
-    The results are in the microbatch's order and without pads. So losses always see whole sequences, and all cp ranks
-    compute the same losses (hence backward="slice").
+    Results are in the microbatch's order, without pads. Losses thus see whole sequences, and all cp ranks compute the
+    same losses (hence "slice" in the backward).
     """
 
     def whole(hidden: Tensor, head: Any, microbatch: LocalMicrobatch) -> Tensor:

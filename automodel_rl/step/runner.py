@@ -1,4 +1,4 @@
-"""Runs a step: microbatches through a model on any layout, forward and backward, or forward alone."""
+"""Runs a step: microbatches through a model on any layout, forward and backward or forward only."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from automodel_rl.step.totals import LossTotals
 
 
 class StepRunner:
-    """Runs microbatches through a model. Every method is a collective: all ranks call it, with their data rank's
+    """Runs microbatches through a model. Every method is a collective: all ranks call it with their data rank's
     microbatches.
 
     Args:
@@ -58,12 +58,9 @@ class StepRunner:
             self._driver = SequentialDriver(handle.stages[0].part, self.layout.parallel)
 
     def global_batch(self, microbatches: Sequence[Microbatch], agreed: GlobalBatch | None = None) -> GlobalBatch:
-        """Number of microbatches and denominators of losses, over all data ranks. It checks the microbatches first.
+        """Checks `microbatches`, and returns their number and the denominators of losses, over all data ranks.
 
-        Args:
-            microbatches: this data rank's microbatches.
-            agreed: these numbers, if one process has made and checked the microbatches of all ranks. Then ranks need
-                not agree.
+        `agreed` is the result if one process has made and checked all ranks' microbatches. Ranks then need not agree.
 
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
@@ -78,14 +75,13 @@ class StepRunner:
         """Adds the gradients of one optimizer step to every parameter, summed over data ranks.
 
         Args:
-            microbatches: this data rank's microbatches; every data rank has equally many.
-            loss_fn: gives sums over a microbatch.
-            readout: what the loss gets for every token.
-            counts: `global_batch(microbatches).counts`, the global denominators of these sums. Gradients are divided by
-                them.
+            microbatches: this data rank's microbatches, equally many on every data rank.
+            loss_fn: returns sums over a microbatch.
+            readout: the per-token values that the loss needs.
+            counts: global denominators of the sums, `global_batch(microbatches).counts`.
 
         Returns:
-            Undivided sums of this data rank, on ranks with the last stage; empty totals elsewhere.
+            Undivided sums of this data rank, on ranks with the last stage; empty elsewhere.
 
         Raises:
             MicrobatchError: on every rank, if the loss raises on any.
@@ -94,7 +90,7 @@ class StepRunner:
             self._start_step(counts["positions"])
             microbatches = self._filled_up(microbatches)
             embeddings = [] if self._encoder is None else self._encoder.forward(microbatches, train=True)
-            # Only the loss needs whole microbatches, and only the last stage computes it.
+            # Only the loss, on the last stage, needs whole microbatches.
             whole = (
                 [microbatch.to(self.layout.device) for microbatch in microbatches]
                 if self.layout.has_last_stage
@@ -123,14 +119,14 @@ class StepRunner:
         """Runs `output_fn` on every microbatch, without gradients.
 
         Args:
-            microbatches: this data rank's microbatches; every data rank has equally many.
-            output_fn: (final hidden states [t, H], `Head`, this rank's `LocalMicrobatch`) -> [t, ...]; in chunks, so
-                that [t, V] never exists.
-            agreed: as that of `global_batch`.
-            ids: `Readout.ids`, if `output_fn` reads by such a readout.
+            microbatches: this data rank's microbatches, equally many on every data rank.
+            output_fn: (final hidden states [t, H], `Head`, this rank's `LocalMicrobatch`) -> [t, ...], computed in
+                chunks to avoid materialising [t, V].
+            agreed: as for `global_batch`.
+            ids: `Readout.ids`, if `output_fn` uses such a readout.
 
         Returns:
-            One tensor [T, ...] for each microbatch, of `output_fn`'s dtype; equal on all stages of this data rank.
+            A tensor [T, ...] per microbatch, of `output_fn`'s dtype; equal on all stages of this data rank.
 
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
@@ -141,16 +137,16 @@ class StepRunner:
     def _forward(
         self, microbatches: Sequence[Microbatch], num_microbatches: int, output_fn: OutputFn, readout: Readout
     ) -> list[Tensor]:
-        """`forward` of microbatches whose number the ranks have agreed on."""
+        """`forward` once the ranks have agreed on the number of microbatches."""
         for part in self.handle.parts:
             part.eval()
         results: list[Tensor] = []
         try:
-            # In blocks: a pipeline has receive buffers for all microbatches that it runs at once.
+            # In blocks: a pipeline has receive buffers for all microbatches of a run.
             for start in range(0, num_microbatches, block_sizes.forward_microbatches):
                 block = microbatches[start : start + block_sizes.forward_microbatches]
                 results += self._forward_block(block, output_fn, readout)
-        except BaseException:  # FSDP may be midway through a layer; gradients of an earlier step stay
+        except BaseException:  # FSDP may be midway through a layer; earlier gradients are kept
             for part in self.handle.parts:
                 reset_fsdp(part)
             raise
@@ -162,12 +158,10 @@ class StepRunner:
     def evaluate(
         self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, agreed: GlobalBatch
     ) -> LossTotals:
-        """The sums of a loss over this data rank's microbatches, without gradients.
+        """Computes the sums of a loss over this data rank's microbatches, without gradients.
 
         Args:
-            microbatches: this data rank's microbatches; every data rank has equally many.
-            loss_fn: gives sums over a microbatch.
-            readout: what the loss gets for every token.
+            microbatches, loss_fn, readout: as for `forward_backward`.
             agreed: `global_batch(microbatches)`.
 
         Returns:
@@ -186,11 +180,8 @@ class StepRunner:
         return adapter.totals
 
     def square_norm(self, *, of_apart: bool = False) -> Tensor:
-        """This rank's part of the squared global gradient norm, float64. The sum over all ranks is the square.
-
-        Args:
-            of_apart: whether that of what is trained apart is meant (`ModelHandle.is_apart`).
-        """
+        """Returns this rank's summand of the squared global gradient norm, float64, of parameters trained apart if
+        `of_apart` (`ModelHandle.is_apart`), else of the others."""
         norms = [
             local_square_norm(
                 [p for name, p in self.handle.named_parameters(of) if self.handle.is_apart(name) == of_apart], of.layout
@@ -200,13 +191,12 @@ class StepRunner:
         return torch.stack(norms).sum()
 
     def indexer_metric(self) -> dict[str, float]:
-        """How well trained indexers follow attention in the step (`CROSS_ENTROPY`), equal on every rank; empty if none
-        are trained. A collective."""
+        """Returns `CROSS_ENTROPY` of trained indexers, equal on every rank; empty if none are trained. A collective."""
         losses = [extras.indexer_loss for extras in self.handle.extras if extras.indexer_loss is not None]
         return cross_entropy(losses, self.handle.config.num_hidden_layers, self.layout) if losses else {}
 
     def balance_routers(self) -> dict[str, float]:
-        """Moves the routers' biases after an optimizer step of a mixture, if asked for.
+        """Adjusts the routers' biases after an optimizer step of a mixture, if configured.
 
         Returns:
             Metrics of the step: `LOAD_METRIC` and, with router replay, how often routes and routers differed.
@@ -223,8 +213,8 @@ class StepRunner:
     def abandoning_on_failure(self) -> Iterator[None]:
         """Restores the model if the block raises: no gradients, no gathered weights, no microbatch in any layer.
 
-        Ranks agree on the failure of a loss only. Anything else may fail on one rank alone and leave the others in a
-        collective. This rank's model is then restored all the same, but the job cannot go on.
+        Ranks agree only on failures of a loss. Anything else may fail on one rank and leave the others in a
+        collective: this rank's model is still restored, but the job cannot continue.
         """
         try:
             yield
@@ -254,7 +244,7 @@ class StepRunner:
                 extras.indexer_loss.start_step(num_tokens, self.layout.device)
 
     def _complete_gradients(self) -> None:
-        """Adds gradients of other ranks that FSDP does not: of tp ranks, and of the other end of a tied embedding."""
+        """Adds gradients that FSDP does not reduce: of tp ranks, and of the other copy of a tied embedding."""
         if self.layout.tp_group is not None:
             partial = [pair for extras in self.handle.extras for pair in extras.partial_gradients]
             sum_partial_gradients([module.get_parameter(name) for module, name in partial], self.layout.tp_group)
@@ -277,7 +267,7 @@ class StepRunner:
         return list(results[: len(microbatches)])
 
     def _raise_for_media(self) -> None:
-        """Raises on every rank if the encoder of any could not read or encode an image or clip. A collective."""
+        """Raises on every rank if an encoder failed to read or encode media on any. A collective."""
         assert self._encoder is not None
         failure = self._encoder.failure
         problem = None if failure is None else MicrobatchError("encoding of media", innermost(failure))
@@ -289,7 +279,7 @@ class StepRunner:
             raise
 
     def _filled_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """The microbatches, and empty ones if the driver needs more."""
+        """Appends empty microbatches if the driver needs more."""
         if self._driver is None:
             return []
         missing = self._driver.fill_up_to(len(microbatches)) - len(microbatches)
@@ -309,14 +299,14 @@ class StepRunner:
         logprob_gradient: Callable[[Microbatch, int], Tensor | None] | None = None,
         readout: Readout | None = None,
     ) -> list[LocalMicrobatch]:
-        """This rank's tokens of every microbatch. The arguments are those of `local_microbatches`."""
+        """Returns this rank's share of every microbatch, as `local_microbatches`."""
         if not self.handle.is_mixture and any(microbatch.routes is not None for microbatch in microbatches):
             raise ValueError("a microbatch has routes, and no layer of this model has a router: leave routes out")
         return local_microbatches(microbatches, embeddings, self.handle, logprob_gradient, readout)
 
     @contextlib.contextmanager
     def _microbatches_let_go(self) -> Iterator[None]:
-        """Clears the microbatch of every layer after the block, also if it raises."""
+        """Clears the microbatch of every layer after the block, also on errors."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Totals of a step: sums of losses, metrics and gradient norms over microbatches, and then over ranks."""
+"""Totals of a step: losses, metrics and gradient norms summed over microbatches, then over ranks."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,11 +13,8 @@ from automodel_rl.parallel.layout import Layout
 
 @dataclass
 class LossTotals:
-    """Sums of losses and metrics over the microbatches of this rank, on the device and detached.
-
-    Attributes:
-        sums, metrics, largest, smallest: as in `LossOutput`, over the microbatches so far.
-    """
+    """Sums of this rank's losses and metrics over microbatches, on the device and detached. The fields are those of
+    `LossOutput`."""
 
     sums: dict[Denominator, Tensor] = field(default_factory=dict)
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -38,14 +35,7 @@ class LossTotals:
 
 @dataclass(frozen=True)
 class GlobalTotals:
-    """Sums over all data ranks, equal on every rank.
-
-    Attributes:
-        sums: the sums of the loss, by what divides them.
-        metrics: the sum and the denominator of each of the loss's metrics.
-        extremes: the largest and smallest values of each of the loss's metrics that is such a value.
-        square_norm: the squared norm of all gradients.
-    """
+    """Sums over all data ranks, equal on every rank."""
 
     sums: dict[Denominator, float]
     metrics: dict[str, tuple[float, float]]
@@ -53,29 +43,19 @@ class GlobalTotals:
     square_norm: float
 
     def mean_loss(self, counts: dict[Denominator, int]) -> float:
-        """The loss: every sum divided by its count of the global batch, all added up."""
+        """Returns the loss: every sum divided by its global count, all added up."""
         return sum(total / max(counts[name], 1) for name, total in self.sums.items())
 
     @property
     def all_metrics(self) -> dict[str, float]:
-        """All metrics, as means or extremes. Those of nothing are left out."""
+        """Means and extremes of all metrics, except those without any values."""
         means = {name: total / denominator for name, (total, denominator) in self.metrics.items() if denominator}
         return means | {name: value for name, value in self.extremes.items() if abs(value) != math.inf}
 
 
 def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> GlobalTotals:
-    """Adds the last stages' totals over data ranks and the squared norms over all ranks. A collective of all ranks.
-
-    It copies from the device to the host once.
-
-    Args:
-        totals: this rank's totals; filled on last stages only.
-        square_norm: `local_square_norm` of this rank.
-        layout: this rank's place.
-
-    Returns:
-        The totals, equal on every rank.
-    """
+    """Sums the last stages' totals over data ranks, and `local_square_norm` over all ranks; equal on every rank. A
+    collective of all ranks, with a single copy from device to host."""
     flat = [*totals.sums.values(), *(value for pair in totals.metrics.values() for value in pair)]
     extremes = [*totals.largest.values(), *(-value for value in totals.smallest.values())]
     numbers = torch.stack([square_norm, *(value.double().to(square_norm.device) for value in flat + extremes)]).cpu()
@@ -96,7 +76,7 @@ def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> Glo
 
 
 def _extremes_of_ranks(own: Tensor, totals: LossTotals, layout: Layout) -> dict[str, float]:
-    """The extremes over data ranks, from this rank's largest values and the negatives of its smallest ones."""
+    """Returns extremes over data ranks, from this rank's maxima and negated minima."""
     if not len(own):
         return {}
     combine(own, layout.data_control, torch.maximum)

@@ -1,1 +1,1 @@
-"""What is supported: facts about model families and attention backends, and the table of what works together."""
+"""Supported combinations: limits of attention backends, and a table of which features work together."""

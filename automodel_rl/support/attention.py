@@ -1,4 +1,4 @@
-"""Limits of the attention backends of `model/attention.py`: what each can compute, and on what."""
+"""Limits of the attention backends in `model/attention.py`."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ class AttentionLimits:
     """Limits of one backend.
 
     Attributes:
-        needs_cuda: whether it runs only on CUDA and in bfloat16.
-        is_traceable: whether compiled layers hold it in their graph. The others go over sequences on the host, or are
-            modules of a library that do not compile; compiled layers call them between two graphs.
-        has_softcap: whether it computes a soft cap of scores.
-        has_sinks: whether it computes sinks.
-        has_windows_over_cp: whether it computes sliding windows with fewer queries than keys, which context parallelism
+        needs_cuda: whether it requires CUDA and bfloat16.
+        is_traceable: whether it can be part of a compiled layer's graph. Other backends loop over sequences on the
+            host, or are library modules that do not compile, and are called between two graphs.
+        has_softcap: whether it supports a soft cap of scores.
+        has_sinks: whether it supports sinks.
+        has_windows_over_cp: whether it supports sliding windows with fewer queries than keys, as context parallelism
             needs.
-        has_bidirectional_images: whether it computes attention that is not causal, for images whose tokens see each
-            other both ways.
+        has_bidirectional_images: whether it supports non-causal attention, for images whose tokens attend to each other
+            in both directions.
     """
 
     needs_cuda: bool = False
@@ -37,7 +37,7 @@ ATTENTION: dict[Attention, AttentionLimits] = {
     # Measured with TransformerEngine 2.19 on cuDNN 9.14: no kernel for windows with fewer queries than keys.
     "te": AttentionLimits(needs_cuda=True, has_windows_over_cp=False, has_bidirectional_images=False),
 }
-"""Limits by name; `auto` chooses among them."""
+"""Limits by backend; `auto` chooses among them."""
 
 FASTEST_FIRST: tuple[Attention, ...] = ("fa3", "te", "varlen")
-"""The backends for CUDA by their speed on an H200: benchmarks/README.md."""
+"""CUDA backends by speed on an H200, see benchmarks/README.md."""

@@ -1,6 +1,6 @@
-"""What each choice lacks: the table from which the refusals of two features that do not go together are made.
+"""Pairs of features that do not work together, from which error messages and the table are generated.
 
-An attention backend's limits are in attention.py, those of an encoder in its family (families/).
+Limits of attention backends are in attention.py, those of encoders in their families (families/).
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from automodel_rl.support.features import Feature
 
 @dataclass(frozen=True)
 class Lack:
-    """Two features that do not go together.
+    """Two features that do not work together.
 
     Attributes:
         of: the feature that lacks the other.
@@ -27,7 +27,7 @@ class Lack:
     instead: str
 
     def refusal(self, asked: Combination) -> str | None:
-        """The text that refuses a combination; None for one that does not ask for both."""
+        """Returns the error message for a combination that requests both features; otherwise None."""
         first, second = self.lacks.asked(asked), self.of.asked(asked)
         return f"{first} with {second}: {self.because}: {self.instead}" if first and second else None
 
@@ -163,21 +163,21 @@ LACKS = (
     Lack(f.SERVERS, f.ADAPTERS_ALONE, "servers get whole weights", "use merged"),
     Lack(f.SAVED_MODULES, f.ADAPTERS_ALONE, "these are no adapters, and generators need them", "use merged"),
 )
-"""Pairs of features in the order in which they are looked at."""
+"""Pairs of features, in the order of checking."""
 
 
 def refuse_pairs(asked: Combination) -> str | None:
-    """Refuses two features that do not go together."""
+    """Returns the error message for the first unsupported pair of features; None if all pairs are supported."""
     return next((said for lack in LACKS if (said := lack.refusal(asked)) is not None), None)
 
 
 def goes_with_all(feature: Feature, asked: Combination) -> bool:
-    """Whether a feature that a combination may or may not ask for goes with what it asks for besides."""
+    """Whether an optional feature works with all features that a combination requests."""
     return not any(lack.lacks is feature and lack.of.asked(asked) for lack in LACKS)
 
 
 def without(*features: Feature) -> str:
-    """The names of all that does not go with some features, for the table."""
+    """Returns the names of all features that do not work with the given ones, for the table."""
     lacks = [lack.lacks.name for lack in LACKS if lack.of in features]
     of = [lack.of.name for lack in LACKS if lack.lacks in features]
     return ", ".join(dict.fromkeys([*of, *lacks]))

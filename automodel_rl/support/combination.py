@@ -1,4 +1,4 @@
-"""Combinations of a model, a layout and settings, which the table judges."""
+"""Combinations of a model, a layout and settings, to be checked against the table."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,10 @@ from automodel_rl.support.description import ModelDescription
 
 @dataclass(frozen=True)
 class Combination:
-    """A combination that is asked for: a model, how it computes, its layout, what saves memory, and the run.
+    """A requested combination of model, precision, layout, memory savings and run.
 
     Attributes:
-        run: the whole config; None for a model that is loaded without a run. Rules of runs do not judge that.
+        run: the whole config; None for a model that is loaded without a run, which rules for runs ignore.
     """
 
     description: ModelDescription
@@ -33,20 +33,20 @@ class Combination:
 
     @classmethod
     def of_run(cls, description: ModelDescription, run: RunConfig) -> "Combination":
-        """The combination that the config of a run asks for."""
+        """Returns the combination requested by the config of a run."""
         return cls(description, run.model, run.parallel, run.memory, run.components, run)
 
     @property
     def family(self) -> Family:
-        """Facts of the (language) model's family, which must be a known one."""
+        """Facts about the (language) model's family, which must be known."""
         return FAMILIES[self.description.family]
 
     @property
     def generation(self) -> RolloutRunConfig | None:
-        """The run's config if the run generates completions; None without a run, too."""
+        """The run's config if the run generates completions; otherwise None."""
         return None if self.run is None else self.run.generation
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a pipeline computes gradients of inputs and of weights at different times."""
+        """Whether the pipeline computes gradients of inputs and of weights at different times."""
         return self.parallel.pp > 1 and SCHEDULES[self.parallel.schedule].splits_backward

@@ -1,4 +1,4 @@
-"""Describes a model by its transformers config, for the table of what is supported."""
+"""Facts about a model from its transformers config, for the table of supported combinations."""
 
 import dataclasses
 import math
@@ -13,32 +13,32 @@ from automodel_rl.families.known import FAMILIES, language_config, multimodal_fa
 from automodel_rl.families.multimodal import encoder_config
 
 KINDS_OF_LAYERS = ("layer_types", "layers_block_type")
-"""Keys of configs with the kind of each layer."""
+"""Config keys for the kinds of layers."""
 
 FULL = "full_attention"
-"""The kind of layers whose attention has no window."""
+"""Kind of layers with attention without a window."""
 
 MIXED = ("linear_attention", "mamba", "conv")
-"""The kinds of layers that mix tokens other than by attention: by a state, or by a convolution."""
+"""Kinds of layers that mix tokens by a state or a convolution."""
 
 WITHOUT_SCORES = (*MIXED, "mlp", "moe")
-"""The kinds of layers without attention scores."""
+"""Kinds of layers without attention scores."""
 
 IN_IMAGES = "vision"
-"""The value of a config's `use_bidirectional_attention` for tokens of images alone; attention between tokens of text is
-causal."""
+"""Value of a config's `use_bidirectional_attention` that applies only to image tokens; text tokens have causal
+attention."""
 
 NOISE = re.compile("dropout|layerdrop|pdrop|jitter")
-"""Pattern of a config's keys that make training random."""
+"""Pattern of config keys that make training random."""
 
 
 @dataclass(frozen=True)
 class EncoderDescription:
-    """Facts of one encoder.
+    """Facts about one encoder.
 
     Attributes:
         kind: its `model_type`.
-        num_heads: number of its attention heads.
+        num_heads: number of attention heads.
     """
 
     kind: str
@@ -47,31 +47,31 @@ class EncoderDescription:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """Facts of one model that decide what is supported.
+    """Facts about a model that determine what is supported.
 
     Attributes:
         family: its `model_type`.
-        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: the model's sizes. If layers differ in their
-            numbers of heads, the greatest common divisor.
-        head_dim, value_dim: dims of an attention head's queries and keys, and of its values.
-        other_head_dims: the dims of heads in layers of another kind, ascending; empty if layers are alike.
+        num_layers, num_heads, num_kv_heads, vocab_size, mlp_size: sizes of the model. Numbers of heads are greatest
+            common divisors if layers differ.
+        head_dim, value_dim: dims of a head's queries and keys, and of its values.
+        other_head_dims: head dims of layers of other kinds, ascending; empty if all layers are alike.
         num_experts: number of experts in a layer; 0 for a dense model.
-        shared_expert_size: columns of the experts that all tokens share; 0 if there are none.
-        noise: the config's entries above 0 that make training random.
-        rope_types: the kinds of scaling of rotary embeddings, over all layers.
-        num_mixer_heads: number of the heads or channels that ranks share in layers without attention scores; 0 if there
-            are none. If there are several, their greatest common divisor.
-        shares_keys: whether layers take keys and values of earlier layers, or embeddings of their own.
-        taking_layers: numbers of the layers that take the choice of keys of the layer before them.
-        has_softcap: whether attention scores go through a soft cap.
+        shared_expert_size: columns of the shared experts; 0 if there are none.
+        noise: config entries above 0 that make training random.
+        rope_types: scaling types of rotary embeddings, over all layers.
+        num_mixer_heads: number of heads or channels to split in layers without attention scores, as a greatest common
+            divisor if there are several; 0 if there are no such layers.
+        shares_keys: whether layers use keys and values of earlier layers, or per-layer embeddings.
+        taking_layers: indices of layers that reuse the previous layer's choice of keys.
+        has_softcap: whether attention scores are soft-capped.
         has_windows: whether some layers have sliding windows.
         is_bidirectional: whether attention is not causal.
-        is_bidirectional_in_images: whether only tokens of an image see each other both ways.
-        quantization: the method by which the checkpoint's weights are quantized; empty if they are plain.
-        context: length of the longest sequence in tokens; None if the config does not say.
-        hides_interleaving: whether rotary positions of axes take turns in a head's dims and the config does not say so.
-        multimodal: the `model_type` of the whole model, if it has encoders; else None.
-        encoders: the encoders by component, "vision" or "audio".
+        is_bidirectional_in_images: whether only tokens of an image attend to each other in both directions.
+        quantization: quantization method of the checkpoint's weights; empty if there is none.
+        context: maximum sequence length in tokens; None if the config does not state it.
+        hides_interleaving: whether rotary axes are interleaved in a head's dims without the config stating it.
+        multimodal: `model_type` of the whole model if it has encoders; otherwise None.
+        encoders: encoders by component, "vision" or "audio".
     """
 
     family: str
@@ -107,7 +107,7 @@ class ModelDescription:
 
 
 def describe_model(config: PretrainedConfig) -> ModelDescription:
-    """Describes a model by its config. For a family that is not supported, only the name is read."""
+    """Describes a model by its config. For an unsupported family, only the name is read."""
     whole = multimodal_family(config)
     if whole is not None:
         described = describe_model(language_config(config))
@@ -136,7 +136,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         num_kv_heads=math.gcd(
             values.get("num_key_value_heads") or config.num_attention_heads,
             values.get("swa_num_key_value_heads") or 0,
-            values.get("n_groups") or 0,  # heads of Mamba-2 that share keys, and a norm over these heads
+            values.get("n_groups") or 0,  # groups of Mamba-2 heads that share keys and a norm
             *(of_layer.get("num_key_value_heads") or 0 for of_layer in _layer_configs(values)),
         ),
         vocab_size=config.vocab_size,
@@ -168,14 +168,14 @@ def _describe_encoder(config: PretrainedConfig, name: str) -> EncoderDescription
 
 
 def _head_dim(values: dict[str, Any]) -> int:
-    """Dims of a head's queries: with multi-head latent attention those with and without position together."""
+    """Dims of a head's queries; in multi-head latent attention, those with and without position together."""
     if values.get("qk_nope_head_dim"):
         return values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
 
 
 def _layer_configs(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """What some layers have in place of the config's own values."""
+    """Config values that override the global ones in some layers."""
     return [*(values.get("per_layer_config") or {}).values()]
 
 
@@ -185,13 +185,13 @@ def _other_head_dims(values: dict[str, Any]) -> tuple[int, ...]:
 
 
 def experts_per_token(config: PretrainedConfig) -> int:
-    """Number of experts that a token goes to; the most of all layers if they differ."""
+    """Returns the number of experts per token, the maximum over all layers."""
     chosen = config.top_k_experts if "top_k_experts" in vars(config) else config.num_experts_per_tok
     return max(chosen) if isinstance(chosen, list) else chosen
 
 
 def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """Number of keys that a query sees in each layer with attention; None for all."""
+    """Returns the window size of each layer with attention; None for no window."""
     values = config.to_dict()
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     kinds = kinds_of_layers(config) or ["sliding_attention"] * config.num_hidden_layers
@@ -199,20 +199,20 @@ def layer_windows(config: PretrainedConfig) -> list[int | None]:
 
 
 def kinds_of_layers(config: PretrainedConfig) -> list[str]:
-    """The kind of each layer; empty if the config names none."""
+    """Returns the kind of each layer; [] if the config does not list them."""
     values = config.to_dict()
     return next((values[key] for key in KINDS_OF_LAYERS if values.get(key)), [])
 
 
 def num_mixed_layers(config: PretrainedConfig) -> int:
-    """Number of layers that mix tokens other than by attention, or besides."""
+    """Returns the number of layers with a state or a convolution, instead of or in addition to attention."""
     if "mamba_d_ssm" in config.to_dict():  # Falcon-H1: all of them
         return config.num_hidden_layers
     return sum(kind in MIXED for kind in kinds_of_layers(config))
 
 
 def size_of_state(config: PretrainedConfig) -> int:
-    """Number of values in the state of a layer that has one; 0 if there is none."""
+    """Returns the number of values in a layer's state; 0 if there is none."""
     values = config.to_dict()
     if "linear_num_value_heads" in values:
         return values["linear_num_value_heads"] * values["linear_key_head_dim"] * values["linear_value_head_dim"]
@@ -231,7 +231,7 @@ def _mixer_heads(values: dict[str, Any]) -> int:
 
 
 def _context(values: dict[str, Any]) -> int | None:
-    """Length of the longest sequence, with what scaled rotary embeddings add."""
+    """Maximum sequence length, including the extension by scaled rotary embeddings."""
     context = values.get("max_position_embeddings")
     if context is None:
         return None
@@ -244,14 +244,14 @@ def _context(values: dict[str, Any]) -> int | None:
 
 
 def _rotary_kinds(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings of rotary embeddings, once for each kind of layers if kinds differ."""
+    """Settings of rotary embeddings, one per kind of layers if they differ."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     by_layer_type = [kind for kind in rope.values() if isinstance(kind, dict)]
     return by_layer_type or [rope]
 
 
 def _noise(values: dict[str, Any]) -> dict[str, float]:
-    """The entries above 0 that make training random, except those of heads that a language model does not have."""
+    """Entries above 0 that make training random, except those of heads that a language model does not have."""
     return {
         name: float(size)
         for name, size in values.items()
@@ -274,5 +274,5 @@ def _quantization(values: dict[str, Any]) -> str:
     method = settings.get("quant_method", "unnamed" if settings else "")
     if method == "bitsandbytes" and settings.get("load_in_4bit") and settings.get("bnb_4bit_quant_type") == "nf4":
         return "nf4"
-    # compressed-tensors has many kinds; this one is fp8 with scales.
+    # compressed-tensors has many formats; this one is fp8 with scales.
     return "fp8" if method == "compressed-tensors" and settings.get("format") == "float-quantized" else method

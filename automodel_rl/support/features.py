@@ -1,4 +1,4 @@
-"""Features that a combination may ask for, each with the words in which it asks."""
+"""Features that a combination may request, each with the config text that requests it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from automodel_rl.support.combination import Combination
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a combination may ask for.
+    """A feature that a combination may request.
 
     Attributes:
-        name: its name in the table.
-        asked: the words in which a combination asks for it, as in a config; empty if it does not.
+        name: name in the table.
+        asked: returns the config text with which a combination requests it; empty if it does not.
     """
 
     name: str
@@ -87,7 +87,7 @@ def _aux_loss(asked: Combination) -> str:
 
 
 def _with_experts(asked: Combination) -> str:
-    """Some families of mixtures, such as Gemma 4, also have dense models."""
+    """Some mixture families, such as Gemma 4, also have dense models."""
     description = asked.description
     return _when(asked.family.is_moe and description.num_experts > 0, f"a {description.family!r} model")
 

@@ -1,4 +1,4 @@
-"""Rules of layouts and of settings that save memory."""
+"""Rules for layouts and memory-saving settings."""
 
 import itertools
 

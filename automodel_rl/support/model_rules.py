@@ -1,4 +1,4 @@
-"""Rules of text models: family, checkpoint, attention, adapters and routers."""
+"""Rules for text models: family, checkpoint, attention, adapters and routers."""
 
 from automodel_rl.families.classifier import classifier_families
 from automodel_rl.families.known import COMPOSITES, MULTIMODAL_FAMILIES, SAME_AS, TEXT
@@ -11,7 +11,7 @@ from automodel_rl.support.rule import Rule
 NEMO_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.nemo_class is not None)
 MOE_FAMILIES = tuple(name for name, family in TEXT_FAMILIES.items() if family.is_moe)
 BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose scaling depends on the length of a sequence."""
+"""Types of rotary embeddings whose scaling depends on the sequence length."""
 
 ON_CUDA = tuple(name for name, limits in ATTENTION.items() if limits.needs_cuda)
 ANYWHERE = tuple(name for name in ATTENTION if name not in ON_CUDA)

@@ -1,4 +1,4 @@
-"""The rule of multimodal models."""
+"""The rule for multimodal models."""
 
 from automodel_rl.batch.media import EncoderName
 from automodel_rl.config import RunConfig
@@ -39,7 +39,7 @@ def _sets_pixels(run: RunConfig) -> bool:
 
 
 def _names(asked: Combination, name: str) -> str | None:
-    """Refuses names of encoders that the model does not have, and layouts that leave one out."""
+    """Refuses unknown encoder names, and layouts that omit an encoder."""
     known = [*asked.description.encoders]
     for other in ("vision", "audio"):
         if other in known:
@@ -57,7 +57,7 @@ def _names(asked: Combination, name: str) -> str | None:
 
 
 def _layout(asked: Combination, family: Multimodal, which: EncoderName, tp: int) -> str | None:
-    """Refuses a layout that an encoder cannot have."""
+    """Refuses a layout that an encoder does not support."""
     encoder = asked.description.encoders[which]
     known = next(known for known in family.encoders[which] if encoder.kind in known.model_types)
     if tp > 1 and not known.tp_plan:

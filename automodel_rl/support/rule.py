@@ -1,4 +1,4 @@
-"""Rules: the lines of the table."""
+"""Rules: the rows of the table."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from automodel_rl.support.combination import Combination
 from automodel_rl.support.features import Feature
 
 Refusal = Callable[[Combination], str | None]
-"""Gives the text that refuses a combination; None for a combination that keeps the rule."""
+"""Returns the error message for a combination that violates a rule; otherwise None."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the table.
+    """A row of the table.
 
     Attributes:
-        feature: the feature that the rule is about.
-        supported: text that says how far the feature is supported.
-        refusal: refuses a combination for what no pair of features says (capabilities.py); None for nothing.
-        features: the line names all that does not go with these.
+        feature: the feature in question.
+        supported: extent of the support.
+        refusal: check beyond the pairs of features (capabilities.py); None for none.
+        features: features whose incompatibilities the row lists.
     """
 
     feature: str

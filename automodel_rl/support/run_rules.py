@@ -1,4 +1,4 @@
-"""Rules of runs. They do not judge a model that is loaded without a run."""
+"""Rules for runs, which do not apply to models loaded without a run."""
 
 from automodel_rl.support import features as f
 from automodel_rl.support.combination import Combination
@@ -57,7 +57,7 @@ ROLLOUT_OFFLOAD = Rule(
 )
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM makes places; adapters of another rank get a larger place."""
+"""Adapter ranks for which vLLM allocates slots; other ranks take the next larger one."""
 
 
 def _adapters_alone(asked: Combination) -> str | None:

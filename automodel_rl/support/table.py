@@ -1,6 +1,7 @@
-"""The table of what works together. Anything else is refused before weights load.
+"""The table of supported combinations. All others are refused before weights are loaded.
 
-Requirements of a config alone, whatever the model (a schedule's name, a batch's size), are checked with that config.
+Requirements on a config alone, independent of the model (a schedule's name, a batch's size), are checked with that
+config.
 """
 
 from automodel_rl.errors import InputError
@@ -55,30 +56,23 @@ RULES = (
     run_rules.ADAPTERS_ALONE,
     run_rules.ROLLOUT_OFFLOAD,
 )
-"""The rules, in the order of the table."""
+"""Rules in the order of the table."""
 
 REFUSALS = (
     *(rule.refusal for rule in RULES[:2] if rule.refusal is not None),
     refuse_pairs,
     *(rule.refusal for rule in RULES[2:] if rule.refusal is not None),
 )
-"""What judges, in this order. The first two check that the family is known, and the others rely on it."""
+"""Checks in the order in which they run. The first two ensure that the family is known, which the others rely on."""
 
 
 def check_supported(asked: Combination) -> None:
-    """Checks a combination by every rule.
-
-    Args:
-        asked: the combination of a run, or of a model that is loaded without a run.
-
-    Raises:
-        InputError: a rule is broken; the message is the refusal of the first.
-    """
+    """Checks a combination against all rules. Raises InputError with the message of the first violated one."""
     for refusal in REFUSALS:
         if (message := refusal(asked)) is not None:
             raise InputError(message)
 
 
 def table() -> str:
-    """The rules as the Markdown table of README."""
+    """Formats the rules as the Markdown table of README."""
     return "\n".join(["| feature | supported |", "|---|---|", *map(str, RULES)])

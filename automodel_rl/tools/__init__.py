@@ -1,1 +1,1 @@
-"""Commands beside training: verify and plan for layouts, export and verify-checkpoint for checkpoints."""
+"""Commands other than training: configs, layouts, checkpoints and the installation."""

@@ -1,4 +1,4 @@
-"""`automodel-rl doctor`: what is installed, which devices are there, what is missing for what, and what brings it."""
+"""`automodel-rl doctor`: installed versions, devices, and what is missing, with the command that installs it."""
 
 import json
 import os
@@ -25,25 +25,18 @@ EXTRAS = {
     "audio": "audio in data",
     "track": "observe.trackers",
 }
-"""The extras of this package, and what each is for."""
+"""The extras of this package and what each is for."""
 
 NOT_INSTALLED = "(not installed in this interpreter, only found by its path)"
 
 ASK = "import json, torch, vllm; print(json.dumps([vllm.__version__, torch.__version__, torch.cuda.is_available()]))"
-"""What an interpreter is asked about its vLLM."""
 
 ASK_SECONDS = 120.0
 
 
 def doctor(vllm_python: str | None = None) -> bool:
-    """Prints the state of this installation.
-
-    Args:
-        vllm_python: the interpreter of an environment with vLLM, to look at it, too.
-
-    Returns:
-        Whether what this package needs is there, in versions that it takes.
-    """
+    """Prints the state of this installation, and of vLLM in the environment of `vllm_python` if given. Returns
+    whether all requirements are met."""
     print(f"{PACKAGE} {_found(PACKAGE) or NOT_INSTALLED}, Python {platform.python_version()}, {platform.platform()}")
     if _found(PACKAGE) is None:
         print("\n".join(_devices()))
@@ -79,7 +72,7 @@ def _devices() -> Iterator[str]:
 
 
 def _needed() -> tuple[list[str], list[str]]:
-    """Lines about the packages that this one needs and was tested with, and requirements that are not met."""
+    """Returns lines about required and tested packages, and the unmet requirements."""
     lines, missing = [], []
     tested = {name.replace("_", "-"): versions for name, versions in CHECKED.items()}
     for requirement in _requirements(""):
@@ -93,7 +86,7 @@ def _needed() -> tuple[list[str], list[str]]:
 
 
 def _requirements(extra: str) -> Iterator[Requirement]:
-    """The requirements of an extra on this platform, or of the package itself."""
+    """Yields the requirements of an extra on this platform, or of the package itself for ""."""
     for text in requires(PACKAGE) or ():
         requirement = Requirement(text)
         marker = requirement.marker
@@ -119,7 +112,6 @@ def _found(package: str) -> str | None:
 
 
 def _vllm(python: str | None) -> str:
-    """What an environment has of vLLM, in a line."""
     first, last = (".".join(map(str, tested)) for tested in TESTED)
     if python is None:
         return (

@@ -1,4 +1,5 @@
-"""`automodel-rl export`: a Hugging Face folder from any checkpoint of a run, by one process, tensor by tensor."""
+"""`automodel-rl export`: writes a Hugging Face folder from any checkpoint of a run, in one process, tensor by
+tensor."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,29 +39,30 @@ from automodel_rl.weight_sync.published import PublishedWeights
 from automodel_rl.weight_sync.version_files import VERSION_FILE
 
 Adapters = Literal["peft", "merged", "per-expert"]
-"""What becomes of adapters: PEFT's files, part of a whole model, or files in which experts have them one by one."""
+"""Output for adapters: PEFT files, a merged model, or adapter files with one entry per expert."""
 
 FLAGS: dict[Adapters, str] = {"merged": "--merge", "per-expert": "--per-expert"}
-"""The command line's words for it."""
+"""The matching command-line flags."""
 
 HOW: dict[Adapters, str] = {"merged": ", with its adapters merged in"}
-"""What became of adapters, for the console."""
+"""The matching text for the console."""
 
 
 def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters: Adapters = "peft") -> None:
-    """Writes the folder that a run would write as `final/` after the checkpoint's step, or a model with plain weights.
+    """Writes the folder that a run would write as `final/` after the checkpoint's step, or a model with plain
+    weights.
 
-    Memory holds one tensor of the model at a time, and the contents of one file; with adapters also all of these.
+    Memory holds one tensor of the model at a time, the contents of one file, and all adapters.
 
     Args:
-        checkpoint: a `step_N` folder, a folder of adapters, a published version, or the folder of a model with
-            quantized weights. It need not be trusted.
+        checkpoint: a `step_N` folder, a folder of adapters, a published version, or a model with quantized weights.
+            It need not be trusted.
         out: the folder to write, which must not exist.
-        overrides: overrides of the run's config, as on the command line, such as the new place of its model.
-        adapters: what becomes of adapters; of a folder of adapters something else than they are.
+        overrides: config overrides as on the command line, such as a new path of the model.
+        adapters: output format of adapters. A folder of adapters cannot be exported as "peft" again.
 
     Raises:
-        InputError: the checkpoint is not whole, its model is not found, or `out` exists or cannot be written.
+        InputError: the checkpoint is incomplete, its model is not found, or `out` exists or cannot be written.
     """
     if os.path.lexists(out):
         raise InputError(f"{out}: exists already; export makes its own folder, so name a new one")
@@ -76,7 +78,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         return
     marker = read_marker(checkpoint)
     check_files(checkpoint, marker, marker.files)
-    # Only the caller may allow running code or reading other files, not the checkpoint's config.
+    # Only the caller, not the checkpoint's config, may allow running code or reading other files.
     harmless = ["--model.trust_remote_code", "false", "--model.pickled_weights", "[]", "--data.chat_template", "null"]
     config: RunConfig = load_config(checkpoint / CONFIG, [*harmless, *overrides])
     files = find_model(config.model)
@@ -91,7 +93,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         raise InputError(f"{checkpoint}: has no adapters: leave {FLAGS[adapters]} out")
     if adapters == "per-expert":
         _check_single(weights)
-    alone = model.lora if adapters != "merged" else None  # adapters that stay ones
+    alone = model.lora if adapters != "merged" else None  # adapters that are not merged
     variables = config.data.chat_template_kwargs
     tokenizer, ends = _with_ends(files.folder, whole_config, tokenizer, variables, adapters=alone is not None)
 
@@ -117,7 +119,8 @@ def _with_ends(
     *,
     adapters: bool,
 ) -> tuple[PreTrainedTokenizerBase, NewEnds]:
-    """The tokenizer to save, and the ends of what was trained. The config of a classifier gets its padding."""
+    """Returns the tokenizer to save and the end tokens after training. Sets the padding token in a classifier's
+    config."""
     if not is_classifier(whole):
         return tokenizer, new_ends(folder, whole, tokenizer, variables, adapters=adapters)
     padding = padding_of(whole, tokenizer, variables)
@@ -126,11 +129,9 @@ def _with_ends(
 
 
 def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[str] = ()) -> Checkpoint:
-    """The tensors of a checkpoint, with stacks of experts as the model has them.
+    """Opens a checkpoint's tensors, with expert stacks transposed as in the model.
 
     Args:
-        files: the checkpoint's folder, and adapters.
-        config: the config of the whole model.
         pickled: names of pickled weight files that may be read.
     """
     weights = Checkpoint(files, config, pickled)
@@ -156,8 +157,8 @@ def _check_single(source: Checkpoint) -> None:
 
 
 def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Adapters) -> None:
-    """Merges a folder of adapters into the checkpoint that they name, in that checkpoint's dtype, or writes those of
-    experts one by one."""
+    """Merges a folder of adapters into its base checkpoint, in that checkpoint's dtype, or writes adapters per
+    expert."""
     given = dict(parse_overrides(overrides))
     if kind == "peft":
         raise InputError(
@@ -198,7 +199,6 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
 
 
 def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: Adapters) -> None:
-    """Writes a model with quantized weights in bfloat16."""
     config = read_config(folder)
     method = describe_model(config).quantization
     if not method:
@@ -217,7 +217,7 @@ def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: A
 
 
 def _export_published(version: Path, out: Path, overrides: Sequence[str]) -> None:
-    """Writes a published version of a run's weights, with the tokenizer of the model that the run began with."""
+    """Writes a published version of a run's weights, with the tokenizer of the run's initial model."""
     given = dict(parse_overrides(overrides))
     if given.keys() != {"model.path"}:
         raise InputError(
@@ -244,8 +244,8 @@ def _export_published(version: Path, out: Path, overrides: Sequence[str]) -> Non
 
 
 def _publish(out: Path, write: Callable[[Path], dict[str, StoredFile]], *lines: str) -> None:
-    """Makes a folder that is complete, or not there at all, with its manifest, and prints lines about it that are not
-    empty. What writes the folder returns the files that it has hashed."""
+    """Writes a folder and its manifest atomically, then prints the non-empty lines. `write` returns the files it has
+    hashed."""
     with new_folder(out) as unfinished:
         write_manifest(unfinished, write(unfinished))
     for line in filter(None, lines):
@@ -259,20 +259,20 @@ def _in_dtype(config: PretrainedConfig, dtype: torch.dtype) -> PretrainedConfig:
 
 
 def _trained(reader: SafetensorsReader) -> dict[str, Tensor]:
-    """Adapters and modules to save of a checkpoint."""
+    """Reads a checkpoint's adapters and other saved modules."""
     return {match[2]: reader.read(key) for key in reader.shapes if (match := WEIGHT.fullmatch(key))}
 
 
 def merged_tensors(
     source: Checkpoint, trained: Mapping[str, Tensor], scale: float, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a checkpoint, by their names in files, with adapters merged in and modules to save in place.
+    """Yields a checkpoint's tensors under their file names, with adapters merged in and other trained modules
+    substituted.
 
     Args:
-        source: the checkpoint.
-        trained: adapters and modules to save, by the names that they have in the model.
-        scale: the factor of the adapters' output.
-        dtype: the dtype of the result; buffers of other kinds keep theirs.
+        trained: adapters and saved modules, by their names in the model.
+        scale: factor of the adapters' output.
+        dtype: dtype of floating-point results; other buffers keep theirs.
     """
     adapted = adapter_pieces(trained, source.family)
     saved = {
@@ -292,7 +292,7 @@ def merged_tensors(
 def _merged_run(
     reader: SafetensorsReader, model: ModelConfig, source: Checkpoint, config: PretrainedConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by their Hugging Face names, with a run's adapters merged into the base that it had."""
+    """Yields tensors under their Hugging Face names, with a run's adapters merged into its base."""
     assert model.lora is not None
     trained, dtype = _trained(reader), dtypes_of(model).compute
     if model.lora.base == "nf4":
@@ -303,8 +303,8 @@ def _merged_run(
 def _model_tensors(
     reader: SafetensorsReader, model: ModelConfig, source: Checkpoint, config: PretrainedConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by their Hugging Face names: trained weights in the compute dtype, buffers in their own dtype, and from
-    the source what was not trained, also what belongs to no part, such as layers that predict further tokens."""
+    """Yields tensors under their Hugging Face names: trained weights in the compute dtype, buffers in their own, and
+    untrained tensors from the source, including those outside the model's parts, such as MTP layers."""
     dtype = dtypes_of(model).compute
     foreign = {*source.unused(empty_parts(config, dtype, model))}
     seen = set()

@@ -1,4 +1,4 @@
-"""What the command line says of itself: a text for each command, the keys of configs, and completion for shells."""
+"""Command-line help: a text per command, the config keys, and shell completion."""
 
 import shutil
 import textwrap
@@ -12,13 +12,13 @@ from automodel_rl.errors import InputError, closest
 
 @dataclass(frozen=True)
 class Command:
-    """A command as help shows it.
+    """Help entry of a command.
 
     Attributes:
-        usage: what follows its name.
-        brief: what it does, in a line.
+        usage: the text after its name.
+        brief: one line on what it does.
         more: the rest of its own help.
-        options: its options, without the keys of configs.
+        options: its options other than config keys.
     """
 
     usage: str
@@ -165,7 +165,6 @@ COMMANDS: dict[str, Command] = {
 
 
 def overview() -> str:
-    """The help of the command line without a command."""
     width = max(map(len, COMMANDS))
     rows = [
         textwrap.fill(f"  {name:<{width}}  {command.brief}", _width(), subsequent_indent=" " * (width + 4))
@@ -176,14 +175,10 @@ def overview() -> str:
 
 
 def help_of(name: str, words: str = "") -> str:
-    """The help of a command.
-
-    Args:
-        name: one of `COMMANDS`.
-        words: shows only keys of the config with these words in their names.
+    """Returns the help of a command, with only the config keys whose names contain all of `words`.
 
     Raises:
-        InputError: no key has these words.
+        InputError: no key matches.
     """
     command = COMMANDS[name]
     text = f"usage: automodel-rl {name} {command.usage}\n\n{_filled(command.brief)}\n"
@@ -214,7 +209,6 @@ Shell = typing.Literal["bash", "zsh", "fish"]
 
 
 def completion(shell: Shell) -> str:
-    """A script that completes commands, options, keys and their values."""
     if shell == "fish":
         return "\n".join(_fish()) + "\n"
     load = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
@@ -263,5 +257,4 @@ def _options(name: str) -> list[str]:
 
 
 def _all_keys() -> list[Key]:
-    """The keys of all algorithms, each once."""
     return [*{key.name: key for kind in ALGORITHMS.values() for key in describe_keys(kind)}.values()]

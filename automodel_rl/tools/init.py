@@ -1,4 +1,4 @@
-"""`automodel-rl init`: writes a commented config for a model and a data file, which is checked before it is written."""
+"""`automodel-rl init`: writes a commented, validated config for a model and a data file."""
 
 import itertools
 import math
@@ -25,10 +25,10 @@ from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.tools.plan.devices import find_device
 
 MOST_LOOKED_AT = 200
-"""Number of records whose lengths are measured."""
+"""Number of records measured."""
 
 LEAST_ON_CPU = 2048
-"""Fewest tokens of a microbatch on a CPU."""
+"""Smallest microbatch on a CPU, in tokens."""
 
 READS: dict[str, Records] = {
     "sft": "chats",
@@ -38,7 +38,7 @@ READS: dict[str, Records] = {
     "grpo": "prompts",
     "ppo": "prompts",
 }
-"""What a record of the data holds, by algorithm."""
+"""Record type by algorithm."""
 
 Columns = dict[str, str | list[str]]
 
@@ -63,23 +63,23 @@ COLUMNS: dict[Records, list[Columns]] = {
     "pairs": [{"chosen": "chosen", "rejected": "rejected"}, {"chosen": "preferred", "rejected": "dispreferred"}],
     "prompts": [{"prompt": name} for name in ("prompt", "question", "problem", "query", "instruction", "messages")],
 }
-"""Columns to look for, the best first."""
+"""Column names to look for, by record type, best first."""
 
 ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "final_answer")
 
 LEARNING_RATES = {"sft": 1e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-5, "grpo": 1e-6, "ppo": 1e-6}
-"""Learning rates of all weights of a model as wide as `WIDTH`."""
+"""Peak learning rates for full training of a model whose hidden size is `WIDTH`."""
 
 OF_ADAPTERS = 10
-"""Factor of the learning rate of adapters (Schulman et al., "LoRA without regret", thinkingmachines.ai/blog/lora)."""
+"""Learning-rate factor for adapters (Schulman et al., "LoRA without regret", thinkingmachines.ai/blog/lora)."""
 
 WIDTH = 2048
-"""Hidden size to which `LEARNING_RATES` belong. Narrower models take larger ones, in proportion (Yang et al.,
-arXiv:2203.03466, table 3); those of wider models are tuned to the same rates as a rule, so they are left."""
+"""Hidden size that `LEARNING_RATES` refer to. Narrower models get proportionally larger rates (Yang et al.,
+arXiv:2203.03466, table 3). Wider models keep these, which they are usually tuned to."""
 
 
 def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | None, str | None]) -> None:
-    """Writes a config.
+    """Writes a config and prints what it is based on.
 
     Args:
         algorithm: one of `READS`.
@@ -89,7 +89,7 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
         devices: number and name of the GPUs; None for those of this machine.
 
     Raises:
-        InputError: the model or the data cannot be read, or the file exists.
+        InputError: the model or data cannot be read, `out` exists, or no layout fits.
     """
     if algorithm not in READS:
         raise InputError(
@@ -135,24 +135,17 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
 
 
 def _size_of_batch(algorithm: str) -> str:
-    """The key of `batch` that says how many examples a step has."""
     return "pairs" if READS[algorithm] == "pairs" else "sequences"
 
 
 def peak_learning_rate(algorithm: str, width: int, has_adapters: bool) -> float:
-    """The learning rate to begin with, to one digit.
-
-    Args:
-        algorithm: one of `READS`.
-        width: the model's hidden size.
-        has_adapters: whether adapters are trained, not all weights.
-    """
+    """Returns the default peak learning rate for a model of hidden size `width`, rounded to one digit."""
     rate = LEARNING_RATES[algorithm] * (OF_ADAPTERS if has_adapters else 1) * max(1.0, WIDTH / width)
     return float(f"{rate:.0e}")
 
 
 def guess_columns(algorithm: str, record: dict[str, Any], where: str) -> dict[str, Any]:
-    """What `columns` must say of a record; empty if its columns have the standard names.
+    """Returns the `columns` setting for data with such records; empty if the columns have standard names.
 
     Raises:
         InputError: no column looks like what the algorithm needs.
@@ -186,11 +179,11 @@ def _are_messages(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Lengths:
-    """What the lengths of the data ask for.
+    """Lengths found in the data.
 
     Attributes:
         needed: tokens that a microbatch must hold.
-        said: the longest record, as a text.
+        said: text on the longest record.
         notes: lines about records that are too long.
     """
 
@@ -200,7 +193,6 @@ class Lengths:
 
 
 def _add_lengths(algorithm: str, values: dict[str, Any], model: OpenedModel) -> Lengths:
-    """Adds what depends on the lengths of the data to a config."""
     records = _lengths_of_records(algorithm, values, model)
     longest, limit = max(itertools.chain.from_iterable(records)), model.description.context or 32_768
     if READS[algorithm] != "prompts":
@@ -221,12 +213,11 @@ def _add_lengths(algorithm: str, values: dict[str, Any], model: OpenedModel) -> 
 
 
 def _of_records(count: int, seen: int, remedy: str) -> tuple[str, ...]:
-    """A line about some of the records that were looked at, if there are any."""
     return (f"{count} of the {seen} records looked at {remedy}",) if count else ()
 
 
 def _lengths_of_records(algorithm: str, values: dict[str, Any], model: OpenedModel) -> list[list[int]]:
-    """The tokens of each sequence of the first records; those of prompts where completions are written."""
+    """Returns the token counts of each sequence of the first records; for prompt records, of the prompt."""
     trial = {**values, "length": {"steps": 1}}
     if READS[algorithm] == "prompts":
         trial["rollout"] = {**values["rollout"], "max_prompt_tokens": 1, "max_new_tokens": 1}
@@ -246,14 +237,14 @@ def _lengths_of_records(algorithm: str, values: dict[str, Any], model: OpenedMod
 
 
 def _rounded(length: int, most: int) -> int:
-    """The length with room for longer records, as a power of two."""
+    """The next power of two with room for 20% longer records, at most `most`."""
     return min(most, 2 ** math.ceil(math.log2(max(16, 1.2 * length))))
 
 
 def _add_layout(
     values: dict[str, Any], model: OpenedModel, devices: tuple[int | None, str | None], needed: int
 ) -> list[str]:
-    """Adds a layout that fits to a config; lines that say why."""
+    """Adds a layout that fits to a config. Returns lines that explain it."""
     count, name = devices
     if count is None and name is None and not torch.cuda.is_available():
         values["model"]["dtype"] = "float32"
@@ -279,7 +270,7 @@ def _add_layout(
             continue
         if fit.num_tokens >= max(fit.needed, needed, 4096):
             values["parallel"] = parallel
-            if encoders:  # beside whose images or clips the largest microbatch is not known
+            if encoders:  # memory of media is not estimated, so the largest microbatch is unknown
                 values["batch"]["microbatch_tokens"] = max(fit.needed, needed, 4096)
             layout = ", ".join(f"{axis} {number}" for axis, number in parallel.items())
             return [f"{count} x {device}: {layout or 'one rank'}, {fit.planned / GIB:.0f} of {memory / GIB:.0f} GiB"]
@@ -299,7 +290,6 @@ def _add_layout(
 
 
 def _layouts(count: int, num_layers: int) -> list[dict[str, int]]:
-    """Layouts to try, the simplest first."""
     stages = [pp for pp in (1, 2, 4, 8) if count % pp == 0 and pp <= num_layers]
     axes = [{"pp": pp, "dp_shard": count // pp} for pp in stages]
     return [{axis: number for axis, number in sizes.items() if number > 1} for sizes in axes]
@@ -321,7 +311,6 @@ COMMENTS = {
 
 
 def _text(values: dict[str, Any], notes: list[str]) -> str:
-    """The config as YAML, with a comment for each section."""
     hint = f"automodel-rl {values['algorithm']} --help WORD explains the keys with that word"
     lines = [*(f"# {note}" for note in (*notes, hint)), ""]
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""`automodel-rl verify-checkpoint`: checks that a checkpoint, or an exported folder, is whole."""
+"""`automodel-rl verify-checkpoint`: checks that a checkpoint or exported folder is complete and intact."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ from automodel_rl.manifest import check_exported
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Reads every file of a checkpoint, or of a Hugging Face folder with a manifest, and prints what it holds.
+    """Reads every file of a checkpoint, or of a Hugging Face folder with a manifest, and prints a summary.
 
     Raises:
-        InputError: the folder is not whole, or nothing says what it held.
+        InputError: a file is missing or altered, or there is no record of the contents.
     """
     if is_exported(folder):
         files = check_exported(folder, whole=True)

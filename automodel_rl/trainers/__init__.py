@@ -1,1 +1,1 @@
-"""Trainers of whole runs: SFT, DPO and GRPO."""
+"""Training programs of the algorithms, and the code they share."""

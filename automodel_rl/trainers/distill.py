@@ -1,4 +1,4 @@
-"""Distillation: from chats and teachers to a Hugging Face checkpoint of a student."""
+"""Distillation: trains a student on chats and its teachers' distributions."""
 
 import functools
 from pathlib import Path
@@ -18,7 +18,8 @@ from automodel_rl.trainers.teachers import Teachers
 
 
 def distill(policy: Policy, run: Run) -> Path:
-    """Teaches a student its teachers' distributions, by a `DistillConfig`. Returns the folder of its checkpoint."""
+    """Trains a student to match its teachers' distributions, with a `DistillConfig`. Returns the folder of its
+    checkpoint."""
     config: DistillConfig = run.config
     teachers = Teachers(config.teachers, run.further, run.tokenizer)
     run.at_end(teachers.close)

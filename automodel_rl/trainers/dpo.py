@@ -1,4 +1,4 @@
-"""Preference training (DPO): from pairs of completions to a Hugging Face checkpoint."""
+"""Preference training on pairs of completions (DPO)."""
 
 import functools
 from pathlib import Path
@@ -19,12 +19,12 @@ from automodel_rl.trainers.supervised import Objective, train_on_examples
 
 
 def dpo(policy: Policy, run: Run) -> Path:
-    """Trains on preferences, by a `DPOConfig`. Returns the folder of the trained checkpoint."""
+    """Trains on preferences, with a `DPOConfig`. Returns the folder of the trained checkpoint."""
     config: DPOConfig = run.config
     loss = choose_loss(config, functools.partial(dpo_loss, config=config.loss))
     data = ExampleData(run)
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
-    # The reference is made of the model's first weights, before a checkpoint replaces them.
+    # The reference uses the model's initial weights, before a checkpoint replaces them.
     reference = Reference(policy, config, data)
     held_out = data.held_out()
     reference.score(held_out)
@@ -38,13 +38,11 @@ def dpo(policy: Policy, run: Run) -> Path:
 
 
 class Reference:
-    """The log-probabilities of the weights with which the run began, if the loss needs them: computed for each step
-    with these weights, or once for all pairs.
+    """Log-probabilities under the run's initial weights, if the loss needs them: computed in each step, or once for
+    all pairs.
 
     Args:
         policy: the model, before its first step.
-        config: the run's config.
-        data: the run's pairs.
     """
 
     def __init__(self, policy: Policy, config: DPOConfig, data: ExampleData):
@@ -57,7 +55,7 @@ class Reference:
             policy.keep_weights(REFERENCE)
 
     def add_to(self, loaded: LoadedStep) -> None:
-        """Gives the rows of a step `ref_logprobs`, if they are needed."""
+        """Adds `ref_logprobs` to a step's rows, if the loss needs them."""
         if self.precomputed:
             loaded.batch["ref_logprobs"] = [self.precomputed[key] for key in _keys(loaded.draws)]
         elif self.is_needed:
@@ -65,11 +63,11 @@ class Reference:
                 self.score(loaded.batch)
 
     def score(self, batch: Batch) -> None:
-        """Gives rows the log-probabilities of the model's weights now as `ref_logprobs`, if they are needed."""
+        """Adds `ref_logprobs` under the model's current weights, if the loss needs them."""
         if self.is_needed and len(batch):
             batch["ref_logprobs"] = self.policy.logprobs(batch)
 
 
 def _keys(draws: tuple[Draw, ...]) -> list[tuple[Draw, int]]:
-    """Each row by the record of its pair, and 0 for its chosen or 1 for its rejected sequence."""
+    """Keys of rows: the draw of the pair, and 0 for the chosen or 1 for the rejected sequence."""
     return [(draw, place) for draw in draws for place in (0, 1)]

@@ -1,4 +1,4 @@
-"""Data that exists before a run starts, such as chats and preference pairs."""
+"""Data that exist before a run starts, such as chats and preference pairs."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,18 +19,14 @@ from automodel_rl.trainers.samples import Sample, greedy_samples
 from automodel_rl.trainers.step import Step
 
 MOST_WORKERS = 8
-"""Most processes that tokenise ahead unless a config says more."""
+"""Default limit on tokenizing worker processes."""
 
 
 class ExampleData:
     """A run's examples.
 
-    Args:
-        run: the run.
-
     Attributes:
-        train: loads the run's steps. A run can resume between any two of them.
-        total_steps: number of steps of the run.
+        train: loader of the run's steps. A run can resume between any two of them.
 
     Raises:
         InputError: the run is shorter than one example.
@@ -49,19 +45,18 @@ class ExampleData:
 
     @property
     def per_step(self) -> int:
-        """Number of examples of a step."""
         return self.train.sampler.batch_size
 
     @property
     def num_records(self) -> int:
-        """Number of records of the training data."""
         return sum(self.train.sampler.sizes)
 
     def steps(self) -> Iterator[LoadedStep]:
-        """The steps that are left. The first one is loaded now, so that its errors come before anything is written.
+        """Returns the remaining steps. Loads the first one now, so that its errors are raised before anything is
+        written.
 
         Raises:
-            InputError: a record of the first step is refused, or nothing of any record can be trained.
+            InputError: a record of the first step is refused, or no record has anything to train on.
         """
         if self.run.is_over:
             return iter(())
@@ -72,16 +67,12 @@ class ExampleData:
         return itertools.chain([first], stream)
 
     def note(self, step: Step, loaded: LoadedStep) -> None:
-        """Records how many examples were cut or left out, and warns of the first.
-
-        Args:
-            step: the step, which gets the metrics; if it validates, also those of the validation data.
-            loaded: what was loaded for it.
-        """
+        """Adds the counts of cut, dropped and refused examples to the step's metrics, and warns of the first.
+        Includes those of the validation data in steps that validate."""
         step.metrics |= self.left_out.note_step(loaded) | (self.left_out.held_out if self.run.validates else {})
 
     def held_out(self) -> Batch:
-        """Every record of the validation data once: a batch with a part for each step in which they are loaded."""
+        """Returns every validation record once, as a batch with one part per loaded step."""
         loaded = [*self.every_record(self.config.data.validation)]
         self.left_out.note_held_out(loaded)
         loaded = [step for step in loaded if len(step.batch)]
@@ -92,22 +83,22 @@ class ExampleData:
         return Batch(sequences, together=self.kind.together, parts=parts)
 
     def every_record(self, sources: Sequence[SourceConfig]) -> Iterator[LoadedStep]:
-        """Steps with every record of some sources once, whatever the sources' weights."""
+        """Loads every record of some sources once, ignoring the sources' weights."""
         unweighted = [source.model_copy(update={"weight": None}) for source in sources]
         return iter(self._loader(unweighted, seed=None, epochs=1) if sources else ())
 
     def examples(self) -> list[ShownExample]:
-        """The first records of the training data."""
         context = self.run.handle.description.context
         return examples_of(self.config, self.config.observe.samples, self.run.chat, context)
 
     def samples(self) -> list[Sample]:
-        """Greedy completions for the first prompts of the validation data, else of the training data."""
+        """Generates greedy completions for the first prompts of the validation data, or of the training data if
+        there is none."""
         config, run = self.config, self.run
         dataset = self._dataset(config.data.validation or config.data.train)
         first = range(min(config.observe.samples, dataset.sources.sizes[0]))
         prompts = [prompt for prompt in (dataset.prompt((0, number)) for number in first) if prompt is not None]
-        # A prompt is empty if the chat starts with the assistant, and may be longer than any trained microbatch.
+        # A prompt is empty if the chat starts with the assistant; it may exceed the size of a microbatch.
         fitting = [(prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.capacity]
         handle, variables = run.handle, config.data.chat_template_kwargs
         ends = completion_ends(handle.source, handle.whole_config, run.tokenizer, variables)
@@ -127,7 +118,6 @@ class ExampleData:
 
     @property
     def _num_workers(self) -> int:
-        """Processes that tokenise: as many as the config says, else one for each data rank, which each bring as many
-        tokens to a step."""
+        """Tokenizing processes: as configured, else one per data rank, as each rank adds as many tokens to a step."""
         given, ranks = self.config.data.num_workers, self.config.parallel.num_data_ranks
         return given if given is not None else min(ranks, MOST_WORKERS) if ranks > 1 else 0

@@ -1,4 +1,4 @@
-"""Checkpoints of models that are trained beside the policy, such as critics."""
+"""Checkpoints of models trained beside the policy, such as critics."""
 
 import contextlib
 import shutil
@@ -10,14 +10,13 @@ from automodel_rl.policy.policy import Policy
 
 
 class FurtherCheckpoints:
-    """Checkpoints of further trained models, each in a folder beside those of the policy: checkpoints/NAME/step_N
-    belongs to checkpoints/step_N. They are written first, so that a policy's checkpoint has all of them.
+    """Checkpoints of further trained models: checkpoints/NAME/step_N belongs to checkpoints/step_N, the policy's.
+    They are written first, so that a policy's checkpoint always has them.
 
     Args:
-        policy: the policy.
         models: the models by name.
         folder: the folder with the policy's checkpoints.
-        texts: texts of the files that go into every checkpoint, by name.
+        texts: text files in every checkpoint, by name.
     """
 
     def __init__(self, policy: Policy, models: Mapping[str, Policy], folder: Path, texts: dict[str, str]):
@@ -26,11 +25,7 @@ class FurtherCheckpoints:
             model.crew.ask(model.name, "open_saver", texts, False)
 
     def problem_of(self, of_policy: Path) -> str:
-        """Why a checkpoint of the policy lacks one of a further model that is whole; empty if it has all.
-
-        Args:
-            of_policy: the folder of the policy's checkpoint.
-        """
+        """Returns why a policy's checkpoint lacks a valid one of a further model; empty if it has all."""
         for name, model in self.models.items():
             folder = _beside(of_policy, name)
             newest, problems = model.crew.ask(model.name, "newest_checkpoint", [folder])
@@ -40,20 +35,12 @@ class FurtherCheckpoints:
 
     @contextlib.contextmanager
     def _ready(self, model: Policy) -> Iterator[None]:
-        """Has a model on the device in this block. One that waits on the host has it in turns with the policy."""
+        """Moves a model to the device in the block. A model kept on the host takes turns with the policy."""
         with self.policy.off_device() if model.is_on_host else contextlib.nullcontext(), model.on_device():
             yield
 
     def save(self, of_policy: Path, step: int) -> str | None:
-        """Writes the checkpoints that will belong to one of the policy.
-
-        Args:
-            of_policy: the folder of the policy's checkpoint.
-            step: number of steps that are done.
-
-        Returns:
-            Why one could not be written; None if all were.
-        """
+        """Writes the checkpoints that belong to the policy's folder `of_policy`. Returns an error, or None."""
         for name, model in self.models.items():
             folder = _beside(of_policy, name)
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -64,10 +51,7 @@ class FurtherCheckpoints:
         return None
 
     def load(self, of_policy: Path) -> None:
-        """Goes back to the checkpoints that belong to one of the policy.
-
-        Args:
-            of_policy: the folder of the policy's checkpoint.
+        """Loads the checkpoints that belong to the policy's folder `of_policy`.
 
         Raises:
             InputError: one is missing or damaged.
@@ -81,11 +65,7 @@ class FurtherCheckpoints:
                 model.crew.ask(model.name, "load_checkpoint", folder)
 
     def remove_others(self, kept: Collection[str]) -> None:
-        """Removes all but some checkpoints.
-
-        Args:
-            kept: the names of the folders of the policy's checkpoints that are kept.
-        """
+        """Removes all checkpoints whose folder names are not in `kept`."""
         for name in self.models:
             for folder in (self.folder / name).glob("step_*"):
                 if folder.name not in kept:

@@ -22,18 +22,11 @@ from automodel_rl.trainers.teachers import Teachers
 
 
 def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
-    """Trains a policy on rewards, or on what teachers say of its completions. The config is a `GRPOConfig`.
-
-    Args:
-        policy: the model in training.
-        fleet: its generators.
-        run: the frame around the steps, with the teachers.
-
-    Returns:
-        The folder of the trained checkpoint.
+    """Trains a policy on rewards or on teachers' judgements, with a `GRPOConfig`. Returns the folder of the trained
+    checkpoint.
 
     Raises:
-        RolloutError: generators failed, or completions' rewards never differed; a checkpoint is saved.
+        RolloutError: generators failed, or rewards never differed; a checkpoint is saved.
     """
     config: GRPOConfig = run.config
     loss, readout = choose_loss(config, policy_loss(config)), Readout(config.rollout.temperature, entropy=True)
@@ -48,7 +41,7 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
         loss = functools.partial(with_divergence, loss=loss, config=divergence, coefficient=coefficient)
         readout = dataclasses.replace(readout, ids=IDS)
     online = OnlineRun(policy, fleet, run)
-    teachers.begin()  # what waits on the host has left the device when generators take their memory
+    teachers.begin()  # before generators take their memory: teachers kept on the host free the device
     online.begin()
     online.resume()
     for step in online.steps():
@@ -78,15 +71,15 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
 
 
 def add_teachers(batch: Batch, judged: list[Tensor], config: GRPOConfig) -> float:
-    """Adds to the advantages of rows what teachers say of their tokens.
+    """Adds teachers' judgements to the advantages of rows.
 
     Args:
-        batch: the rows, with `advantages` and `old_logprobs`.
-        judged: the log-probability of each token of each row under its teacher, [n].
-        config: the run's config.
+        batch: rows with `advantages` and `old_logprobs`.
+        judged: log-probability of each row's tokens under its teacher, [n].
 
     Returns:
-        The mean over counted tokens of old minus teacher's log-probability, an estimate of the reverse divergence.
+        The mean over trained tokens of old minus teacher's log-probability, an estimate of the reverse KL
+            divergence.
     """
     own, settings = batch["old_logprobs"], config.distillation
     rows = [*zip(batch.sequences, own, judged, strict=True)]

@@ -1,4 +1,4 @@
-"""Preference training on single completions (KTO): from completions that are called good or bad to a checkpoint."""
+"""Preference training on single completions labelled good or bad (KTO)."""
 
 import functools
 from pathlib import Path
@@ -19,11 +19,11 @@ from automodel_rl.trainers.supervised import Objective, train_on_examples
 
 
 def kto(policy: Policy, run: Run) -> Path:
-    """Trains on completions called good or bad, by a `KTOConfig`. Returns the folder of the trained checkpoint."""
+    """Trains on completions labelled good or bad, with a `KTOConfig`. Returns the folder of the trained checkpoint."""
     config: KTOConfig = run.config
     data, context = ExampleData(run), run.handle.description.context
     policy.begin(config.optimizer, data.total_steps, run.directory.not_finite)
-    policy.keep_weights(REFERENCE)  # the model's first weights, before a checkpoint replaces them
+    policy.keep_weights(REFERENCE)  # the model's initial weights, before a checkpoint replaces them
     held_out = data.held_out()
 
     def prepare(step: Step, loaded: LoadedStep) -> LossFn:
@@ -40,18 +40,15 @@ def kto(policy: Policy, run: Run) -> Path:
 
 
 def own_loss(config: KTOConfig, point: float) -> LossFn:
-    """The loss of a batch with this reference point, unless the config names another."""
+    """Returns the loss with this reference point, unless the config names another loss."""
     return choose_loss(config, functools.partial(kto_loss, config=config.loss, reference_point=point))
 
 
 def add_reference(policy: Policy, batch: Batch, config: KTOConfig, context: int | None) -> float:
-    """Gives rows the log-probabilities under the reference, and returns the reference point of the global batch.
+    """Adds `ref_logprobs` to rows, and returns the reference point of the global batch.
 
     Args:
-        policy: the model in training.
-        batch: the rows of a global batch.
-        config: the run's config.
-        context: most tokens that the model reads; None if there is no limit.
+        context: maximum tokens that the model reads; None if unlimited.
     """
     others = Batch([])
     if config.loss.reference_point == "batch":
@@ -63,12 +60,12 @@ def add_reference(policy: Policy, batch: Batch, config: KTOConfig, context: int 
 
 
 def _longest(batch: Batch, config: KTOConfig, context: int | None) -> int:
-    """Most tokens of a prompt with another one's completion. Without data.max_tokens it is that of the batch's longest
-    row, so that the reference point is the same whatever a microbatch holds."""
+    """Maximum tokens of a prompt with another prompt's completion. Without data.max_tokens, the batch's longest row
+    decides, so that the reference point does not depend on the microbatch size."""
     wanted = config.data.max_tokens or max(batch.lengths, default=1)
     return min(limit for limit in (wanted, config.batch.capacity, context) if limit is not None)
 
 
 def _sums(policy: Policy, batch: Batch) -> Tensor:
-    """The log-probability of each row's trained tokens together, float64 [N]."""
+    """Summed log-probability of each row's trained tokens, float64 [N]."""
     return batch.sums(policy.logprobs(batch) if len(batch) else [])

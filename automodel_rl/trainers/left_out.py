@@ -1,4 +1,4 @@
-"""Examples that are cut or left out: their numbers among the metrics, and the first of them on the console."""
+"""Counts of examples that are cut or dropped, as metrics, and a warning about the first."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,13 +6,10 @@ from automodel_rl.data.loader import LoadedStep
 
 
 class LeftOut:
-    """Counts examples that are too long or refused, and tells of the first of each.
-
-    Args:
-        say: writes a line to the console.
+    """Counts examples that are too long or refused, and warns of the first of each kind.
 
     Attributes:
-        held_out: the numbers of the validation data, as metrics.
+        held_out: the validation data's counts, as metrics.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -21,21 +18,12 @@ class LeftOut:
         self._told: set[str] = set()
 
     def note_step(self, loaded: LoadedStep) -> dict[str, int]:
-        """The numbers of a step, as metrics.
-
-        Args:
-            loaded: what was loaded for the step.
-        """
         counts = _counts([loaded])
         self._tell([loaded], counts, "in this step", "metrics.jsonl counts them in every step")
         return {f"data/{name}": count for name, count in counts.items()}
 
     def note_held_out(self, steps: Sequence[LoadedStep]) -> None:
-        """Keeps the numbers of the validation data.
-
-        Args:
-            steps: all of it, as it was loaded.
-        """
+        """Stores the counts of the validation data. `steps` are all of its loaded steps."""
         counts = _counts(steps)
         self._tell(steps, counts, "of the validation data", "val/ measures the others")
         self.held_out = {f"val/{name}": count for name, count in counts.items()}

@@ -1,4 +1,4 @@
-"""What programs of reinforcement learning have in common: generators, prompts, rollouts and validation around steps."""
+"""Code shared by reinforcement learning programs: generators, prompts, rollouts and validation."""
 
 import functools
 import operator
@@ -28,23 +28,20 @@ from automodel_rl.trainers.validation import Validation
 
 
 class OnlineRun:
-    """A run that learns from its own completions. Its program trains in each step; this class does the rest.
+    """A run that learns from its own completions. The program trains in each step; this class does the rest.
 
-    The order of calls: a program makes it, calls `begin`, makes what needs the first weights of further models, and
-    then calls `resume`. In each step it calls `collect`, trains, and calls `end`; at the end `finish`.
+    Call order: construct it, call `begin`, set up whatever needs the initial weights of further models, and call
+    `resume`. In each step, call `collect`, train, and call `end`. Finally, call `finish`.
 
     Args:
-        policy: the model in training.
-        fleet: its generators.
-        run: the frame around the steps. Its config is an `OnlineConfig`.
-        idle_steps: number of steps in which the policy is not trained.
+        run: its config is an `OnlineConfig`.
+        idle_steps: initial steps in which the policy is not trained.
 
     Attributes:
-        total_steps: number of steps of the run.
-        num_optimizer_steps: number of optimizer steps of the run, idle ones included.
+        num_optimizer_steps: optimizer steps of the run, including idle ones.
 
     Raises:
-        InputError: rewards, prompts or their number do not fit.
+        InputError: rewards or prompts are invalid, or the run is too short.
     """
 
     def __init__(self, policy: Policy, fleet: Fleet, run: Run, idle_steps: int = 0):
@@ -66,15 +63,15 @@ class OnlineRun:
         self._probe: WeightProbe
 
     def begin(self) -> None:
-        """Makes the optimizer, keeps the reference's weights, and starts the generators."""
+        """Creates the optimizer, keeps the reference weights, and starts the generators."""
         config, policy = self.config, self.policy
         policy.begin(config.optimizer, max(self.num_optimizer_steps - self._idle, 1), self.run.directory.not_finite)
-        if config.needs_reference:  # the model's first weights, before a checkpoint replaces them
+        if config.needs_reference:  # the model's initial weights, before a checkpoint replaces them
             policy.keep_weights(REFERENCE, lends_memory=config.shares_memory)
         self.fleet.start(self.rollouts.config.generator_spec)
 
     def resume(self) -> None:
-        """Goes back to a checkpoint if that was asked for, and gives the generators their weights."""
+        """Loads the requested checkpoint, if any, and syncs the generators' weights."""
         config, run = self.config, self.run
         self._probe = WeightProbe(config, self.policy, self.fleet, run.handle, run.tokenizer, run.say)
         queue = RolloutQueue(self.prompts, self.rollouts)
@@ -94,16 +91,13 @@ class OnlineRun:
             self.validation.go_on()
 
     def steps(self) -> Iterator[Step]:
-        """The steps that are left, as `Run.steps`."""
         rollout, num_prompts = self.config.rollout, sum(self.prompts.sampler.sizes)
         summary = f"{rollout.prompts} prompts x {rollout.group_size} completions a step, of {num_prompts:,} prompts"
         return self.run.steps(summary, self.validation.baseline)
 
     def collect(self, step: Step) -> tuple[list[Group], Batch]:
-        """The groups to learn from in a step, and their rollouts as rows with the log-probabilities that losses need.
-
-        Args:
-            step: the step.
+        """Returns the groups to learn from in a step, and their rollouts as rows with the log-probabilities that
+        losses need.
 
         Raises:
             RolloutError, InputError: as `StepRollouts.collect`.
@@ -114,30 +108,23 @@ class OnlineRun:
         return groups, batch
 
     def write_details(self, step: Step, groups: Sequence[Group], batch: Batch, advantages: Tensor) -> None:
-        """Writes what is known of the step's rollouts, for the report.
-
-        Args:
-            step: the step.
-            groups: the groups whose rollouts are the rows.
-            batch: the rows.
-            advantages: the advantage of each row, or the mean of its tokens', [N].
-        """
+        """Writes details of the step's rollouts for the report. `advantages` has one value per row, [N]: its
+        advantage, or the mean over its tokens."""
         with step.time("details"):
             self._collected.write(details_of(groups, advantages, self._looked_at(batch), self.run.tokenizer))
 
     def end(self, step: Step, outputs: list[TrainOutput], epochs: Sequence[Batch]) -> None:
-        """Gives generators the new weights, and records, warns and validates.
+        """Syncs the generators' weights, records metrics, warns and validates.
 
         Args:
-            step: the step.
-            outputs: the output of every optimizer step of the policy.
-            epochs: the batch of every pass over the rollouts.
+            outputs: one per optimizer step of the policy.
+            epochs: one batch per pass over the rollouts.
         """
         size = functools.reduce(operator.add, map(self.policy.size, epochs))
         try:
             with step.time("sync"):
                 self.fleet.sync()
-        except RolloutError:  # nobody can get the new weights, and the step was trained
+        except RolloutError:  # no generator can get the new weights, but the step was trained
             step.record(outputs, size)
             self.run.end_with(step)
             raise
@@ -147,25 +134,20 @@ class OnlineRun:
         self.validation.measure_in(step)
 
     def places(self, step: Step, count: int, idle_steps: int = 0) -> list[float]:
-        """The places of a step's optimizer steps among those of the whole run, which the learning rate follows. A step
-        with fewer groups than planned makes fewer, and they cover its whole part of the run.
-
-        Args:
-            step: the step.
-            count: number of its optimizer steps.
-            idle_steps: number of steps before the first that trains.
-        """
+        """Returns the positions of a step's `count` optimizer steps in the run's learning-rate schedule. If the step
+        has fewer optimizer steps than planned, they are spread over its whole range. `idle_steps` precede the first
+        trained step."""
         planned = self.config.batch.steps_of_all_epochs
         return [(step.number - 1 - idle_steps) * planned + number * planned / count for number in range(count)]
 
     def finish(self) -> Path:
-        """Ends generators and the run. Returns the folder of the trained checkpoint."""
+        """Closes the generators and the run. Returns the folder of the trained checkpoint."""
         self.fleet.close()
         return self.run.finish()
 
     def _add_logprobs(self, batch: Batch) -> None:
-        """Gives rows the log-probabilities that the loss and the metrics need: under the policy before this step, and
-        under the reference.
+        """Adds the log-probabilities that the loss and the metrics need: under the policy before this step, and the
+        reference.
 
         The reference comes first: after a rollout, the policy's weights may still be on the host.
         """
@@ -186,8 +168,8 @@ class OnlineRun:
             batch["live_logprobs"] = policy.logprobs(batch, temperature)
 
     def _looked_at(self, batch: Batch) -> dict[int, Tensor]:
-        """Log-probabilities of a few rows for the report, by the rows' numbers; if they are not there yet, only in
-        steps that are looked at most."""
+        """Returns log-probabilities of a few rows for the report, by row. If they are not known yet, computes them
+        only in the steps most likely to be viewed."""
         policy, run = self.policy, self.run
         rows = policy.first_rows(batch)
         if "old_logprobs" in batch:
@@ -200,7 +182,6 @@ class OnlineRun:
 
 
 def policy_loss(config: OnlineConfig) -> LossFn:
-    """The loss of a config that names no other."""
     longest = config.loss.max_completion_tokens or config.rollout.sampled_tokens
     decided = {"max_completion_tokens": longest, "on_policy": config.is_on_policy}
     return functools.partial(grpo_loss, config=config.loss.model_copy(update=decided))

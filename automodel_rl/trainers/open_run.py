@@ -1,4 +1,4 @@
-"""Opens what every run starts with: run directory, tokenizer, model and loss."""
+"""Opens what every run needs: run directory, tokenizer, model and loss."""
 
 import inspect
 import os
@@ -26,13 +26,11 @@ from automodel_rl.rollout.seeds import mixed_seed
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """What every run starts with, on each rank.
+    """The opened parts of a run, on each rank.
 
     Attributes:
-        config: the config, with every `auto` of a step's memory decided.
-        directory: the run's files, which are only checked.
-        chat: the tokenizer.
-        handle: the model.
+        config: the config, with every `auto` of the step's memory resolved.
+        directory: the run's files, only checked so far.
         further: the models beside it, by name.
     """
 
@@ -44,10 +42,10 @@ class OpenedRun:
 
 
 def open_run(config: RunConfig, resume: str) -> OpenedRun:
-    """Opens what every run starts with. A collective of all ranks.
+    """Opens what every run needs. A collective of all ranks.
 
     Raises:
-        InputError: the config or the checkpoint is wrong. Most errors are found before weights are loaded.
+        InputError: the config or the checkpoint is invalid. Most errors are found before weights are loaded.
     """
     directory = RunDirectory(config, config.output, resume)
     set_hang_limit(config.failures.hang_minutes)
@@ -73,7 +71,7 @@ def open_run(config: RunConfig, resume: str) -> OpenedRun:
 
 
 def _opened_further(asked: FurtherModel, config: RunConfig, chat: ChatTokenizer) -> tuple[FurtherModel, OpenedModel]:
-    """A model beside the trained one, before its weights are loaded. Raises InputError if it does not fit."""
+    """Opens a further model without loading its weights. Raises InputError if it does not fit the run."""
     try:
         opened = OpenedModel.open(asked.model)
         opened.check_layout(config.parallel, config.memory, config.components)
@@ -89,13 +87,12 @@ def _load_further(asked: FurtherModel, opened: OpenedModel, config: RunConfig) -
 
 
 def _say_phase(text: str) -> None:
-    """Prints what a run does before its first step, from the first rank."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(text, flush=True)
 
 
 def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
-    """The loss that the config names, else the algorithm's own."""
+    """Returns the loss that the config names, or else the algorithm's own."""
     if config.loss_function is None:
         return default
     function = import_function("loss_function", config.loss_function)

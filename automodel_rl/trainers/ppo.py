@@ -28,15 +28,8 @@ SCORES = Readout(scores=True)
 
 
 def ppo(policy: Policy, fleet: Fleet, run: Run) -> Path:
-    """Trains a policy on rewards, and a critic on what they add up to. The config is a `PPOConfig`.
-
-    Args:
-        policy: the model in training.
-        fleet: its generators.
-        run: the frame around the steps, with the critic.
-
-    Returns:
-        The folder of the trained checkpoint.
+    """Trains a policy on rewards, and a critic on returns, with a `PPOConfig`. Returns the folder of the trained
+    checkpoint.
 
     Raises:
         RolloutError: generators failed; a checkpoint is saved.
@@ -79,23 +72,16 @@ def ppo(policy: Policy, fleet: Fleet, run: Run) -> Path:
 
 
 def values_of(critic: Policy, batch: Batch) -> list[Tensor]:
-    """The value of the state in which each token of each row was chosen, float64 [n]; 0 for the first token.
-
-    Args:
-        critic: the model with a linear head.
-        batch: the rows.
-    """
+    """Values of the states in which each row's tokens were chosen, float64 [n]; 0 for the first token."""
     return [to_token(scores)[:, 0].double() for scores in critic.scores(batch)]
 
 
 def token_rewards(groups: Sequence[Group], batch: Batch, config: PPOConfig) -> list[Tensor]:
-    """The reward of each token of each row, float64 [n]: that of the completion at the last token that the model wrote,
-    and the divergence from the reference at every one, if the config says so.
+    """Rewards of each row's tokens, float64 [n]: the completion's reward at the last token that the model wrote, and
+    the KL penalty against the reference at every one, if configured.
 
     Args:
-        groups: the groups whose rollouts are the rows.
-        batch: the rows, with `old_logprobs` and `ref_logprobs` if the reward has a KL term.
-        config: the run's config.
+        batch: the groups' rows, with `old_logprobs` and `ref_logprobs` if the reward has a KL term.
     """
     of_episodes = torch.cat([group.rewards for group in groups])
     found = []
@@ -113,13 +99,11 @@ def token_rewards(groups: Sequence[Group], batch: Batch, config: PPOConfig) -> l
 
 
 def add_advantages(batch: Batch, values: Sequence[Tensor], rewards: Sequence[Tensor], config: PPOConfig) -> None:
-    """Gives rows `advantages`, and for the critic `returns` and `old_values`.
+    """Adds `advantages` to rows, and `returns` and `old_values` for the critic.
 
     Args:
-        batch: the rows.
-        values: the value of the state in which each token was chosen, [n] for each row.
-        rewards: the reward of each token, [n] for each row.
-        config: the run's config.
+        values: values of the states in which tokens were chosen, [n] per row.
+        rewards: token rewards, [n] per row.
     """
     masks = [counted(row) for row in batch.sequences]
     of_rows = [gae(*row, config.gae) for row in zip(rewards, values, masks, strict=True)]
@@ -129,13 +113,13 @@ def add_advantages(batch: Batch, values: Sequence[Tensor], rewards: Sequence[Ten
 
 
 def record_critic(step: Step, outputs: Sequence[TrainOutput]) -> None:
-    """Adds the metrics of a critic's optimizer steps, as means, to those of a step."""
+    """Adds the means of a critic's metrics over optimizer steps to those of a step."""
     of_steps = [
         {"critic/loss": one.loss, "critic/grad_norm": one.grad_norm, "critic/lr": one.lr, **one.metrics}
         for one in outputs
     ]
     means = {}
-    for name in dict.fromkeys(name for one in of_steps for name in one):  # a step without a counted token has fewer
+    for name in dict.fromkeys(name for one in of_steps for name in one):  # a step without trained tokens has fewer
         values = [one[name] for one in of_steps if name in one]
         means[name] = sum(values) / len(values)
     if all(name in means for name in MOMENTS):

@@ -1,4 +1,4 @@
-"""Teachers behind servers: vLLM's, and those that speak Tinker's API."""
+"""Teachers behind servers: vLLM's, and those with Tinker's API."""
 
 import http.client
 import importlib
@@ -26,55 +26,52 @@ from automodel_rl.hf.tokenizer import check_same_tokens
 T = TypeVar("T")
 
 REQUESTS_AT_ONCE = 64
-"""Most rows that a server has at once. Each is a thread that waits."""
+"""Maximum number of concurrent requests to a server, each in a thread."""
 
 TRIES = 25
-"""Attempts at a row, each after twice as long a wait as the one before, at most `LONGEST_WAIT`: ten minutes in all, in
-which a server can be started again."""
+"""Attempts per row. The wait doubles up to `LONGEST_WAIT`: ten minutes in all, in which a server can be restarted."""
 
 LONGEST_WAIT = 30.0
-"""Seconds."""
 
 
 class RemoteTeacher(ABC):
-    """A model behind a server, as a teacher. Methods are those of `Policy`, at temperature 1, in fp32.
+    """A teacher model behind a server. Methods are those of `Policy`, at temperature 1, in fp32.
 
     Args:
-        key: the section of the config that asks for it, for errors.
-        vocab_size: number of its token ids.
+        key: the config section that names it, for errors.
     """
 
     def __init__(self, key: str, vocab_size: int):
         self.key, self.vocab_size = key, vocab_size
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Nothing: it is always ready."""
+        """Does nothing: a server is always ready."""
         return nullcontext()
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the server."""
+        """Closes the connection to the server."""
 
     @abstractmethod
     def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
-        """The k largest log-probabilities for each token but the first, and their ids, [n - 1, k]."""
+        """Returns the k largest log-probabilities for each token but the first, and their ids, [n - 1, k]."""
 
     @abstractmethod
     def own_of(self, tokens: list[int]) -> list[float]:
-        """The log-probabilities of a row's tokens but the first."""
+        """Returns the log-probabilities of a row's tokens but the first."""
 
     @abstractmethod
     def at_of(self, tokens: list[int], ids: Tensor) -> Tensor:
-        """Log-probabilities of other tokens, [n - 1, K]; `ids` has -1 for none."""
+        """Returns log-probabilities of other tokens, [n - 1, K]; `ids` has -1 for none."""
 
     def top_logprobs(self, batch: Batch, k: int, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
-        """The likeliest tokens of rows, as `Policy.top_logprobs`. Raises InputError if the server gives no answer."""
+        """Same as `Policy.top_logprobs`. Raises InputError if the server fails."""
         _check(temperature)
         found = self._of_rows(lambda row: self.top_of(row.input_ids.tolist(), k), batch.sequences)
         return [(_after_first(values, 0.0), _after_first(ids, 0)) for values, ids in found]
 
     def logprobs(self, batch: Batch, temperature: float = 1.0, *, ids: str | None = None) -> list[Tensor]:
-        """Log-probabilities of the rows' tokens, as `Policy.logprobs`. Raises InputError if a server fails."""
+        """Same as `Policy.logprobs`. Raises InputError if the server fails."""
         _check(temperature)
         if ids is None:
             own = self._of_rows(lambda row: torch.tensor(self.own_of(row.input_ids.tolist())), batch.sequences)
@@ -83,7 +80,7 @@ class RemoteTeacher(ABC):
         return [_after_first(values, 0.0) for values in at]
 
     def _of_rows(self, ask: Callable[[Any], T], rows: Sequence[Any]) -> list[T]:
-        """What a function says of each row; many are asked at once. Raises InputError for rows with images or clips."""
+        """Calls a function on each row, concurrently. Raises InputError for rows with images or clips."""
         if any(row.media for row in rows):
             raise InputError(
                 f"{self.key}.url: rows have images or clips, which are not sent: use a teacher without url"
@@ -98,7 +95,7 @@ def _check(temperature: float) -> None:
 
 
 def _after_first(values: Tensor, filling: float) -> Tensor:
-    """Values of a row's tokens but the first, with that of the first before them."""
+    """Prepends a value for a row's first token."""
     return torch.cat([values.new_full((1, *values.shape[1:]), filling), values])
 
 
@@ -106,9 +103,7 @@ class VllmTeacher(RemoteTeacher):
     """A model behind `vllm serve`, which scores prompts of token ids.
 
     Args:
-        key, vocab_size: as those of `RemoteTeacher`.
-        url: the server's address.
-        name: the model's name there.
+        name: the model's name on the server.
     """
 
     def __init__(self, key: str, vocab_size: int, url: str, name: str):
@@ -118,7 +113,7 @@ class VllmTeacher(RemoteTeacher):
         if name not in served:
             raise InputError(f"{key}.name={name}: {url} has {', '.join(served)}: name one of them")
 
-    def close(self) -> None: ...  # each request has a connection of its own
+    def close(self) -> None: ...  # each request uses its own connection
 
     def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
         rows = [_ranked(of_token)[:k] for of_token in self._scored(tokens, k)]
@@ -132,7 +127,7 @@ class VllmTeacher(RemoteTeacher):
         return [of_token[str(token)]["logprob"] for token, of_token in zip(tokens[1:], scored, strict=True)]
 
     def at_of(self, tokens: list[int], ids: Tensor) -> Tensor:
-        raise NotImplementedError("vLLM scores its own likeliest tokens")  # configs that would ask are refused
+        raise NotImplementedError("vLLM scores its own likeliest tokens")  # configs that need this are refused
 
     def _scored(self, tokens: list[int], k: int) -> list[dict[str, Any]]:
         body = {"model": self.name, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
@@ -142,7 +137,7 @@ class VllmTeacher(RemoteTeacher):
         return scored
 
     def _tried(self, ask: Callable[[], T]) -> T:
-        """What the server answers, after some tries. Raises InputError with what it says if it refuses."""
+        """Calls the server, with retries. Raises InputError if it refuses or stays unreachable."""
         problem = ""
         for attempt in range(TRIES):
             try:
@@ -151,7 +146,7 @@ class VllmTeacher(RemoteTeacher):
                 problem = _message(error)
                 if error.code < 500 and error.code not in (408, 429):
                     break
-            except (OSError, http.client.HTTPException, ValueError) as error:  # gone, or gone in the midst of an answer
+            except (OSError, http.client.HTTPException, ValueError) as error:  # unreachable, or lost while answering
                 problem = f"{type(error).__name__}: {error}"
             if attempt == 3:
                 print(f"warning: {self.key}: {problem}; asking again for ten minutes", file=sys.stderr, flush=True)
@@ -161,7 +156,6 @@ class VllmTeacher(RemoteTeacher):
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """What a server says of a request that it refuses."""
     text = error.read(10_000).decode(errors="replace")
     try:
         found = json.loads(text)
@@ -172,18 +166,17 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def _ranked(of_token: dict[str, Any]) -> list[tuple[int, float]]:
-    """Tokens and log-probabilities, the likeliest first; the row's own comes last if it is not among them."""
+    """Returns tokens and log-probabilities, most likely first. The row's own token is last if it is not among the
+    top."""
     by_rank = sorted(of_token.items(), key=lambda one: one[1]["rank"])
     return [(int(token), one["logprob"]) for token, one in by_rank]
 
 
 class TinkerTeacher(RemoteTeacher):
-    """A model behind a server that speaks Tinker's API.
+    """A model behind a server with Tinker's API.
 
     Args:
-        key, vocab_size: as those of `RemoteTeacher`.
-        url: the server's address.
-        name: the base model's name there, or the tinker:// path of weights.
+        name: the base model's name on the server, or the tinker:// path of weights.
     """
 
     def __init__(self, key: str, vocab_size: int, url: str, name: str):
@@ -202,7 +195,7 @@ class TinkerTeacher(RemoteTeacher):
             raise
 
     def close(self) -> None:
-        self._client.holder.close()  # else its heartbeat goes on for as long as the process, and complains in the end
+        self._client.holder.close()  # otherwise its heartbeat runs until the process exits, and reports an error then
 
     def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
         found = self._scored(tokens, include_prompt_logprobs=True, topk_prompt_logprobs=k).topk_prompt_logprobs_np
@@ -223,7 +216,7 @@ class TinkerTeacher(RemoteTeacher):
         return self._asked(lambda: self._sampler.sample(prompt, 1, params, **asked).result())
 
     def _asked(self, ask: Callable[[], T]) -> T:
-        """What the client answers, which tries again by itself. Raises InputError if it gives up."""
+        """Calls the client, which retries by itself. Raises InputError if it gives up."""
         try:
             return ask()
         except (self._tinker.TinkerError, ValueError) as error:
@@ -231,15 +224,14 @@ class TinkerTeacher(RemoteTeacher):
 
 
 def open_remote_teacher(key: str, config: TeacherConfig, tokenizer: PreTrainedTokenizerBase) -> RemoteTeacher:
-    """A teacher behind a server.
+    """Opens a teacher behind a server.
 
     Args:
-        key: the section of the config that asks for it.
-        config: this section.
+        key: the config section that names it.
         tokenizer: the student's tokenizer.
 
     Raises:
-        InputError: its tokenizer is another one, or the server does not answer.
+        InputError: its tokenizer differs, or the server does not answer.
     """
     try:
         own, size = AutoTokenizer.from_pretrained(config.path), _vocab_size(config.path)

@@ -1,4 +1,4 @@
-"""Reward models: from pairs of completions to a sequence classifier of transformers."""
+"""Reward models: from pairs of completions to a transformers sequence classifier."""
 
 import functools
 from pathlib import Path
@@ -13,7 +13,8 @@ from automodel_rl.trainers.supervised import Objective, train_on_examples
 
 
 def reward(policy: Policy, run: Run) -> Path:
-    """Trains a reward model on preferences, by a `RewardModelConfig`. Returns the folder of the trained checkpoint."""
+    """Trains a reward model on preferences, with a `RewardModelConfig`. Returns the folder of the trained
+    checkpoint."""
     config: RewardModelConfig = run.config
     loss = choose_loss(config, functools.partial(reward_loss, config=config.loss))
     data = ExampleData(run)

@@ -20,7 +20,7 @@ from automodel_rl.rollout.groups import Group
 from automodel_rl.rollout.protocol import Rollout
 
 Details = dict[tuple[int, int], dict[str, Any]]
-"""What the records of rollouts say further, by the key of the rollout."""
+"""Further entries of rollout records, by rollout key."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class RolloutRow:
     """A row of a step: a branch of a rollout.
 
     Attributes:
-        group, rollout, branch: where it comes from.
-        episode: the number of its rollout among those of all groups.
+        episode: index of its rollout among those of all groups.
         is_first: whether it is its rollout's first row.
     """
 
@@ -41,7 +40,6 @@ class RolloutRow:
 
 
 def rows_of(groups: Sequence[Group]) -> list[RolloutRow]:
-    """The rows of groups, in the order of their rollouts."""
     rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
     return [
         RolloutRow(group, rollout, branch, episode, place == 0)
@@ -51,12 +49,12 @@ def rows_of(groups: Sequence[Group]) -> list[RolloutRow]:
 
 
 def sources_of(groups: Sequence[Group]) -> list[int]:
-    """The source of the prompt of each row, by its place in data.train."""
+    """Returns, for each row, the index in data.train of its prompt's source."""
     return [row.group.prompt.source for row in rows_of(groups)]
 
 
 def batch_of(groups: Sequence[Group], config: OnlineConfig) -> Batch:
-    """The rollouts of groups as rows, in their order, with a part for each optimizer step."""
+    """Returns the groups' rollouts as rows, with one part per optimizer step."""
     rows = rows_of(groups)
     replayed = [row.branch.routes for row in rows if row.branch.routes] if config.router_replay.enabled else []
     batch = Batch(
@@ -76,24 +74,16 @@ def counted(row: TokenSequence) -> Tensor:
 
 
 def missing_routes(groups: Sequence[Group], batch: Batch, shape: RouterShape) -> float:
-    """The share of the choices of experts that no generator reported.
-
-    Args:
-        groups: the groups whose rollouts are the rows.
-        batch: the rows.
-        shape: the shape of the model's routes.
-    """
+    """Returns the share of the rows' expert choices that no generator reported."""
     missing = sum(row.branch.num_missing for row in rows_of(groups))
     return missing / max(sum(length - 1 for length in batch.lengths) * len(shape.layers), 1)
 
 
 def parts_of(groups: Sequence[Group], order: Sequence[int], config: OnlineConfig) -> list[list[int]]:
-    """The rows of each optimizer step: groups are dealt to the steps in turn.
+    """Returns the rows of each optimizer step: groups are dealt to the steps in turn.
 
     Args:
-        groups: the groups whose rollouts are rows, in the order of the rows.
-        order: the places of the groups, in the order in which they are dealt.
-        config: the run's config.
+        order: indices of the groups, in dealing order.
     """
     count = min(config.batch.optimizer_steps, len(groups))
     counts = [sum(len(rollout.branches(group.prompt)) for rollout in group.rollouts) for group in groups]
@@ -102,24 +92,22 @@ def parts_of(groups: Sequence[Group], order: Sequence[int], config: OnlineConfig
 
 
 def epochs_of(batch: Batch, groups: Sequence[Group], config: OnlineConfig, step: int) -> list[Batch]:
-    """The batch of every pass over the rollouts. Each pass after the first deals groups anew, in an order that a
-    resumed run has, too."""
+    """Returns the batch of each pass over the rollouts. Later passes deal the groups in new orders, reproducible
+    after a resume."""
     further = [shuffled(len(groups), config.seed, step, epoch) for epoch in range(1, config.batch.epochs)]
     return [batch, *(batch.dealt(parts_of(groups, order, config)) for order in further)]
 
 
 def shuffled(count: int, seed: int, step: int, epoch: int) -> list[int]:
-    """The places of groups in the order of a further pass."""
     return random.Random(f"{seed} {step} {epoch}").sample(range(count), count)
 
 
 def advantages_of(groups: Sequence[Group], batch: Batch, config: GRPOConfig) -> Tensor:
-    """The advantage of each row, float64 [N]. An episode has one reward and one advantage, whatever its number of rows.
+    """Returns the advantage of each row, float64 [N]. An episode has one reward and one advantage, however many rows
+    it has.
 
     Args:
-        groups: the groups whose rollouts are the rows.
-        batch: the rows, with `old_logprobs` and `ref_logprobs` if the reward has a KL term.
-        config: the run's config.
+        batch: the groups' rows, with `old_logprobs` and `ref_logprobs` if the reward has a KL term.
     """
     rewards = [group.rewards for group in groups]
     if config.has_kl_in_reward:
@@ -137,7 +125,7 @@ def advantages_of(groups: Sequence[Group], batch: Batch, config: GRPOConfig) -> 
 
 
 def kl_sums(batch: Batch, config: OnlineConfig) -> Tensor:
-    """The divergence from the reference, summed over what the model wrote in each episode, float64 [E]."""
+    """KL divergence from the reference, summed over each episode's generated tokens, float64 [E]."""
     pairs = zip(batch["old_logprobs"], batch["ref_logprobs"], strict=True)
     of_rows = batch.sums([kl_estimate(old.double(), ref.double(), config.loss.kl.estimator) for old, ref in pairs])
     return of_rows.new_zeros(batch.num_episodes).index_add(0, torch.tensor(batch.episodes, dtype=torch.long), of_rows)
@@ -146,17 +134,12 @@ def kl_sums(batch: Batch, config: OnlineConfig) -> Tensor:
 def details_of(
     groups: Sequence[Group], values: Tensor, logprobs: dict[int, Tensor], tokenizer: PreTrainedTokenizerBase
 ) -> Details:
-    """What is known of rollouts once they are rows.
+    """Returns report details of rollouts: `advantage`, and for rows with log-probabilities `pieces`: each token's
+    text and its log-probabilities under the generator and the model.
 
     Args:
-        groups: the groups whose rollouts are the rows.
-        values: the advantage of each row, [N].
-        logprobs: log-probabilities by the model of some rows, [n], by their number.
-        tokenizer: the model's tokenizer.
-
-    Returns:
-        `advantage`, and for rows with log-probabilities `pieces`: for each token its text and its log-probabilities by
-        the generator and the model.
+        values: advantage of each row, [N].
+        logprobs: the model's log-probabilities of some rows, [n], by row.
     """
     details: Details = {}
     for number, row in enumerate(rows_of(groups)):
@@ -170,13 +153,13 @@ def details_of(
 
 
 def _sequence(row: RolloutRow, config: OnlineConfig) -> TokenSequence:
-    """The tokens of a row; of a completion that was cut nothing is trained, if the config says so."""
+    """The tokens of a row. Truncated completions are not trained on if the config says so."""
     is_masked = config.filter.mask_overlong and row.rollout.completion.finish == "length"
     return row.branch.row(row.group.prompt.media, trained=not is_masked)
 
 
 def _pieces(branch: Branch, ours: list[float], tokenizer: PreTrainedTokenizerBase) -> list[list[Any]]:
-    """Text and log-probabilities of each token; none of tokens that were not trained."""
+    """Text and log-probabilities of each token; None for those of untrained tokens."""
     of_tokens = zip(branch.token_ids, branch.trained, branch.logprobs, ours, strict=True)
     return [
         [tokenizer.decode([token]), *((round(their, 4), round(our, 4)) if trained else (None, None))]

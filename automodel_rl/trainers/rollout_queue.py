@@ -1,4 +1,4 @@
-"""A queue of batches of rewarded completions. Generators may be some batches ahead of training."""
+"""Queue of batches of rewarded completions. Generators may be some batches ahead of training."""
 
 from collections import deque
 from typing import Any
@@ -12,24 +12,15 @@ Taken = tuple[list[Prompt], list[list[Rollout]]]
 
 
 class RolloutQueue:
-    """Draws prompts and lets generators write.
-
-    Args:
-        prompts: the stream of prompts.
-        rollouts: asks the generators.
-    """
+    """Draws prompts and submits them to the generators."""
 
     def __init__(self, prompts: PromptStream, rollouts: Rollouts):
         self.prompts, self.rollouts, self.config = prompts, rollouts, rollouts.config.rollout
         self._ahead: deque[tuple[dict[str, int], list[Prompt], int]] = deque()
-        self._again: deque[dict[str, int]] = deque()  # places of batches that were under way in the run before
+        self._again: deque[dict[str, int]] = deque()  # positions of batches that were unfinished at the last stop
 
     def next(self, steps_left: int) -> Taken:
-        """The next batch.
-
-        Args:
-            steps_left: number of batches that will still be taken, this one included.
-        """
+        """Returns the next batch. `steps_left` is the number of batches still to be taken, including this one."""
         while len(self._ahead) < min(self.config.max_staleness + 1, steps_left):
             before, prompts = self._draw()
             self._ahead.append((before, prompts, self._submit(prompts)))
@@ -39,20 +30,20 @@ class RolloutQueue:
         return prompts, rollouts
 
     def more(self, count: int) -> Taken:
-        """A batch of `count` more prompts, written with the weights that generators have now."""
+        """Returns a batch of `count` additional prompts, completed with the generators' current weights."""
         prompts = self.prompts.take(count)
         return prompts, self._take(self._submit(prompts))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream of prompts, with `ahead`, the places of the batches that are not taken yet, and their
-        `size`. Prompts of `more` lie behind those batches, so one place alone would not tell which were drawn."""
+        """Position in the prompt stream, plus `ahead`, the positions of batches not taken yet, and their `size`.
+        Prompts of `more` come after those batches, so one position alone would not tell which were drawn."""
         ahead = [*(before for before, _, _ in self._ahead), *self._again]
         return {**self.prompts.state_dict(), "size": self.config.prompts, "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes back to a place. What generators are writing is ignored, and written again.
+        """Restores a position. Completions in progress are discarded and generated again.
 
-        If batches have another size now, the prompts go on from the first batch that was not taken.
+        If the batch size has changed, prompts continue from the first batch that was not taken.
         """
         self._ahead.clear()
         ahead = state.get("ahead", [])
@@ -61,7 +52,7 @@ class RolloutQueue:
         self.prompts.load_state_dict(state if is_same or not ahead else ahead[0])
 
     def _draw(self) -> tuple[dict[str, int], list[Prompt]]:
-        """The prompts of the next batch, and their place in the stream."""
+        """Returns the prompts of the next batch, and their position in the stream."""
         now = self.prompts.state_dict()
         if not self._again:
             return now, self.prompts.take(self.config.prompts)

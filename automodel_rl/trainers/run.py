@@ -1,4 +1,4 @@
-"""The frame around every program's steps: run directory, metrics, console, checkpoints and stopping."""
+"""The frame around a program's steps: run directory, metrics, console, checkpoints and stopping."""
 
 import contextlib
 import dataclasses
@@ -35,30 +35,30 @@ from automodel_rl.trainers.step import Step
 
 
 class Resumable(Protocol):
-    """A part of a run with a place, as JSON, that a resumed run goes back to."""
+    """A part of a run with a JSON state that a resumed run restores."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 REFERENCE = "reference"
-"""Name of the weights with which a run began, where a program keeps them."""
+"""Name of the run's initial weights, where a program keeps them."""
 
 LATER_PARTS = ("validation",)
-"""Parts that checkpoints of earlier releases have not."""
+"""Parts that checkpoints of earlier releases lack."""
 
 EARLY = 2
-"""Number of steps in which layers may be compiled: the first with gradients, the next without."""
+"""Initial steps in which layers may be compiled: the first with gradients, the next without."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The goal of a run: its length, and the metric that decides which checkpoint is the best.
+    """The length of a run, and the metric that selects its best checkpoint.
 
     Attributes:
         total_steps: number of steps of the whole run.
-        best_metric: the metric that decides which checkpoint is the best.
-        higher_is_better: whether a larger value of it is better.
+        best_metric: the metric that selects the best checkpoint.
+        higher_is_better: whether larger values of it are better.
 
     Example:
         >>> Goal(100, "val/accuracy", higher_is_better=True).total_steps
@@ -71,10 +71,10 @@ class Goal:
 
 
 class Run:
-    """A run of a number of steps. The program does the work of a step, and this class everything around it.
+    """A run of several steps. The program does the work of each step, this class everything around it.
 
-    The order of calls: a program calls `policy.begin`, makes what needs the model's first weights, and then calls
-    `resume`, which may load a checkpoint over those weights. Then it iterates over `steps`, and at the end calls
+    Call order: the program calls `policy.begin`, sets up whatever needs the model's initial weights, and calls
+    `resume`, which may load a checkpoint over those weights. Then it iterates over `steps`, and finally calls
     `finish`.
 
     Args:
@@ -86,7 +86,7 @@ class Run:
     Attributes:
         config, directory, chat, handle: those of `opened`.
         further: the models beside the trained one, by name.
-        is_finished: whether the run to go on with is already finished, so that there are no steps.
+        is_finished: whether the run to resume is already finished, so that no steps remain.
 
     Example:
         >>> import torch
@@ -135,11 +135,11 @@ class Run:
         return self.goal.total_steps
 
     def prompts(self, tools: Sequence[dict[str, Any]] = (), *, held_out: bool = False) -> PromptStream:
-        """A stream of the run's prompts.
+        """Returns a stream of the run's prompts.
 
         Args:
             tools: JSON schemas of the tools that prompts offer.
-            held_out: draw the prompts of the validation data, in their order.
+            held_out: draw the validation prompts, in order.
 
         Raises:
             InputError: a source cannot be read.
@@ -150,14 +150,11 @@ class Run:
         return PromptStream(sources, self.chat, most, seed, tools, read, drops_refused=data.on_bad_record == "drop")
 
     def rollouts(self, fleet: Fleet, rewards: Sequence[RewardConfig]) -> Rollouts:
-        """Rewarded completions of prompts. Tools, environments and rewards start at once, and end with the run.
-
-        Args:
-            fleet: the generators, which may be started later.
-            rewards: the rewards.
+        """Returns the source of rewarded completions. Tools, environments and `rewards` start at once, and end with
+        the run. The generators of `fleet` may be started later.
 
         Raises:
-            InputError: tools, the environment or a reward cannot be started.
+            InputError: a tool, the environment or a reward cannot be started.
         """
         rollouts = Rollouts(
             self.config, fleet, rewards, self.chat.template, self.directory.environments, self.timeline.add
@@ -166,26 +163,22 @@ class Run:
         return rollouts
 
     def at_end(self, work: Callable[[], None]) -> None:
-        """Has something done at the end of the run, however it ends. What came last is done first.
-
-        Args:
-            work: does it.
-        """
+        """Registers `work` to be called at the end of the run, however it ends, in reverse order."""
         self._open.callback(work)
 
     def close(self) -> None:
-        """Ends the processes that were started for the run."""
+        """Ends the processes started for the run."""
         self._open.close()
 
     def resume(self, goal: Goal, parts: dict[str, Resumable]) -> None:
-        """Restores the checkpoint that was asked for, if there is one.
+        """Restores the requested checkpoint, if any.
 
         Args:
-            goal: the run's length and its best checkpoint.
-            parts: the run's resumable parts by name. Their places are stored with every checkpoint.
+            goal: the run's length and best-checkpoint metric.
+            parts: the run's resumable parts by name. Their states are stored with every checkpoint.
 
         Raises:
-            InputError: no checkpoint can be used, the run is past its end, or another is at work in the folder.
+            InputError: no checkpoint is usable, the run is past its end, or another run is using the folder.
         """
         self.goal, self._parts = goal, parts
         self.progress = Progress(goal.total_steps, 0)
@@ -213,27 +206,22 @@ class Run:
 
     @property
     def _trained_beside(self) -> dict[str, Policy]:
-        """The models that are trained beside the policy."""
         asked = self.config.further_models
         return {name: model for name, model in self.further.items() if asked[name].is_trained}
 
     def place(self) -> dict[str, Any]:
-        """The places of the resumable parts, as JSON."""
+        """Returns the states of the resumable parts, as JSON values."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def go_back_to(self, place: dict[str, Any]) -> None:
-        """Puts all resumable parts back to their places.
-
-        Args:
-            place: what `place` returned.
-        """
+        """Restores the states of all resumable parts from `place`, a result of `Run.place`."""
         for name, part in self._parts.items():
             if name in place or name not in LATER_PARTS:
                 part.load_state_dict(place[name])
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator[Step]:
-        """Yields every step that is left. When the program is done with a step, shows and stores its metrics, and saves
-        a checkpoint if one is due.
+        """Yields the remaining steps. After the program's work on a step, shows and stores its metrics, and saves a
+        checkpoint if one is due.
 
         Args:
             summary: what a step trains on, for the console.
@@ -259,7 +247,7 @@ class Run:
             if self.step == 0 and baseline is not None:
                 with flight.top_phase("baseline"):
                     self._write({"step": 0, **baseline()})
-                    self.timeline.take(time.time())  # which belongs to no step
+                    self.timeline.take(time.time())  # discards the baseline's spans
             first = self.step + 1
             while not self.is_over:
                 self.step += 1
@@ -273,13 +261,12 @@ class Run:
             self._warn(self.checkpoints.finish())
 
     def _write_timeline(self, step: Step) -> None:
-        """Writes who worked when, of a step with completions."""
         lanes = self.timeline.take(step.began)
         if any(lane["lane"] != TRAINER for lane in lanes):
             self.write_beside("timeline", self.directory.timelines, lanes)
 
     def _end_step(self, step: Step, stop: StopSignal) -> None:
-        """Saves a checkpoint if one is due, and stops the run if that was asked for or its time is up."""
+        """Saves a checkpoint if one is due, and stops the run on request or if its time is up."""
         self.directory.check_own()
         seconds = time.perf_counter() - step.started + self.checkpoints.seconds
         late = self.ends_at is not None and time.time() + seconds > self.ends_at
@@ -314,7 +301,7 @@ class Run:
 
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
-        """Starts the trackers, metrics.jsonl included. Closes them after the block."""
+        """Starts the trackers, including metrics.jsonl, and closes them after the block."""
         with contextlib.ExitStack() as stack, self._letting_go_on_failure():
             self.directory.create(self.total_steps)
             others = make_trackers(self.config.observe, self.directory, self.step)
@@ -338,11 +325,7 @@ class Run:
         self.progress.show(record)
 
     def is_due(self, every: int | None) -> bool:
-        """Whether something that happens every few steps, and in the last one, happens in this step.
-
-        Args:
-            every: number of steps from one time to the next; None for never.
-        """
+        """Whether something that happens every `every` steps and in the last one is due; None means never."""
         return every is not None and (self.step % every == 0 or self.is_over)
 
     @property
@@ -351,22 +334,17 @@ class Run:
         return self.validates_in(self.step)
 
     def validates_in(self, step: int) -> bool:
-        """Whether a step validates.
-
-        Args:
-            step: its number.
-        """
+        """Whether step number `step` validates."""
         every = self.config.length.validate_every
         return step >= self.total_steps or (every is not None and step % every == 0)
 
     @property
     def steps_left(self) -> int:
-        """Number of steps that are not done, the running one included."""
+        """Number of remaining steps, including the current one."""
         return self.total_steps - self.step + 1
 
     @property
     def _where(self) -> str:
-        """The layout, precision, device and folder of the run."""
         config = self.config
         where = f"{config.model.dtype} on {self.handle.layout.device.type}, in {config.output}"
         return f"{config.components or config.parallel}, {where}"
@@ -381,11 +359,11 @@ class Run:
             )
 
     def _warn_of_another_rate(self) -> None:
-        """Says so if the run got another length when it was resumed, and the next learning rate with it."""
+        """Warns if a resumed run's new length changes its next learning rate."""
         planned, total = self._planned_steps, self.policy.total_steps
         if not self.step or planned is None or total is None:
             return
-        each = total / self.total_steps  # optimizer steps in a step
+        each = total / self.total_steps  # optimizer steps per step
         was, now = (
             learning_rate(self.config.optimizer, self.step * each, round(steps * each))
             for steps in (planned, self.total_steps)
@@ -399,32 +377,21 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done, or the running one is the last."""
+        """Whether all steps are done, or the current one is the last."""
         return self.step >= self.total_steps
 
     def say(self, text: str) -> None:
-        """Prints a line that stays on the console.
-
-        Args:
-            text: the line.
-        """
+        """Prints `text` as a permanent line on the console."""
         self.progress.say(text)
 
     def save_checkpoint(self, metric: float | None = None) -> None:
-        """Saves a checkpoint of this step.
-
-        Args:
-            metric: this step's value of the goal's metric; None if it was not measured.
-        """
+        """Saves a checkpoint of this step. `metric` is the value of the goal's metric; None if it was not measured."""
         with flight.phase("checkpoint"):
             self._warn(self.checkpoints.save(self.step, self.place(), metric))
 
     def abandon_step(self, before: dict[str, Any]) -> None:
-        """Gives up the running step, and saves a checkpoint of the run as it was before.
-
-        Args:
-            before: the result of `place` before the step.
-        """
+        """Abandons the current step, and saves a checkpoint of the run at `before`, the result of `place` before the
+        step."""
         self.go_back_to(before)
         self.step -= 1
         if self.step:
@@ -432,17 +399,12 @@ class Run:
         self._warn(self.checkpoints.finish())
 
     def end_with(self, step: Step) -> None:
-        """Stores the metrics and a checkpoint of a trained step after which the run cannot go on.
-
-        Args:
-            step: the step.
-        """
+        """Stores the metrics and a checkpoint of a trained `step` after which the run cannot continue."""
         self._write(step.metrics)
         self.save_checkpoint()
         self._warn(self.checkpoints.finish())
 
     def _save_model(self) -> None:
-        """Writes the trained model to `final/`."""
         if self.config.checkpoint.load_best:
             with flight.top_phase("loading the best checkpoint"):
                 self._load_best()
@@ -461,35 +423,21 @@ class Run:
             self.say(f"warning: no checkpoint has {self.goal.best_metric}, so final/ is the last step and not the best")
 
     def save_samples(self, samples: list[Sample], step: int | None = None) -> None:
-        """Keeps completions of a step.
-
-        Args:
-            samples: the completions.
-            step: the step; None for this one.
-        """
+        """Stores completions for the report. `samples` belong to `step`; None for the current step."""
         if samples:
             records = [dataclasses.asdict(sample) for sample in samples]
             self.write_beside("samples", self.directory.samples, records, step)
 
     def save_examples(self, examples: Callable[[], list[ShownExample]]) -> None:
-        """Writes a few sequences of the training data, with what is trained of them, for the report.
-
-        Args:
-            examples: makes them.
-        """
+        """Writes a few training sequences, with marks of what is trained, for the report. Calls `examples` only if
+        they are wanted."""
         if self.config.observe.samples and not self.is_finished:
             records = [dataclasses.asdict(example) for example in examples()]
             self.write_beside("examples", self.directory.examples, records)
 
     def write_beside(self, what: str, folder: Path, records: list[dict[str, Any]], step: int | None = None) -> None:
-        """Writes a file of a step to a folder. A full disk is no reason to end.
-
-        Args:
-            what: name of the records for a warning.
-            folder: the folder, one of the run directory's.
-            records: the file's lines.
-            step: the step; None for this one.
-        """
+        """Writes `records` as the file of a step in `folder`. Failures only cause a warning, which calls the records
+        `what`. `step` is None for the current step."""
         step = self.step if step is None else step
         try:
             write_lines(folder / f"step_{step}.jsonl", records)
@@ -503,11 +451,11 @@ class Run:
             self.say(f"warning: {self.directory.report} cannot be written ({error.strerror})")
 
     def finish(self, samples: Callable[[], list[Sample]] = list) -> Path:
-        """Saves the model, writes the report, and prints where everything is; of a run that was finished before, only
-        the last.
+        """Saves the model, writes the report, and prints where they are; for a run that was already finished, only
+        prints.
 
         Args:
-            samples: makes completions of the trained model for the report.
+            samples: generates completions of the trained model for the report.
 
         Returns:
             The folder of the trained checkpoint.
@@ -532,8 +480,8 @@ class Run:
 
 @contextlib.contextmanager
 def _short_collections() -> Iterator[None]:
-    """Keeps Python's garbage collector, during the block, from looking at objects that exist now. Looking through all
-    objects of the libraries takes a large part of a second, while the device has nothing to do."""
+    """Excludes existing objects from garbage collection during the block: scanning all library objects takes a good
+    part of a second, while the device is idle."""
     gc.collect()
     gc.freeze()
     try:

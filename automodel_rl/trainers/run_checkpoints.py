@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when one is due, which ones are kept, and which one a run goes on from."""
+"""A run's checkpoints: when one is due, which are kept, and which one a run resumes from."""
 
 import contextlib
 import functools
@@ -26,22 +26,21 @@ from automodel_rl.policy.policy_rank import Settled
 from automodel_rl.trainers.further_checkpoints import FurtherCheckpoints
 
 AUTO, NEVER = "auto", "never"
-"""Values of `--resume` that are not the folder of a checkpoint."""
+"""Values of `--resume` other than a checkpoint's folder."""
 
 INPUTS = "inputs.json"
-"""File of a checkpoint with the fingerprints of what the run reads."""
+"""A checkpoint's file with fingerprints of the run's inputs."""
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class _Export:
-    """A Hugging Face copy of a checkpoint that is being made.
+    """A Hugging Face copy of a checkpoint in the making.
 
     Attributes:
         folder: the checkpoint's folder.
-        process: the process that makes the copy.
-        our_end: this process's end of a pipe; the other process ends when it is closed.
+        our_end: this process's end of a pipe; closing it ends the exporting process.
     """
 
     folder: Path
@@ -54,8 +53,7 @@ class _Checkpoint:
     """A checkpoint that is being written.
 
     Attributes:
-        folder: its folder.
-        best: step and metric of the best checkpoint once it is complete.
+        best: step and metric of the best checkpoint once this one is complete.
     """
 
     folder: Path
@@ -66,17 +64,13 @@ class RunCheckpoints:
     """The checkpoints in a run directory.
 
     Args:
-        config: the run's config.
-        directory: the run's files.
-        policy: the model in training.
         handle: the model, before a checkpoint is loaded.
-        further: the models that are trained beside it, by name.
-        higher_is_better: whether a larger metric makes a checkpoint better.
+        further: the models trained beside it, by name.
 
     Attributes:
         best: step and metric of the best checkpoint; None if there is none.
-        seconds: time that the last checkpoint took, until it was complete.
-        awaited: a step whose metric is not known yet, so that its checkpoint may be the best; None if there is none.
+        seconds: time the last checkpoint took until it was complete.
+        awaited: step whose metric is still unknown and whose checkpoint may become the best; None if there is none.
     """
 
     def __init__(
@@ -97,7 +91,7 @@ class RunCheckpoints:
         self.sign = 1 if higher_is_better else -1
         self.best: dict[str, float] | None = None
         self.awaited: int | None = None
-        self._choosing = threading.Lock()  # which checkpoints are kept
+        self._choosing = threading.Lock()  # guards the choice of checkpoints to keep
         self.inputs = inputs_of(config, handle.tokenizer_folder)
         texts = {CONFIG: directory.config_text, INPUTS: as_json(self.inputs)}
         if config.data.chat_template is not None:
@@ -115,14 +109,14 @@ class RunCheckpoints:
         """Restores a checkpoint.
 
         Args:
-            resume: a checkpoint's folder, or "auto" for the run's newest whole checkpoint.
-            say: prints a line about checkpoints that are passed over, or about configs that differ.
+            resume: a checkpoint's folder, or "auto" for the run's newest complete checkpoint.
+            say: prints a line about skipped checkpoints or config differences.
 
         Returns:
-            The run's progress and the program's state, as stored with the checkpoint; None if the run has none.
+            The run's progress and the program's state, as stored; None if the run has no checkpoint.
 
         Raises:
-            InputError: there are checkpoints, but none is whole; or the run reads other data than the checkpoint's.
+            InputError: no checkpoint is complete, or the run's inputs differ from the checkpoint's.
         """
         folder = self._newest(say) if resume == AUTO else Path(resume)
         if folder is None:
@@ -140,12 +134,11 @@ class RunCheckpoints:
         return progress, state
 
     def _check_inputs(self, folder: Path, is_own: bool, say: Callable[[str], None]) -> None:
-        """Says what has changed of what the run reads. Raises InputError if the run cannot go on with it.
+        """Reports changed inputs of the run. Raises InputError if it cannot continue with them.
 
         Args:
-            folder: the checkpoint's folder.
-            is_own: whether it is of this run. A run that goes on from another one's may read anything.
-            say: prints a line.
+            is_own: whether the checkpoint is this run's. A run that starts from another run's checkpoint may have
+                any inputs.
         """
         if not (folder / INPUTS).is_file():
             return
@@ -159,7 +152,7 @@ class RunCheckpoints:
             say(f"changed since {folder}: {change}")
 
     def _best_of(self, best: dict[str, float] | None, say: Callable[[str], None]) -> dict[str, float] | None:
-        """The best checkpoint of a run to go on with, unless it is not there, as where it is another run's."""
+        """Returns the stored best checkpoint, unless it does not exist in this run's folder."""
         if best is None:
             return None
         if self._folder(best["step"]).exists():
@@ -174,7 +167,7 @@ class RunCheckpoints:
         return self.directory.checkpoints / f"step_{step:.0f}"
 
     def _check_first_weights(self, there: str | None, folder: Path) -> None:
-        """Raises InputError if the run needs the weights that it began with, and they have changed."""
+        """Raises InputError if the run needs its initial weights, and they have changed."""
         if there not in (None, self.began_with) and self.needs_first_weights:
             raise InputError(
                 f"model.path={self.source}: its weights or adapters are not those with which {folder} began, and the "
@@ -182,14 +175,8 @@ class RunCheckpoints:
             )
 
     def load_best(self, step: int) -> dict[str, float] | None:
-        """Restores the best checkpoint, unless the last step's checkpoint is the best.
-
-        Args:
-            step: the last step.
-
-        Returns:
-            Its step and metric; None if nothing was restored.
-        """
+        """Restores the best checkpoint, unless it is that of the last step, `step`. Returns its step and metric, or
+        None."""
         if self.best is None or self.best["step"] == step:
             return None
         self._ask("load_checkpoint", self._folder(self.best["step"]))
@@ -224,19 +211,19 @@ class RunCheckpoints:
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def save(self, step: int, state: dict[str, Any], metric: float | None) -> str | None:
-        """Writes a checkpoint, or begins to write it in the background. First waits for the one before.
+        """Writes a checkpoint, possibly in the background, after waiting for the previous one.
 
         Args:
-            step: number of steps that are done.
-            state: the program's state, JSON.
+            step: number of completed steps.
+            state: the program's state, JSON values.
             metric: this step's metric for choosing the best checkpoint; None if it was not measured.
 
         Returns:
-            Why this checkpoint or the one before could not be written; None if nothing failed.
+            The error of this checkpoint or the previous one, or None.
         """
         before = self._settle(waits=True)
         self._join()
-        self.directory.remove_leftovers()  # they take up room that this checkpoint needs
+        self.directory.remove_leftovers()  # this checkpoint needs their space
         best = self.best
         if metric is not None and self._is_better(metric, self.best):
             best = {"step": step, "metric": metric}
@@ -252,8 +239,8 @@ class RunCheckpoints:
         return before or error
 
     def is_best(self, metric: float | None) -> bool:
-        """Whether a step with this metric must be kept as the best so far; the checkpoint that is being written
-        counts."""
+        """Whether a step with this metric must be kept as the best so far, also compared with the checkpoint being
+        written."""
         best = self.best if self._written is None else self._written.best
         return self._saves_best and metric is not None and self._is_better(metric, best)
 
@@ -263,21 +250,12 @@ class RunCheckpoints:
         return self.config.keep_best and saves
 
     def awaits(self, step: int) -> bool:
-        """Whether a step must be kept until its metric is known.
-
-        Args:
-            step: the step.
-        """
+        """Whether a step's checkpoint must be kept until its metric is known."""
         return self._saves_best and self.awaited == step
 
     def note(self, step: int, metric: float) -> None:
-        """Learns the metric of an earlier step. Its checkpoint is the best from now on if none is better.
-
-        Args:
-            step: the step.
-            metric: its value.
-        """
-        with self._choosing:  # checkpoints may be being removed, but not the one that is awaited
+        """Records the metric of an earlier step, whose checkpoint becomes the best if none is better."""
+        with self._choosing:  # a thread may be removing checkpoints, but not the awaited one
             if self.awaited == step:
                 self.awaited = None
             best, written = {"step": step, "metric": metric}, self._written
@@ -292,31 +270,24 @@ class RunCheckpoints:
         return math.isfinite(metric) and (best is None or self.sign * metric > self.sign * best["metric"])
 
     def poll(self) -> str | None:
-        """Why the last checkpoint could not be written; None if it could, or if that is not known yet."""
+        """Returns the last checkpoint's error; None if it succeeded or is not done."""
         return self._settle(waits=False)
 
     def finish(self) -> str | None:
-        """Waits for checkpoints that are being written.
-
-        Returns:
-            Why the last checkpoint could not be written; None if it could.
-        """
+        """Waits for checkpoints being written. Returns the last one's error, or None."""
         error = self._settle(waits=True)
         self._join()
         self._warning = self._end_export() or self._warning
         return error
 
     def warning(self) -> str | None:
-        """A warning about something else that went wrong, once."""
+        """Returns a warning about anything else that went wrong, once."""
         warning, self._warning = self._warning, None
         return warning
 
     def _settle(self, waits: bool) -> str | None:
-        """Looks what became of the last checkpoint. Once it is complete, removes those that are not kept.
-
-        Returns:
-            Why it could not be written; None if it could, or if that is not known yet.
-        """
+        """Checks on the last checkpoint, and once it is complete, removes those not kept. Returns its error, or None
+        if it succeeded or is not done."""
         if self._written is None:
             return None
         settled: Settled = self._ask("settle_checkpoint", waits)
@@ -331,7 +302,7 @@ class RunCheckpoints:
         return settled.error
 
     def _tidy(self, written: _Checkpoint) -> None:
-        """What may take long once a checkpoint is complete, in a thread. A failure is no reason to end."""
+        """Does slow work after a checkpoint is complete, in a thread. Failures only cause a warning."""
         try:
             warning = self._keep_chosen(written)
         except OSError as error:
@@ -344,7 +315,7 @@ class RunCheckpoints:
             self._after = None
 
     def _keep_chosen(self, written: _Checkpoint) -> str | None:
-        """Removes the checkpoints that are not kept, now that a newer one is complete. Returns a warning, or None."""
+        """Removes the checkpoints that are not kept after a newer one is complete. Returns a warning, or None."""
         warning = self._end_export()
         with self._choosing:
             done = [path for path in self.directory.list_checkpoints() if step_of(path) <= step_of(written.folder)]
@@ -360,14 +331,14 @@ class RunCheckpoints:
         return warning
 
     def _candidates(self, written: _Checkpoint) -> set[Path]:
-        """The checkpoints that are, or may become, the best."""
         if not self.config.keep_best:
             return set()
         steps = [best["step"] for best in (written.best, self.best) if best is not None]
         return {self._folder(step) for step in (*steps, self.awaited) if step is not None}
 
     def _begin_export(self, folder: Path) -> _Export:
-        """Begins to make the Hugging Face copy, in a process that is no rank, uses no device and ends with us."""
+        """Starts making the Hugging Face copy, in a process that is not a rank, uses no device and ends with this
+        one."""
         their_end, our_end = os.pipe()
         outside = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         trust = ["--model.trust_remote_code", "true"] if self.trusts_code else []
@@ -383,11 +354,7 @@ class RunCheckpoints:
         return _Export(folder, process, our_end)
 
     def _end_export(self) -> str | None:
-        """Waits for the Hugging Face copy that is being made.
-
-        Returns:
-            Why it could not be made; None if it could.
-        """
+        """Waits for the Hugging Face copy. Returns its error, or None."""
         if self._export is None:
             return None
         export, self._export = self._export, None

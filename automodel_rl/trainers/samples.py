@@ -1,4 +1,4 @@
-"""Greedy completions by the trained layout itself: for models of any size, without a second copy or a cache."""
+"""Greedy completions by the trained layout itself: for models of any size, without a second copy or a KV cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from automodel_rl.policy.policy import Policy
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt of the held-out data, the completion that the model wrote, and the one that the data has."""
+    """A held-out prompt, the model's completion, and the reference completion in the data."""
 
     prompt: str
     completion: str
@@ -28,15 +28,12 @@ def greedy_samples(
     ends: set[int],
     say: Callable[[str], None],
 ) -> list[Sample]:
-    """Sample completions for the page.
+    """Generates sample completions for the report.
 
     Args:
-        policy: the model.
-        tokenizer: the model's tokenizer.
-        prompts: the prompts, each with the completion that the data has.
-        max_new_tokens: longest completion.
-        ends: tokens that end a completion; they are not part of it.
-        say: prints a line, of how many tokens are written where that is slow.
+        prompts: prompts, each with the completion in the data.
+        ends: tokens that end a completion, not included in it.
+        say: prints progress where generation is slow.
     """
     work = SlowWork(say, f"writing {len(prompts)} samples for the report", f"at most {max_new_tokens} tokens")
     completions = greedy_completions(policy, [prompt for prompt, _ in prompts], max_new_tokens, ends, work.note)
@@ -57,16 +54,13 @@ def greedy_completions(
     ends: set[int],
     note: Callable[[int], None],
 ) -> list[list[int]]:
-    """The likeliest continuation of each prompt, token by token.
+    """Returns the greedy continuation of each prompt.
 
-    Each token costs a forward over all prompts, so this is for a few samples.
+    Each token costs a forward over all prompts, so this is for a few samples only.
 
     Args:
-        policy: the model.
-        prompts: the sequences to continue.
-        max_new_tokens: longest completion.
-        ends: tokens that end a completion; they are not part of it.
-        note: is told the number of tokens after each one.
+        ends: tokens that end a completion, not included in it.
+        note: called with the number of tokens so far after each one.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     running = list(range(len(texts)))

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: from chats to a Hugging Face checkpoint."""
+"""Supervised fine-tuning on chats."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from automodel_rl.trainers.step import Step
 from automodel_rl.trainers.supervised import Objective, train_on_examples
 
 LOSSES: dict[str, LossFn] = {"likelihood": sft_loss, "dft": dft_loss, "eaft": eaft_loss}
-"""The losses by their names in a config."""
+"""Losses by config name."""
 
 
 def sft(policy: Policy, run: Run) -> Path:
-    """Fine-tunes on chats, by an `SFTConfig`. Returns the folder of the trained checkpoint."""
+    """Fine-tunes on chats, with an `SFTConfig`. Returns the folder of the trained checkpoint."""
     config: SFTConfig = run.config
     loss = choose_loss(config, LOSSES[config.loss.kind])
     validation_loss = choose_loss(config, sft_loss)
@@ -38,13 +38,7 @@ def sft(policy: Policy, run: Run) -> Path:
 
 
 def add_entropy_weights(policy: Policy, batch: Batch, config: SFTConfig) -> None:
-    """Gives rows the weight of each token's log-probability by the model's entropy there.
-
-    Args:
-        policy: the model in training.
-        batch: the rows.
-        config: the run's config.
-    """
+    """Adds the weight of each token's log-probability, computed from the model's entropy there, to rows."""
     top_k = min(config.loss.eaft_top_k, policy.vocab_size)
     tops = [logprobs.double() for logprobs, _ in policy.top_logprobs(batch, top_k)]
     batch[ENTROPY_WEIGHT] = [entropy_weights(logprobs, config.loss.eaft_power) for logprobs in tops]

@@ -1,4 +1,4 @@
-"""Collects the metrics and times of one step of a run."""
+"""Metrics and timings of one step of a run."""
 
 import contextlib
 import statistics
@@ -21,23 +21,20 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.peak_memory import peak_memory
 
 NEARLY_FULL = 0.95
-"""Share of a device's memory above which a step warns."""
+"""Share of device memory above which a step warns."""
 
 
 class Step:
-    """Collects the metrics of one step.
+    """Collector of one step's metrics.
 
     Args:
-        number: the step's number, from 1.
-        handle: the model that trains.
-        config: the run's config.
-        say: prints a line on the console.
-        timeline: gets the phases of the step.
+        number: from 1.
+        timeline: receives the phases of the step.
         is_early: whether layers may still be compiled, as in the first steps of a process.
 
     Attributes:
         metrics: the step's record for metrics.jsonl.
-        began: when it began, by `time.time()`.
+        began: `time.time()` at its start.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class Step:
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Adds the seconds that its block takes to `time/NAME_s`."""
+        """Adds the seconds of the block to `time/NAME_s`."""
         started, began = time.perf_counter(), time.time()
         with flight.phase(name):
             yield
@@ -66,11 +63,11 @@ class Step:
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - started
 
     def record(self, outputs: list[TrainOutput], size: StepSize) -> None:
-        """Records the optimizer steps' results, mostly as means, and the step's speed. To be called before validation.
+        """Records the optimizer steps' results, mostly as means, and the step's speed. Call it before validation.
 
         Args:
-            outputs: the output of every optimizer step.
-            size: the size of all optimizer steps together.
+            outputs: one per optimizer step.
+            size: total size of all optimizer steps.
         """
         count = len(outputs)
         nothing = sum(output.nothing_to_train for output in outputs)
@@ -103,7 +100,7 @@ class Step:
             self._record_compilation(compiled_so_far() - self.compiled_before)
 
     def _check_memory(self, num_bytes: int) -> None:
-        """Warns if a step has nearly filled the device, whose memory is given: another one may need a little more."""
+        """Warns if the step nearly filled the device, which has `num_bytes`: a later step may need a little more."""
         reserved = self.metrics["memory/peak_gib"]
         if reserved * 2**30 > NEARLY_FULL * num_bytes:
             self.say(
@@ -126,5 +123,4 @@ class Step:
 
 
 def _combined(name: str, values: list[float]) -> float:
-    """A metric of several optimizer steps, as one number."""
     return EXTREMES[name](values) if name in EXTREMES else statistics.fmean(values)

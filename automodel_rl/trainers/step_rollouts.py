@@ -1,4 +1,4 @@
-"""The rollouts of each step: collected, filtered, counted, and written. A run whose rewards never differ ends."""
+"""A step's rollouts: collected, filtered, counted and written. A run whose rewards never differ ends."""
 
 import dataclasses
 import itertools
@@ -33,17 +33,17 @@ from automodel_rl.trainers.step import Step
 from automodel_rl.trainers.validation import Validation
 
 MOST_STEPS = 10
-"""Number of steps in a row without signal after which a run ends."""
+"""Consecutive steps without signal after which a run ends."""
 
 
 class RewardWatch:
-    """Counts the last steps in which no group has rewards that differ.
+    """Counter of consecutive steps in which no group has differing rewards.
 
     Args:
-        rollouts: the folder with the run's completions, for the message.
+        rollouts: folder with the run's completions, for the message.
 
     Attributes:
-        num_steps: number of such steps in a row.
+        num_steps: number of such steps so far.
     """
 
     def __init__(self, rollouts: Path):
@@ -51,11 +51,7 @@ class RewardWatch:
         self.num_steps = 0
 
     def look_at(self, groups: Sequence[Group]) -> None:
-        """Counts a step with these groups.
-
-        Raises:
-            RolloutError: too many steps had no signal.
-        """
+        """Counts a step. Raises RolloutError after too many without signal."""
         self.num_steps = 0 if any(group.has_signal for group in groups) else self.num_steps + 1
         if self.num_steps >= MOST_STEPS:
             raise RolloutError(
@@ -71,18 +67,15 @@ class RewardWatch:
 
 
 class StepRollouts:
-    """Collects the rollouts of each step, and warns of what is wrong with them.
+    """Collects each step's rollouts, and warns of problems.
 
     Args:
-        config: the run's config.
-        run: the run.
-        fleet: the generators.
-        queue: draws prompts and lets generators write.
+        queue: draws prompts and submits them to the generators.
         probe: compares generators with the model.
-        validation: the validation, whose prompts are not to be trained on.
+        validation: its prompts should not be trained on.
 
     Attributes:
-        signal: ends a run that learns nothing.
+        signal: ends a run without differing rewards.
     """
 
     def __init__(
@@ -103,16 +96,14 @@ class StepRollouts:
 
     @property
     def prompts(self) -> PromptStream:
-        """The stream of prompts."""
         return self.queue.prompts
 
     def collect(self, step: Step) -> tuple[list[Group], Batch]:
-        """The groups to learn from in a step, and their rollouts as rows. Metrics are recorded.
+        """Returns the groups to learn from in a step, and their rollouts as rows. Records metrics.
 
         Raises:
-            RolloutError: generators failed, or completions' rewards never differed. A checkpoint of the step before is
-                saved.
-            InputError: the same, of a reward that always fails.
+            RolloutError: generators failed, or rewards never differed. A checkpoint of the previous step is saved.
+            InputError: the same for a reward that always fails.
         """
         before = self.run.place()
         try:
@@ -130,7 +121,7 @@ class StepRollouts:
                 self.run.say(warning)
             with step.time("pack"):
                 batch = batch_of(groups, self.config)
-                self.run.policy.size(batch)  # refuses rows that do not fit
+                self.run.policy.size(batch)  # raises if rows do not fit
                 if batch.routes and self.run.handle.router_shape is not None:
                     shape = self.run.handle.router_shape
                     step.metrics["rollout/routes_missing"] = missing_routes(groups, batch, shape)
@@ -145,11 +136,11 @@ class StepRollouts:
         self._mention_overlong()
         self._mention_refused()
         self._mention_held_out()
-        self.write({})  # at once, so that they are there if the step fails
+        self.write({})  # now, so that they exist even if the step fails
         return groups, batch
 
     def write(self, details: Details) -> None:
-        """Writes all rollouts of the step, with details of some, and who wrote each with weights of what age."""
+        """Writes all rollouts of the step, with their origin and the details of some."""
         told = {
             rollout.key: {**self._origin(rollout.completion), **details.get(rollout.key, {})}
             for group in self._generated
@@ -159,19 +150,19 @@ class StepRollouts:
         self.run.write_beside("rollouts", self.run.directory.rollouts, records)
 
     def _origin(self, completion: Completion) -> dict[str, Any]:
-        """Who wrote a completion of a single turn, and how many policy versions old its oldest token is."""
+        """The generator of a single-turn completion, and the age of its oldest token in policy versions."""
         versions, writer = completion.versions, completion.writer
         age = {} if versions is None else {"staleness": self.fleet.policy_version - versions[0]}
         return age if writer is None else {"generator": self.fleet.name_of(writer), **age}
 
     @property
     def _is_probed(self) -> bool:
-        """Whether this step compares what generators compute with what the model does."""
+        """Whether this step compares the generators' computation with the model's."""
         every = self.config.weight_sync.check_every
         return bool(every) and self.run.step % every == 0
 
     def _generate(self) -> list[Group]:
-        """The groups to learn from, of all that are generated."""
+        """Generates groups, and returns those to learn from."""
         rollout, filter = self.config.rollout, self.config.filter
         generated: list[Group] = []
         chosen: list[Group] = []
@@ -197,9 +188,9 @@ class StepRollouts:
             if len(chosen) == rollout.prompts or not filter.dynamic or refills == filter.max_refills:
                 break
             taken = self.queue.more(rollout.prompts - len(chosen))
-        if not chosen:  # without a penalty for length these do no harm, and the step still takes place
+        if not chosen:  # without the length penalty these teach nothing, but the step still takes place
             chosen = [group.compared.unshaped for group in generated if group.is_comparable]
-        if not chosen and filter.mask_overlong:  # too many were cut off: a step without rewards, which teaches nothing
+        if not chosen and filter.mask_overlong:  # too many were truncated: a step with zero rewards teaches nothing
             scored = [group.scored for group in generated if len(group.scored.rollouts) >= fewest]
             chosen = [dataclasses.replace(group, rewards=torch.zeros_like(group.rewards)) for group in scored]
         if not chosen:
@@ -230,7 +221,7 @@ class StepRollouts:
             )
 
     def _mention_held_out(self) -> None:
-        prompts = [group.prompt for group in self._generated if not group.prompt.media]  # tokens do not tell pictures
+        prompts = [group.prompt for group in self._generated if not group.prompt.media]  # images share the same tokens
         count = sum(_problem_of(prompt) in self._held_out for prompt in prompts)
         if count:
             self._say_once(
@@ -245,7 +236,6 @@ class StepRollouts:
             self.run.say(text)
 
     def warn(self, step: Step) -> None:
-        """Warns of problems with the rollouts of a step that was trained."""
         if self.fleet.warning:
             self._say_once("memory", self.fleet.warning)
         for rank, problem in self.fleet.given_up.items():
@@ -274,7 +264,7 @@ class StepRollouts:
                 f"{step.number}, which are left out of the loss; rollout/invalid_logprobs counts them in every step",
             )
         error, most = step.metrics.get("train/logprob_error"), self.config.rollout.warn_logprob_error
-        is_stale = self.config.rollout.max_staleness > 0  # of older weights, so that a disagreement is expected
+        is_stale = self.config.rollout.max_staleness > 0  # older weights, so disagreement is expected
         if error is not None and error > most and not is_stale:
             self.run.say(
                 f"warning: train/logprob_error is {error:.3f} in step {step.number}, above "
@@ -284,5 +274,6 @@ class StepRollouts:
 
 
 def _problem_of(prompt: Promptlike) -> int:
-    """Equal for the same problem from two files: the same prompt and answer, or record if there is no answer."""
+    """Hashes a problem so that the same one from two files is equal: by prompt and answer, or the whole record
+    without an answer."""
     return hash(repr((prompt.token_ids, prompt.example.get("answer", prompt.example))))

@@ -1,4 +1,4 @@
-"""The loop of algorithms whose data exist before the run: sft, dpo, kto, reward and distill."""
+"""Training loop of the algorithms with existing data: sft, dpo, kto, reward and distill."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from automodel_rl.trainers.step import Step
 
 @dataclass(frozen=True)
 class Objective:
-    """What an algorithm trains in each step, and validates.
+    """An algorithm's part of the loop.
 
     Attributes:
-        examples: what the console calls the examples, in the plural, such as "pairs".
-        prepare: called before each optimizer step: adds the values that the loss reads to the step's rows, and returns
+        examples: plural noun for the examples on the console, such as "pairs".
+        prepare: called before each optimizer step: adds values that the loss reads to the step's rows, and returns
             the loss.
-        prepare_held_out: the same for the validation data, called before each validation.
-        readout: what the loss gets for every token.
-        samples: makes completions of the trained model for the report.
+        prepare_held_out: the same for the validation data, before each validation.
+        readout: per-token outputs that the loss reads.
+        samples: generates completions of the trained model for the report.
     """
 
     examples: str
@@ -35,16 +35,11 @@ class Objective:
 
 
 def train_on_examples(run: Run, data: ExampleData, held_out: Batch, objective: Objective) -> Path:
-    """Trains from the checkpoint to resume, if there is one, to the end of the run. `policy.begin` has been called.
+    """Trains from the checkpoint to resume, if any, to the end of the run. Requires `policy.begin`. Returns the
+    folder of the trained checkpoint.
 
     Args:
-        run: the frame around the steps.
-        data: the run's examples.
-        held_out: the validation data; empty without.
-        objective: the algorithm's own part.
-
-    Returns:
-        The folder of the trained checkpoint.
+        held_out: the validation data; may be empty.
     """
     policy = run.policy
     run.resume(Goal(data.total_steps), {"data": data.train})

@@ -1,4 +1,4 @@
-"""Teachers: models beside the student on the same ranks, or behind servers, and what they say of its rows."""
+"""Teachers: models beside the student on the same ranks, or behind servers, and their log-probabilities of its rows."""
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,24 +21,20 @@ Answer = TypeVar("Answer")
 
 
 class Teacher(Protocol):
-    """A model that tells log-probabilities: a policy on the run's ranks, or one behind a server.
-
-    Attributes:
-        vocab_size: number of its token ids.
-    """
+    """A source of log-probabilities: a policy on the run's ranks, or a model behind a server."""
 
     vocab_size: int
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Has it ready to compute in this block."""
+        """Makes the model ready to compute in the block."""
         ...
 
     def top_logprobs(self, batch: Batch, k: int, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
-        """The likeliest tokens of rows, as `Policy.top_logprobs`."""
+        """Same as `Policy.top_logprobs`."""
         ...
 
     def logprobs(self, batch: Batch, temperature: float = 1.0, *, ids: str | None = None) -> list[Tensor]:
-        """Log-probabilities of the rows' tokens, as `Policy.logprobs`."""
+        """Same as `Policy.logprobs`."""
         ...
 
 
@@ -46,8 +42,7 @@ class Teachers:
     """The teachers of a run. Each teaches the rows of its sources.
 
     Args:
-        configs: the teachers by name.
-        policies: the models beside the student, by the names of those that are there.
+        policies: the local models beside the student, by name.
         tokenizer: the student's tokenizer.
 
     Raises:
@@ -73,25 +68,17 @@ class Teachers:
             self._open = opened.pop_all()
 
     def close(self) -> None:
-        """Lets go of servers."""
         self._open.close()
 
     def check_sources(self, paths: Collection[str]) -> None:
-        """Checks that teachers name sources that there are.
-
-        Args:
-            paths: the paths of all sources of the run.
-
-        Raises:
-            InputError: a teacher names another one.
-        """
+        """Raises InputError if a teacher names a source that is not in `paths`, those of all sources of the run."""
         for name, config in self.configs.items():
             unknown = [path for path in config.sources if path not in paths]
             if unknown:
                 raise InputError(f"teachers.{name}.sources: {unknown[0]} is the path of no source in data: correct it")
 
     def begin(self) -> None:
-        """Makes the teachers ready. Comes before everything else."""
+        """Prepares the teachers. Must be called before they compute."""
         for name, teacher in self.models.items():
             if isinstance(teacher, Policy):
                 teacher.begin()
@@ -99,14 +86,7 @@ class Teachers:
                     teacher.to_host()
 
     def of_source(self, path: str) -> str:
-        """The name of the teacher of a source.
-
-        Args:
-            path: the source's path in the config.
-
-        Raises:
-            InputError: there is none, or there are several.
-        """
+        """Returns the name of the teacher of a source. Raises InputError if there is none, or more than one."""
         named = [name for name, config in self.configs.items() if path in config.sources]
         found = named or [name for name, config in self.configs.items() if not config.sources]
         if len(found) == 1:
@@ -118,13 +98,8 @@ class Teachers:
         )
 
     def fitted(self, loss: DistillLossConfig, student: Policy) -> DistillLossConfig:
-        """The settings of a divergence for these models: if all tokens are compared, none is outside. Sizes of
-        vocabularies differ where one is padded.
-
-        Args:
-            loss: the settings.
-            student: the model in training.
-        """
+        """Adapts a divergence's settings to these models: if all tokens are compared, there are none outside.
+        Vocabulary sizes differ where one is padded."""
         sizes = [student.vocab_size, *(teacher.vocab_size for teacher in self.models.values())]
         if loss.top_k < min(sizes):
             return loss
@@ -132,14 +107,8 @@ class Teachers:
         return loss.model_copy(update={"top_k": min(sizes), "outside": outside})
 
     def compare(self, student: Policy, batch: Batch, names: Sequence[str], loss: DistillLossConfig) -> None:
-        """Gives rows the tokens that a divergence compares, and their teacher's log-probabilities of them.
-
-        Args:
-            student: the model in training.
-            batch: the rows.
-            names: the name of each row's teacher.
-            loss: the settings of the loss.
-        """
+        """Adds the tokens that a divergence compares to rows, and their teacher's log-probabilities of them. `names`
+        has each row's teacher."""
         if loss.tokens_of == "teacher":
             tops = self._of_rows(
                 batch, names, lambda teacher, rows: teacher.top_logprobs(rows, loss.top_k, loss.temperature)
@@ -157,24 +126,19 @@ class Teachers:
         )
 
     def _leave_out_padding(self, student: Policy, batch: Batch) -> None:
-        """Compares no ids that only some of the models have: rows that pad a vocabulary, which are no tokens."""
+        """Excludes ids that only some of the models have: padding rows of a vocabulary, which are not tokens."""
         common = min(student.vocab_size, *(teacher.vocab_size for teacher in self.models.values()))
         batch[IDS] = [ids.masked_fill(ids >= common, -1) for ids in batch[IDS]]
 
     def logprobs(self, batch: Batch, names: Sequence[str], temperature: float) -> list[Tensor]:
-        """The log-probability of each token of each row under its teacher, [n].
-
-        Args:
-            batch: the rows.
-            names: the name of each row's teacher.
-            temperature: the logits are divided by it.
-        """
+        """Returns the log-probability of each token of each row under its teacher, [n]. `names` has each row's
+        teacher; logits are divided by `temperature`."""
         return self._of_rows(batch, names, lambda teacher, rows: teacher.logprobs(rows, temperature))
 
     def _of_rows(
         self, batch: Batch, names: Sequence[str], ask: Callable[[Teacher, Batch], list[Answer]]
     ) -> list[Answer]:
-        """What each row's teacher says of it, in the order of the rows. Each teacher is asked once."""
+        """Returns each row's answer by its teacher, in row order. Each teacher is called once."""
         found: dict[int, Answer] = {}
         for name, teacher in self.models.items():
             rows = [row for row, of_row in enumerate(names) if of_row == name]
@@ -186,13 +150,6 @@ class Teachers:
 
 
 def union(first: Tensor, second: Tensor) -> Tensor:
-    """The token ids that are in either of two tensors at each place, without those that come twice.
-
-    Args:
-        first, second: token ids, int64 [n, K].
-
-    Returns:
-        int64 [n, 2 K]; -1 in place of an id of `second` that `first` has, too.
-    """
+    """Joins two tensors of token ids [n, K] to int64 [n, 2 K], with -1 for ids of `second` that are also in `first`."""
     is_known = (second[:, :, None] == first[:, None, :]).any(2)
     return torch.cat([first, second.masked_fill(is_known, -1)], dim=1)

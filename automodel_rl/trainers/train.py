@@ -1,4 +1,4 @@
-"""Runs a program, of an algorithm or from a file: rank 0 leads the others through it."""
+"""Runs a program, an algorithm's or one from a file: rank 0 drives the others through it."""
 
 import contextlib
 import importlib
@@ -39,8 +39,7 @@ from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.sft import sft
 
 Program = Callable[[Policy, Fleet, Run], Any]
-"""A run from its beginning to its end, in one process: the model in training, its generators, and the frame around the
-steps."""
+"""A whole run in one process: a function of the model in training, its generators, and the frame around the steps."""
 
 PROGRAMS: dict[type[RunConfig], Program] = {
     SFTConfig: lambda policy, fleet, run: sft(policy, run),
@@ -51,25 +50,25 @@ PROGRAMS: dict[type[RunConfig], Program] = {
     GRPOConfig: grpo,
     PPOConfig: ppo,
 }
-"""The programs of the algorithms, by their configs."""
+"""The algorithms' programs, by config class."""
 
 
 def train(config: RunConfig, resume: str = "never", max_minutes: float | None = None) -> Path:
-    """Trains as a config says. Every rank of the job calls it.
+    """Trains as a config says. Must be called on every rank of the job.
 
     Args:
         config: the run's config.
-        resume: "auto" to go on from the newest checkpoint in the run directory, or begin if there is none; "never" to
-            begin; or the folder of a checkpoint to go on from.
+        resume: "auto" to resume from the newest checkpoint in the run directory, if any; "never" to start anew; or
+            the folder of a checkpoint to resume from.
         max_minutes: minutes after which the run saves and stops; None for no limit.
 
     Returns:
         The folder of the trained Hugging Face checkpoint.
 
     Raises:
-        InputError: the config, the data or the checkpoint is wrong. Nothing has been written.
+        InputError: the config, the data or the checkpoint is invalid. Nothing has been written.
         StoppedError: the run was stopped by SIGTERM, SIGHUP, Ctrl-C or its time limit; a checkpoint is saved.
-        RolloutError: generators failed, or completions' rewards never differed; a checkpoint is saved.
+        RolloutError: generators failed, or rewards never differed; a checkpoint is saved.
 
     Example:
         >>> train(load_config("my_sft.yaml")).name  # doctest: +ELLIPSIS
@@ -84,14 +83,12 @@ def train(config: RunConfig, resume: str = "never", max_minutes: float | None = 
 
 
 def run_program(program: Program, config: RunConfig, resume: str = "never", max_minutes: float | None = None) -> Any:
-    """Runs a program. Every rank of the job calls it; the program runs on rank 0, and the others answer its calls.
+    """Runs a program and returns its result. Must be called on every rank of the job; the program runs on rank 0,
+    and the other ranks serve its calls.
 
     Args:
-        program: the program.
-        config, resume, max_minutes: as those of `train`.
-
-    Returns:
-        What the program returns.
+        program: a function of policy, fleet and run.
+        config, resume, max_minutes: as in `train`.
 
     Example:
         >>> run_program(lambda policy, fleet, run: run.config.seed, load_config("my_sft.yaml"))  # doctest: +ELLIPSIS
@@ -103,7 +100,7 @@ def run_program(program: Program, config: RunConfig, resume: str = "never", max_
     crew = TreeCrew(opened.handle.layout, targets)
     try:
         result = _follow(crew) if crew.rank else _lead(program, crew, opened, max_minutes)
-    except (InputError, JobEndedError):  # after another error ranks do not wait for processes of their own
+    except (InputError, JobEndedError):  # after other errors ranks do not wait for their child processes
         _close(targets)
         raise
     _close(targets)
@@ -111,7 +108,6 @@ def run_program(program: Program, config: RunConfig, resume: str = "never", max_
 
 
 def _targets(opened: OpenedRun) -> dict[str, Any]:
-    """The objects of this rank whose methods the program calls."""
     tokenizer, variables = opened.chat.tokenizer, opened.config.data.chat_template_kwargs
     policy = PolicyRank(opened.handle, tokenizer, variables)
     further = {further_model(name): PolicyRank(handle, tokenizer, variables) for name, handle in opened.further.items()}
@@ -125,13 +121,12 @@ def _close(targets: dict[str, Any]) -> None:
 
 
 def _follow(crew: TreeCrew) -> Any:
-    """Answers the program's calls on another rank. A signal to stop waits for the program, which learns of it."""
+    """Serves the program's calls on another rank. A stop signal is reported to the program and does not interrupt."""
     with StopSignal() as stop:
         return crew.follow(stop)
 
 
 def _lead(program: Program, crew: TreeCrew, opened: OpenedRun, max_minutes: float | None) -> Any:
-    """Runs the program on rank 0."""
     policy = _policy(crew, opened.handle, opened, POLICY)
     further = {name: _policy(crew, handle, opened, further_model(name)) for name, handle in opened.further.items()}
     try:
@@ -150,9 +145,9 @@ def _policy(crew: TreeCrew, handle: ModelHandle, opened: OpenedRun, name: str) -
 
 
 def open_loop(file: Path) -> Callable[..., Any]:
-    """The function `main(policy, fleet, run)` of a file.
+    """Returns the function `main(policy, fleet, run)` of a file.
 
-    The file becomes a module of its own name, so that ranks find losses that are defined in it.
+    The file becomes a module of its own name, so that ranks find losses defined in it.
 
     Raises:
         InputError: there is no such file, it cannot be imported, or it has no such function.
@@ -161,7 +156,7 @@ def open_loop(file: Path) -> Callable[..., Any]:
         raise InputError(f"run {file}: there is no such file")
     if not file.stem.isidentifier():
         raise InputError(f"run {file}: its name is no name of a Python module: use letters, digits and _")
-    sys.path.append(str(file.parent.absolute()))  # last, so that a file beside it takes the place of no other module
+    sys.path.append(str(file.parent.absolute()))  # last, so that files beside it shadow no other module
     try:
         module = importlib.import_module(file.stem)
     except Exception as error:

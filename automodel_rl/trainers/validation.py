@@ -26,12 +26,12 @@ from automodel_rl.weight_sync.published import has_version
 
 @dataclass(frozen=True)
 class _Underway:
-    """Held-out prompts that evaluators complete while training goes on.
+    """A validation that evaluators are running beside training.
 
     Attributes:
-        step: the step whose weights write.
+        step: the step whose weights generate.
         weights: number and hash of their version.
-        number: what `Rollouts.submit` returned; None if evaluators are not asked yet.
+        number: result of `Rollouts.submit`; None before submission.
     """
 
     step: int
@@ -40,17 +40,12 @@ class _Underway:
 
 
 class Validation:
-    """Rewards of completions of held-out prompts. With evaluators, these write them while training goes on, and the
-    metrics belong to an earlier step, which they have as `val/step`.
-
-    Args:
-        config: the run's config.
-        run: the run.
-        rollouts: asks the generators.
+    """Rewards of completions of held-out prompts. Evaluators, if any, generate them while training continues; the
+    metrics then belong to an earlier step, given as `val/step`.
 
     Attributes:
-        num_overlong, num_refused: number of held-out prompts that are left out: too long, or refused.
-        refused: why the first of these was.
+        num_overlong, num_refused: held-out prompts dropped because they are too long, or refused.
+        refused: why the first was refused.
     """
 
     def __init__(self, config: OnlineConfig, run: Run, rollouts: Rollouts):
@@ -78,7 +73,7 @@ class Validation:
 
     @property
     def baseline(self) -> Callable[[], dict[str, float]] | None:
-        """Measures the untrained model; None if the config asks for no such measure."""
+        """Measures the untrained model; None if no such measurement is configured."""
         return self.measure if self._has_something and self.config.length.validate_every else None
 
     @property
@@ -86,11 +81,11 @@ class Validation:
         return bool(self.prompts) or self.evaluations.are_asked_for
 
     def measure_in(self, step: Step) -> None:
-        """Adds validation metrics to the metrics of a step that validates.
+        """Adds validation metrics to a step that validates.
 
         Raises:
             RolloutError: every completion failed or got no reward. A checkpoint of the step is saved.
-            StoppedError: the run is asked to stop, and no evaluator is there. A checkpoint of the step is saved.
+            StoppedError: a stop was requested while no evaluator was available. A checkpoint of the step is saved.
         """
         beside = bool(self.prompts) and self.fleet.evaluators is not None
         if not (self._has_something and (self.run.validates or (beside and self._underway is not None))):
@@ -103,7 +98,7 @@ class Validation:
             raise
 
     def measure(self) -> dict[str, float]:
-        """Metrics of held-out prompts and of evaluations.
+        """Returns metrics of held-out prompts and of evaluations.
 
         Raises:
             RolloutError: every completion failed or got no reward.
@@ -111,22 +106,16 @@ class Validation:
         return (self._measure_prompts() if self.prompts else {}) | self.evaluations.measure()
 
     def state_dict(self) -> dict[str, Any]:
-        """What evaluators are at, as JSON."""
         underway = self._underway
         return {} if underway is None else {"step": underway.step, "weights": [*underway.weights]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes back to what evaluators were at.
-
-        Args:
-            state: what `state_dict` returned.
-        """
         self._underway = _Underway(state["step"], (*state["weights"],), None) if state else None
         self.run.checkpoints.awaited = state.get("step")
         self.fleet.needed = state["weights"][0] if state else None
 
     def go_on(self) -> None:
-        """Lets evaluators begin again with what they were at when the run was stopped."""
+        """Restarts the validation that was in progress when the run stopped."""
         underway, publish = self._underway, self.config.weight_sync.publish
         if underway is None:
             return
@@ -144,14 +133,15 @@ class Validation:
             self._ask(underway)
 
     def _measure_beside(self) -> dict[str, float]:
-        """Metrics that evaluators have found, of this step or an earlier one. Begins the validation of this step if it
-        is due. A record has the metrics of one step: so the last one before it is waited for in time."""
+        """Returns metrics found by evaluators, of this step or an earlier one, and starts this step's validation if
+        it is due. A record holds one step's metrics, so the validation in progress is awaited before the next is
+        due."""
         run, found = self.run, dict[str, float]()
         is_last_chance = run.is_over or run.validates_in(run.step + 1)
         if self._underway is not None and (run.validates or is_last_chance or self._is_written):
             found = self._take()
         if run.validates:
-            if found:  # a resumed run that validates more often than before
+            if found:  # only in a resumed run that validates more often than before
                 run.say(f"validation of step {found[MEASURED]:.0f}: val reward {found['val/reward_mean']:.3f}")
             self._ask(_Underway(run.step, self.fleet.newest, None))
             found = (self._take() if is_last_chance else {}) | self.evaluations.measure()
@@ -164,7 +154,6 @@ class Validation:
         return self.rollouts.is_written(self._underway.number)
 
     def _ask(self, underway: _Underway) -> None:
-        """Lets evaluators begin."""
         rollout = self.rollouts.config.rollout
         self.fleet.evaluate(*underway.weights)
         self.fleet.needed = underway.weights[0]
@@ -174,7 +163,6 @@ class Validation:
         self._underway, self.run.checkpoints.awaited = _Underway(underway.step, underway.weights, number), underway.step
 
     def _take(self) -> dict[str, float]:
-        """Waits for evaluators, and returns what they have found."""
         underway = self._underway
         assert underway is not None
         assert underway.number is not None
@@ -188,8 +176,8 @@ class Validation:
         return {MEASURED: underway.step, **metrics}
 
     def _measure_prompts(self) -> dict[str, float]:
-        """Metrics of completions of each held-out prompt: mean reward, error rates of rewards, and rates of passing if
-        the config says which reward decides it.
+        """Metrics of completions of all held-out prompts: mean reward, error rates of rewards, and pass rates if
+        configured.
 
         Raises:
             RolloutError: every completion failed or got no reward.
@@ -207,7 +195,7 @@ class Validation:
         return self._metrics_of(groups, self.run.step)
 
     def _metrics_of(self, groups: Sequence[Sequence[Rollout]], step: int) -> dict[str, float]:
-        """The metrics of a step's completions. One that failed has the reward 0 and does not pass.
+        """Metrics of a step's completions. A failed one has reward 0 and does not pass.
 
         Raises:
             RolloutError: every completion failed or got no reward.
@@ -244,7 +232,7 @@ class Validation:
         }
 
     def _of_sources(self, pairs: Sequence[tuple[Prompt, Sequence[Rollout]]]) -> dict[str, float]:
-        """The mean reward, and rates of passing, of each source of held-out prompts, if there are several."""
+        """Mean reward and pass rates by source, if there is more than one."""
         found: dict[str, float] = {}
         for number, name in enumerate(self.sources if len(self.sources) > 1 else ()):
             of_source = [[rollout.score for rollout in group] for prompt, group in pairs if prompt.source == number]

@@ -1,1 +1,1 @@
-"""Weight sync: sends trained weights from the ranks that own them to generators, in packed buffers."""
+"""Weight sync: sends the trained weights from the ranks that own them to the generators, in packed buffers."""

@@ -1,4 +1,4 @@
-"""A rank's conversation with its generator: what it calls for, and the answers that it expects."""
+"""A rank's channel to its generator: calls, and the answers expected to them."""
 
 import contextlib
 import itertools
@@ -12,41 +12,30 @@ from automodel_rl.weight_sync.slots import wait_until
 
 
 class Channel(Protocol):
-    """The rank's end of the conversation."""
-
     def send(self, message: Message) -> None:
         """Sends a message. Raises WeightSyncError if the generator is gone."""
         ...
 
     def ready(self) -> bool:
-        """Whether an answer has come. Raises WeightSyncError if the generator is gone and no answer will come."""
+        """Returns whether an answer has arrived. Raises WeightSyncError if the generator is gone without one."""
         ...
 
-    def receive(self) -> Message:
-        """The next answer, once one is ready."""
-        ...
+    def receive(self) -> Message: ...
 
 
 def tell(channel: Channel, verb: Verb, *arguments: Any) -> None:
-    """Calls for something. What is answered must be taken by `expect`.
-
-    Raises:
-        WeightSyncError: the generator is gone.
-    """
+    """Sends a call. An answer must be received by `expect`. Raises WeightSyncError if the generator is gone."""
     channel.send(Call(verb, arguments))
 
 
 def expect(channel: Channel, verb: Verb, seconds: float, watch: Callable[[], None] = lambda: None) -> Any:
-    """Waits for the answer to an earlier call, and returns the value of the answer.
+    """Returns the value of the answer to an earlier call.
 
     Args:
-        channel: the channel to the generator.
-        verb: the verb of the call.
-        seconds: longest wait.
-        watch: called now and then; raises if there is no use in waiting any longer.
+        watch: called now and then; raises if waiting is pointless.
 
     Raises:
-        WeightSyncError: the answer did not come, or reports a failure.
+        WeightSyncError: no answer came within `seconds`, or it reports a failure.
     """
     wait_until(channel.ready, f"the generator's answer ({verb})", seconds, watch)
     match channel.receive():
@@ -59,17 +48,13 @@ def expect(channel: Channel, verb: Verb, seconds: float, watch: Callable[[], Non
 
 
 def call(channel: Channel, verb: Verb, *arguments: Any, seconds: float) -> Any:
-    """Calls for something, waits for the answer, and returns its value. It raises the same as `expect`."""
+    """Sends a call, and returns the value of its answer."""
     tell(channel, verb, *arguments)
     return expect(channel, verb, seconds)
 
 
 def greet(channel: Channel, plans: Sequence[Plan], seconds: float) -> None:
-    """Drops answers that are left of earlier weight syncs, and agrees with the generator on what will be sent.
-
-    Raises:
-        WeightSyncError: names, shapes or dtypes are not the generator's.
-    """
+    """Drops answers to earlier syncs, and agrees with the generator on the senders' plans."""
     hello = Hello(next(_GREETINGS))
     channel.send(hello)
     while True:
@@ -83,11 +68,10 @@ _GREETINGS = itertools.count()
 
 
 def patience(seconds: float) -> float:
-    """Seconds that a generator waits for its rank: longer than a rank waits, which other ranks may hold up."""
+    """Returns how long a generator waits for its rank: longer than `seconds`, as other ranks may delay it."""
     return 2 * seconds + 5
 
 
 def end_quietly(channel: Channel) -> None:
-    """Ends the weight sync for the generator, if the generator is still there."""
     with contextlib.suppress(WeightSyncError):
         tell(channel, "give_up")

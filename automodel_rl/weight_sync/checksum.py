@@ -1,4 +1,4 @@
-"""A checksum of a tensor's bits. It can be taken of stretches of the tensor, in any order, and follows changes."""
+"""Checksum of a tensor's bits. It is the sum over ranges in any order, and can be adjusted for changed elements."""
 
 import numpy as np
 import torch
@@ -7,21 +7,21 @@ from torch import Tensor
 from automodel_rl.weight_sync.delta import integers_of
 
 BLOCK = 2**22
-"""Elements that are summed at once on a device; they are widened to 64 bits."""
+"""Elements summed at a time on a device, as they are widened to 64 bits."""
 
 ROW = 2**13
-"""Elements of a row on the CPU, where sums of rows and columns take a fifteenth of the time of products of 64 bits."""
+"""Row length on the CPU, where summing rows and columns takes a fifteenth of the time of 64-bit products."""
 
 
 def checksum(elements: Tensor, start: int = 0) -> Tensor:
-    """The sum over i of bits[i] * (2 (start + i) + 1), modulo 2 ** 64.
+    """Computes the sum over i of bits[i] * (2 (start + i) + 1), modulo 2 ** 64.
 
-    Every odd factor has an inverse, so a change of a single element changes the sum, and so does swapping two elements
-    that differ.
+    Every odd factor has an inverse, so changing one element changes the sum, as does swapping two elements that
+    differ.
 
     Args:
-        elements: a stretch of a flattened tensor, contiguous.
-        start: place of the stretch in the tensor. The checksums of all stretches add up to that of the tensor.
+        elements: a range of a flattened tensor, contiguous.
+        start: index of the range in the tensor. The checksums of all ranges add up to that of the tensor.
 
     Returns:
         An int64 scalar on the device of the elements.
@@ -39,11 +39,11 @@ def checksum(elements: Tensor, start: int = 0) -> Tensor:
 
 
 def change_of_checksum(before: np.ndarray, after: np.ndarray, places: np.ndarray) -> int:
-    """What a tensor's checksum gains when some of its elements change.
+    """Returns the change of a tensor's checksum when some elements change.
 
     Args:
         before, after: [n] signed integers; the bits of these elements.
-        places: [n] int64; where they are in the flattened tensor.
+        places: [n] int64; their indices in the flattened tensor.
     """
     return int(((after.astype(np.int64) - before) * (2 * places + 1)).sum())
 

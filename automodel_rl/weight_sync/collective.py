@@ -1,4 +1,4 @@
-"""Weights for generators on devices of their own: each stage broadcasts its weights to all of them, by NCCL or gloo."""
+"""Weights for generators on GPUs of their own: each stage broadcasts its weights to all of them, by NCCL or gloo."""
 
 import contextlib
 import os
@@ -21,13 +21,7 @@ LEAVE_SECONDS = 10.0
 
 
 class Collective(Transport):
-    """Sends to all generators at once. Each rank has a generator; one rank of each stage sends the stage's weights.
-
-    Args:
-        channel: the channel to this rank's generator.
-        handle: the model, of which this rank may have parts.
-        seconds: longest wait for a peer.
-    """
+    """Sends to all generators at once. Each rank has a generator; one rank of each stage sends the stage's weights."""
 
     reach = "own stages"
 
@@ -37,7 +31,7 @@ class Collective(Transport):
         self.generation = 0
         self.server: dist.TCPStore | None = None  # only on the first rank
         self.store: dist.Store | None = None
-        self.links: dict[int, Link] = {}  # by the number of each sender that this rank sends for
+        self.links: dict[int, Link] = {}  # by number of the senders for which this rank sends
         self.plans: Sequence[Plan] = []
         self.under_way: dict[int, tuple[Link, Callable[[], bool]]] = {}
 
@@ -109,7 +103,7 @@ class Collective(Transport):
         call(self.channel, "make_room", num_bytes, num_buffers, seconds=self.seconds)
 
     def _all_agree(self, work: Callable[[], None]) -> None:
-        """Does work on every rank. If it fails on one, it raises on all, so that none waits for that rank in vain."""
+        """Calls `work` on every rank. If it fails on one, raises on all, so that no rank waits for another in vain."""
         problem = ""
         try:
             work()
@@ -123,7 +117,7 @@ class Collective(Transport):
             raise WeightSyncError(f"rank {failed}: {problems[failed]}")
 
     def _address(self) -> Address:
-        """The address of the store, which the first rank serves for as long as the job runs."""
+        """Returns the address of the store, which the first rank serves until the job ends."""
         self.generation += 1
         port = 0
         if dist.get_rank() == 0:
@@ -134,7 +128,7 @@ class Collective(Transport):
         return gather_objects(address, self.layout.world_control)[0]
 
     def _watch(self) -> None:
-        """Raises WeightSyncError if a generator or another sender is gone, so that waiting is of no use."""
+        """Raises WeightSyncError if a generator or another sender is gone."""
         assert self.store is not None  # while a weight sync runs
         raise_failure(self.store)
         self.channel.ready()

@@ -1,4 +1,4 @@
-"""The generator's end of a channel: does what the rank's messages ask for, between two tokens."""
+"""The generator's end of a channel: handles the rank's messages between two tokens."""
 
 import functools
 import queue
@@ -18,18 +18,11 @@ from automodel_rl.weight_sync.shared_memory import SharedBuffer
 from automodel_rl.weight_sync.slots import Slots
 
 ROOM = 0.8
-"""Share of the free device memory that buffers may take up."""
+"""Share of the free device memory that buffers may take."""
 
 
 class GeneratorEnd:
-    """Handles a rank's messages about weights.
-
-    Args:
-        receiver: the generator's tensors.
-        device: the device of these tensors.
-        messages: the queue of messages from the rank.
-        answer: sends a message back to the rank.
-    """
+    """Handles a rank's messages about weights, and answers them."""
 
     def __init__(
         self,
@@ -46,8 +39,7 @@ class GeneratorEnd:
         self.store: dist.Store | None = None
 
     def handle(self, message: Message) -> None:
-        """Does what a message asks for, and reports errors to the rank. After an error in a weight sync the generator
-        has no complete weights."""
+        """Handles a message, and reports errors to the rank. A failed weight sync leaves no complete weights."""
         try:
             match message:
                 case Hello():
@@ -65,7 +57,6 @@ class GeneratorEnd:
             self.answer(Failure(reason(error)))
 
     def _do(self, verb: Verb, arguments: tuple[Any, ...]) -> Any:
-        """Does a call that comes between weight syncs, and returns the value of the answer."""
         match verb:
             case "agree":
                 return self.receiver.agree(*arguments)
@@ -89,7 +80,7 @@ class GeneratorEnd:
         return [event.ipc_handle() for event in self.emptied]
 
     def _make_room(self, num_bytes: int, num_buffers: int) -> int:
-        """Makes buffers of the trainer's size, fewer than the trainer has if no more fit. Returns their number."""
+        """Allocates buffers, fewer than asked for if no more fit, and returns their number."""
         self._leave()
         self.slots = Slots([])
         count = min(num_buffers, _room(self.device) // num_bytes)
@@ -147,7 +138,6 @@ class GeneratorEnd:
         self.receiver.commit(version)
 
     def _take(self, sender: int, number: int, turn: int) -> None:
-        """Loads a bucket from a shared buffer."""
         slot = self.slots[turn]
         with slot.active():
             if slot.stream is not None:
@@ -157,7 +147,7 @@ class GeneratorEnd:
                 self.emptied[turn].record(slot.stream)
 
     def _receive(self, frozen: bool) -> None:
-        """Receives buckets over the links, at most one for each slot at a time."""
+        """Receives buckets over the links, at most one per slot at a time."""
         on_the_way: deque[tuple[int, int, int, Callable[[], bool]]] = deque()
         for turn, (sender, number) in enumerate(in_turn(self.receiver.plans, frozen=frozen)):
             while on_the_way and (len(on_the_way) == len(self.slots) or on_the_way[0][3]()):
@@ -189,7 +179,6 @@ class GeneratorEnd:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes that buffers may take up on a device."""
     if device.type == "cpu":
         return 2**63
     free, _ = torch.cuda.mem_get_info(device)

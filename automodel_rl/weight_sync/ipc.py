@@ -19,11 +19,6 @@ class Ipc(Transport):
     This rank fills a slot and sends a message; the generator reads the slot and answers. On CUDA both sides only queue
     work: the generator's stream waits for an event recorded after the filling, and this rank's stream for one recorded
     after the reading.
-
-    Args:
-        channel: the channel to the generator.
-        device: the device of trainer and generator.
-        seconds: longest wait for an answer.
     """
 
     reach = "all stages"

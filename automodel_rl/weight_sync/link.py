@@ -1,4 +1,4 @@
-"""A process group of one sender and its receivers, which are not ranks of its job. Gloo on the CPU, NCCL on CUDA."""
+"""Process group of one sender and its receivers, which are not ranks of its job. Gloo on the CPU, NCCL on CUDA."""
 
 import datetime
 import threading
@@ -17,11 +17,10 @@ from automodel_rl.weight_sync.slots import in_time, wait_until
 
 @dataclass(frozen=True)
 class Address:
-    """The address at which receivers find the store of a weight sync.
+    """Address of the store where links meet, on the job's first rank.
 
     Attributes:
-        host, port: the store on the job's first rank.
-        generation: how often links were made. Names in the store depend on it, so that old ones are never used again.
+        generation: how often links have been created; part of the store's keys, which are therefore never reused.
     """
 
     host: str
@@ -29,25 +28,19 @@ class Address:
     generation: int
 
     def store(self, seconds: float) -> dist.Store:
-        """A connection to the store, whose operations wait for at most so many seconds."""
         timeout = datetime.timedelta(seconds=seconds)
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
         return dist.PrefixStore(f"automodel_rl/sync/{self.generation}", store)
 
 
 class Link:
-    """Broadcasts from rank 0 to the others.
+    """Broadcasts from rank 0 to the others. Its construction is a collective of all members.
 
     Args:
-        store: a store that all members share.
-        name: the link's name in the store.
-        rank: this process's rank in the link; 0 sends.
-        size: number of members.
-        device: the device of the tensors.
-        seconds: longest wait for a peer.
+        name: prefix of the link's keys in the store, which all members share.
 
     Raises:
-        WeightSyncError: a member did not join.
+        WeightSyncError: a member did not join within `seconds`.
     """
 
     def __init__(self, store: dist.Store, name: str, rank: int, size: int, device: torch.device, seconds: float):
@@ -64,20 +57,16 @@ class Link:
 
     def _join(self, store: dist.Store, rank: int, size: int) -> Any:
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # CUDA's current device belongs to a thread
+            torch.cuda.set_device(self.device)  # the current device is set per thread
         group = group_outside_of_jobs(store, rank, size, self.device, self.seconds)
         group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), 0).wait()  # makes NCCL connect now
         return group
 
     def start(self, elements: Tensor) -> Callable[[], bool]:
-        """Begins a broadcast, after the work queued on the current stream. On CUDA, the stream then waits for it.
-
-        Args:
-            elements: the tensor that rank 0 sends and the others receive into.
+        """Starts a broadcast after the work queued on the current stream, which on CUDA then waits for it.
 
         Returns:
-            A function that says whether the broadcast is done, or raises if it failed. On CUDA it always says yes,
-            because the stream waits.
+            A function that returns whether the broadcast is done, on CUDA always, or raises WeightSyncError.
         """
         work = self._group.broadcast(elements, 0)
         if self.device.type == "cuda":
@@ -96,20 +85,15 @@ class Link:
         return is_done
 
     def wait(self, done: Callable[[], bool], watch: Callable[[], None]) -> None:
-        """Waits on the host until a broadcast is done."""
         wait_until(done, "a bucket of weights", self.seconds, watch)
 
     def close(self, *, broken: bool) -> None:
-        """Leaves the group.
-
-        Args:
-            broken: the group may have work that never ends, so do not wait for it.
-        """
+        """Leaves the group, without waiting for its work if it is `broken`."""
         box = [self._group]
         self._group = None
         if broken and self.device.type == "cuda":
             box[0].abort()
-        elif broken:  # dropping gloo's last reference waits for the work under way
+        elif broken:  # dropping gloo's last reference waits for pending work
             threading.Thread(target=box.clear, daemon=True, name="weight-sync-link").start()
 
 
@@ -117,12 +101,12 @@ FAILED = "failed"
 
 
 def report_failure(store: dist.Store, why: str) -> None:
-    """Leaves the reason of a failure for the members of all links of this generation."""
+    """Reports a failure to all links of this generation."""
     store.set(FAILED, why)
 
 
 def raise_failure(store: dist.Store) -> None:
-    """Raises WeightSyncError if a member has failed, or the store is gone with its rank."""
+    """Raises WeightSyncError if a member has reported a failure, or the first rank is gone."""
     try:
         failed = store.check([FAILED]) and store.get(FAILED).decode()
     except RuntimeError as error:

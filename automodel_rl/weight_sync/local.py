@@ -1,4 +1,4 @@
-"""Weights for a generator in this process: copied from the packed buffers straight to its tensors."""
+"""Weights for a generator in this process: copied from the packed buffers to its tensors."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,7 @@ from automodel_rl.weight_sync.transport import Transport
 
 
 class Local(Transport):
-    """Copies weights to the generator of this process.
-
-    Args:
-        receiver: the generator's tensors.
-        device: the device of trainer and generator.
-    """
+    """Copies weights to the generator of this process, on the same device."""
 
     reach = "all stages"
 
@@ -32,7 +27,7 @@ class Local(Transport):
         self.receiver.begin()
 
     def release(self, slot: Slot) -> None:
-        """Does nothing: the slot's stream already orders all its uses."""
+        """Does nothing: the slot's stream orders all its uses."""
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         self.receiver.load(sender, number, slot.buffer)
@@ -45,4 +40,4 @@ class Local(Transport):
         """Does nothing: the receiver has no version until the next commit."""
 
     def close(self) -> None:
-        """Does nothing: nothing was opened."""
+        """Does nothing."""

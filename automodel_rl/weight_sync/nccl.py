@@ -1,8 +1,8 @@
-"""An NCCL communicator with vLLM's workers, set up in the way that vLLM's weight transfer expects.
+"""NCCL communicator with vLLM's workers, set up as vLLM's weight transfer expects.
 
-vLLM is not installed beside this package, so the trainer's half of the setup is written here. The sender serves a TCP
-store, puts the communicator's id there, pickled as vLLM's own class, and takes part in a first all-reduce. It uses the
-libnccl that torch has loaded. Checked with vLLM 0.23.0.
+vLLM is not installed beside this package, so the trainer's half of the setup is implemented here: serve a TCP store,
+put the communicator's id there, pickled as vLLM's own class, and take part in a first all-reduce. It uses the libnccl
+that torch has loaded. Tested with vLLM 0.23.0.
 """
 
 import ctypes
@@ -33,20 +33,18 @@ class _UniqueId(ctypes.Structure):
 
 
 class NcclSender:
-    """Rank 0 of a communicator with vLLM's workers. Waits for all of them to join, so they must be joining already.
+    """Rank 0 of a communicator with vLLM's workers. Its construction waits for them, so they must be joining already.
 
     Args:
-        host, port: the address at which the store is served.
-        world_size: number of workers, and 1 for this rank.
-        device: this rank's device.
-        seconds: longest wait for the workers.
+        host, port: address of the store that it serves.
+        world_size: number of workers plus one.
     """
 
     def __init__(self, host: str, port: int, world_size: int, device: torch.device, seconds: float):
         self.device = device
         torch.cuda.set_device(device)
         self.library = ctypes.CDLL("libnccl.so.2")
-        # The same arguments as vLLM's workers use; returns when all of them have come.
+        # Same arguments as vLLM's workers use. Returns once all have connected.
         self.store = dist.TCPStore(
             host, port, world_size, is_master=True, timeout=datetime.timedelta(seconds=seconds), use_libuv=False
         )
@@ -71,7 +69,7 @@ class NcclSender:
         )
 
     def abort(self) -> None:
-        """Ends the communicator and the work it has under way."""
+        """Destroys the communicator and its pending work."""
         self.library.ncclCommAbort(self.communicator)
 
     def _check(self, code: int) -> None:
@@ -85,9 +83,9 @@ class NcclSender:
 
 
 def pickled_id(unique: bytes) -> bytes:
-    """A communicator's id as a pickle of vLLM's ncclUniqueId, a ctypes structure that cannot be imported here.
+    """Pickles a communicator's id as vLLM's ncclUniqueId, a ctypes structure that cannot be imported here.
 
-    The opcodes of the pickle call _ctypes._unpickle with the class and (its attributes, its bytes).
+    The opcodes call _ctypes._unpickle with the class and (its attributes, its bytes).
     """
     assert len(unique) == ID_BYTES
     cls = b"cvllm.distributed.device_communicators.pynccl_wrapper\nncclUniqueId\n"

@@ -1,4 +1,4 @@
-"""The trainer's side of a weight sync: packs this rank's tensors, and if asked other stages' tensors, into buffers."""
+"""The trainer's side of a weight sync: packs tensors of this rank's stages, and optionally of all, into buffers."""
 
 from typing import Literal
 
@@ -13,22 +13,18 @@ from automodel_rl.weight_sync.senders import Senders
 from automodel_rl.weight_sync.slots import Slot
 
 Reach = Literal["own stages", "all stages"]
-"""The stages whose buckets a rank fills into its buffers."""
 
 
 class Producer:
     """Fills buffers with the model's tensors, bucket by bucket. Every rank of the job has one.
 
     Args:
-        handle: the model.
-        dtype: the dtype in which parameters are sent.
-        most_bytes: largest size of a bucket.
-        whole: never cut a tensor, for generators that load whole tensors.
+        most_bytes: largest bucket.
+        whole: never split a tensor, for generators that load whole tensors.
         adapters_alone: send only the adapters, under the model's names.
-        reach: "own stages", or "all stages" to also get the buckets of other ranks' stages.
 
     Attributes:
-        plans: the plan of every sender; equal on all ranks.
+        plans: of all senders; equal on all ranks.
     """
 
     def __init__(
@@ -53,31 +49,23 @@ class Producer:
 
     @property
     def largest_bucket(self) -> int:
-        """Bytes that a buffer must hold."""
+        """Required size of a buffer, in bytes."""
         return max(self.plans[sender].largest_bucket for sender in {s for s, _ in self.turns(True)} | {*self._stages})
 
     def turns(self, frozen: bool) -> list[tuple[int, int]]:
-        """Pairs (sender, bucket) in the order in which this rank fills buffers, with or without frozen tensors."""
         everyone = in_turn(self.plans, frozen=frozen)
         return everyone if self.reach == "all stages" else [pair for pair in everyone if pair[0] in self._stages]
 
     def begin(self) -> None:
-        """Begins a weight sync with the weights that the model has now. A collective of each stage's ranks."""
+        """Begins a weight sync: with LoRA, reads the adapters as they are now. A collective of each stage's ranks."""
         if self.handle.model.lora is not None:
             for number, component in self._senders.own.items():  # merges the adapters as they are now
                 self._stages[number].reread(self._sources(component))
         self._sums = {}
 
     def fill(self, sender: int, number: int, slot: Slot, *, sums: bool) -> None:
-        """Packs a bucket into a slot, on the current stream. A collective of the stage's ranks and of those that get
-        the bucket from them.
-
-        Args:
-            sender: the number of the sender that owns the bucket.
-            number: the bucket's number.
-            slot: the slot to fill.
-            sums: take checksums of the packed tensors.
-        """
+        """Packs a bucket into a slot, on the current stream. A collective of the stage's ranks, and of those that
+        receive the bucket from them."""
         bucket, stage = self.plans[sender].buckets[number], self._stages.get(sender)
         if stage is not None:
             if (sender, number) not in slot.targets:
@@ -93,7 +81,7 @@ class Producer:
                 self._sums.setdefault(name, []).append(part)  # added up later, because each slot has its own stream
 
     def checksums(self) -> dict[str, int]:
-        """The checksum of every tensor of the model as it was packed. A collective, to call after `Slots.rejoin`."""
+        """Returns the checksum of every tensor as packed. A collective, to call after `Slots.rejoin`."""
         own = {name: int(torch.stack(parts).sum()) for name, parts in self._sums.items()}
         stages = self._senders.gather(dict.fromkeys(self._stages, own))
         return {name: total for sums in stages.values() for name, total in sums.items()}

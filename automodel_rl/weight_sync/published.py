@@ -1,14 +1,14 @@
-"""Published weights: the versions of a model's weights in a folder, as what changed since the version before.
+"""Published weights: versions of a model's weights in a folder, each stored as the changes since the one before.
 
-Whoever reads the folder brings tensors to any version, bit for bit, wherever it runs and whenever it comes:
+Readers reach any version bit for bit, on any machine and at any time:
 
-    FOLDER/00000007/version.json    the version, its tensors with checksums, its files, and which version it changes
+    FOLDER/00000007/version.json    tensors with checksums, files with hashes, and the version that this one changes
     FOLDER/00000007/sender_0.bin    blocks of one sender: a JSON line, then compressed numbers, whole or a delta
-    FOLDER/newest.json              the number of the newest version
+    FOLDER/newest.json              number of the newest version
 
-A run's first version is whole, and so is one in `WHOLE_EVERY`. Versions before the last but one of these are removed.
-Hashes are SHA-256, and a version's own covers those of its files and that of the version before. So whoever has it from
-the run, or its signature, has all the rest from the run, too.
+The first version of a run is whole, as is one in `WHOLE_EVERY`. Versions older than the last but one of these are
+removed. A version's SHA-256 hash covers those of its files and of the version before, so an authentic hash or
+signature verifies everything.
 """
 
 import contextlib
@@ -42,19 +42,19 @@ from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles
 FORMAT = 2
 WHOLE_EVERY = 50
 LEVEL = 1
-"""Level of zstd's compression. Higher ones are slower than disks, and save little."""
+"""zstd compression level. Higher levels are slower than disks, and save little."""
 
 THREADS = 4
-"""Threads that pack a block, that unpack blocks, and that sum tensors."""
+"""Threads for packing, unpacking and checksums."""
 
 MAX_LINE_BYTES = 2**26
-"""Longest description of a block, in bytes."""
+"""Longest description of a block."""
 
 NOT_AS_WRITTEN = (
     *(ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError),
     zstandard.ZstdError,
 )
-"""Errors of files that no run has written: others may write to a folder."""
+"""Errors raised for files that no run has written: others may write to the folder."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -62,16 +62,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Version:
-    """What is known of a published version.
+    """Description of a published version.
 
     Attributes:
-        number: the policy version.
         before: number and hash of the version that it changes; None if it is whole.
-        tensors: shape, dtype and checksum of every tensor, by name.
-        files: size and hash of every file, by name.
-        changed: how many numbers differ from the version before.
-        hash: of all of this.
-        signature: that of the hash, by the run; None if it signs none.
+        tensors: shape, dtype and checksum.
+        files: size and hash.
+        changed: count of numbers that differ from the version before.
+        hash: of all of the above.
+        signature: of the hash; None if the run signs none.
     """
 
     number: int
@@ -84,12 +83,10 @@ class Version:
 
 
 def folder_of(folder: Path, number: int) -> Path:
-    """The folder of a version."""
     return folder / f"{number:08d}"
 
 
 def unfinished_folder(folder: Path, number: int) -> Path:
-    """The folder of a version that is being written."""
     return folder / f".{number:08d}.unfinished"
 
 
@@ -103,7 +100,7 @@ def write_version(
     changed: int,
     signer: Signer | None,
 ) -> str:
-    """Writes a version's own file, once all others are there, and returns its hash."""
+    """Writes a version's `VERSION_FILE`, after all other files, and returns its hash."""
     tensors = {
         spec.name: [list(spec.shape), str(spec.dtype).removeprefix("torch."), sums[spec.name]]
         for plan in plans
@@ -127,11 +124,7 @@ def _size_and_hash(file: BufferedReader) -> tuple[int, str]:
 
 
 def read_version(files: VersionFiles, number: int) -> Version:
-    """What is known of a version.
-
-    Raises:
-        InputError: it is not there, damaged or of another format.
-    """
+    """Reads the description of a version. Raises InputError if it is missing, damaged or of another format."""
     try:
         values = json.loads(files.description(number))
         if not isinstance(values, dict):
@@ -173,7 +166,7 @@ def _dtype_of(name: Any) -> torch.dtype:
 
 
 def _check_fits(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, int]]) -> None:
-    """Raises ValueError if tensors take more memory than this machine has."""
+    """Raises ValueError if the tensors need more memory than this machine has."""
     needed = sum(math.prod(max(size, 1) for size in shape) * dtype.itemsize for shape, dtype, _ in tensors.values())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
@@ -181,31 +174,21 @@ def _check_fits(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, int]])
 
 
 class HashedFile:
-    """A file of a version, which is hashed while it is written.
-
-    Args:
-        path: the file, which is made anew.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A new file that is hashed while it is written."""
 
     def __init__(self, path: Path):
         self._file, self._hash, self._size = path.open("wb"), hashlib.sha256(), 0
 
     def write(self, content: bytes) -> None:
-        """Writes bytes at the end. Raises OSError if there is no room."""
         self._file.write(content)
         self._hash.update(content)
         self._size += len(content)
 
     def finish(self) -> tuple[int, str]:
-        """Closes the file, and returns its size and hash. Raises OSError if something could not be written."""
         self._file.close()
         return self._size, self._hash.hexdigest()
 
     def give_up(self) -> None:
-        """Closes the file, whatever is in it."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -214,11 +197,8 @@ def write_block(file: HashedFile, plan: Plan, bucket: Bucket, elements: Tensor, 
     """Writes a bucket to a sender's file, and returns how many of its numbers have changed.
 
     Args:
-        file: the file.
-        plan: the sender's plan.
-        bucket: the bucket.
-        elements: its elements, on the CPU.
-        delta: what makes them from those of the version before; None in a whole version.
+        elements: on the CPU.
+        delta: difference from the version before; None in a whole version.
     """
     written = delta if delta is not None and len(delta) < bucket.num_bytes else None
     content = bits_of(elements).data if written is None else written
@@ -230,16 +210,15 @@ def write_block(file: HashedFile, plan: Plan, bucket: Bucket, elements: Tensor, 
 
 
 class PublishedWeights:
-    """Reads the versions of a folder.
+    """Reads the versions in a folder.
 
     Args:
-        place: the folder that a run publishes to, the address at which others have it, such as https://HOST/weights, or
-            its files.
-        public_key: the file of the key with which the run's signatures are verified; None verifies none.
+        place: the folder, its address, such as https://HOST/weights, or its files.
+        public_key: file of the key that verifies signatures; None skips this.
 
     Attributes:
-        version: the version of the tensors that `bring` got last; None before.
-        num_bytes: how much the last call of `bring` read, without the versions' own files.
+        version: of the tensors; None if they are of none.
+        num_bytes: bytes read by the last `bring`, without descriptions.
 
     Raises:
         InputError: the address or the key cannot be used.
@@ -256,23 +235,23 @@ class PublishedWeights:
         self.signatures = None if public_key is None else SignatureCheck(public_key)
         self.version: Version | None = None
         self.num_bytes = 0
-        self._sums: dict[str, int] = {}  # the checksums of the tensors, at the end of `bring`
+        self._sums: dict[str, int] = {}  # checksums of the tensors after the last `bring`
         self._stamps: dict[str, tuple[int, int]] = {}
 
     def bring(self, tensors: MutableMapping[str, Tensor], number: int | None = None, digest: str | None = None) -> int:
-        """Brings tensors on the CPU to a version, and returns its number. Tensors that are not there are made.
+        """Brings tensors on the CPU to a version, and returns its number. Missing tensors are created.
 
-        Tensors that were changed since the last call are read anew, if torch knows of it. It does not know what was
-        changed by NumPy or through `.data`: do not do that, for what a version does not change is not compared.
+        If torch's version counters show that tensors have changed since the last call, all are read anew. Changes
+        through NumPy or `.data` go unnoticed, and may persist: do not make any.
 
         Args:
-            tensors: by their names in a Hugging Face checkpoint; as the last call has left them. After an error they
-                are of no version, and the next call begins with a whole one.
-            number: the version; None for the newest.
-            digest: the version's hash, if it must be that of a run that said so; None for any.
+            tensors: by name in the Hugging Face checkpoint, as the last call left them. An error may leave them of
+                no version; the next call then starts from a whole one.
+            number: None for the newest.
+            digest: required hash of the version; None for any.
 
         Raises:
-            InputError: the version is not there, is another one, or something that it needs is damaged.
+            InputError: the version is missing, is another one, or something that it needs is damaged.
         """
         number = self.files.newest() if number is None else number
         if number is None:
@@ -284,7 +263,7 @@ class PublishedWeights:
             raise InputError(f"{self.files.where(number)}: is not signed with the run's key: use nothing of it")
         now, self.version = self.version, None
         if now is not None and self._stamps != _stamps_of(tensors, now):
-            now = None  # they are not those of the last call
+            now = None  # changed since the last call
         step = target
         while now is None or step.hash != now.hash:
             chain.append(step)
@@ -348,7 +327,6 @@ class PublishedWeights:
 
 
 def _stamps_of(tensors: Mapping[str, Tensor], version: Version) -> dict[str, tuple[int, int]]:
-    """Addresses of a version's tensors in memory, and how often torch has changed each since it was made."""
     held = {name: tensors[name] for name in version.tensors if name in tensors}
     return {name: (one.data_ptr(), 0 if one.is_inference() else one._version) for name, one in held.items()}
 
@@ -363,8 +341,7 @@ def _blocks_in(file: BinaryIO) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 
 def _load_block(packed: tuple[dict[str, Any], bytes], tensors: Mapping[str, Tensor]) -> dict[str, int | None]:
-    """Brings stretches of tensors to a version, and returns by how much each tensor's checksum has changed; None where
-    only the tensor tells."""
+    """Applies a block, and returns the changes of checksums; None where the tensor must be summed."""
     block = packed[0]
     dtype = _dtype_of(block["dtype"])
     stretches = [_stretch(tensors[name], dtype, start, count) for name, start, count in block["chunks"]]
@@ -390,21 +367,14 @@ def _load_block(packed: tuple[dict[str, Any], bytes], tensors: Mapping[str, Tens
 
 
 def _stretch(tensor: Tensor, dtype: torch.dtype, start: int, count: int) -> np.ndarray:
-    """Numbers of a tensor. Raises ValueError if it does not have them."""
+    """Returns a range of a tensor as integers. Raises ValueError beyond its bounds."""
     if tensor.dtype != dtype or not 0 <= start <= start + count <= tensor.numel():
         raise ValueError(f"numbers {start} to {start + count} of {dtype} are not in a tensor of {tensor.numel()}")
     return bits_of(tensor)[start : start + count]
 
 
 def _unpacked(packed: bytes, num_bytes: int, *, is_whole: bool, numel: int) -> bytes:
-    """The content of a block. Raises ValueError before it is unpacked if it is longer than it may be.
-
-    Args:
-        packed: the block.
-        num_bytes: the size of all its numbers.
-        is_whole: whether it holds all, and not a delta.
-        numel: how many there are.
-    """
+    """Decompresses a block. Raises ValueError, before decompressing, if it is too long."""
     most = num_bytes if is_whole else num_bytes + -(-numel // 8)
     said = zstandard.frame_content_size(packed)
     if said > most:
@@ -416,7 +386,7 @@ def _unpacked(packed: bytes, num_bytes: int, *, is_whole: bool, numel: int) -> b
 
 
 def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Results of work in threads, in order. Few items are held at a time."""
+    """Yields results in order. At most `THREADS` + 1 items are held at a time."""
     with ThreadPoolExecutor(THREADS) as pool:
         waiting = deque[Future[Result]]()
         for item in items:
@@ -428,12 +398,12 @@ def _in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterat
 
 
 def _sum(*terms: int) -> int:
-    """Their sum modulo 2 ** 64, as a checksum is."""
+    """Adds checksums, modulo 2 ** 64."""
     return int(np.array(terms, np.int64).sum())
 
 
 def has_version(folder: Path, number: int, digest: str) -> bool:
-    """Whether a version with this hash is there, and all versions that it changes."""
+    """Returns whether the folder has the version with this hash, and all that it builds on."""
     step: tuple[int, str] | None = (number, digest)
     try:
         while step is not None:
@@ -447,7 +417,7 @@ def has_version(folder: Path, number: int, digest: str) -> bool:
 
 
 def is_whole(folder: Path, number: int) -> bool:
-    """Whether a version is there that needs no other one."""
+    """Returns whether the version exists, and builds on no other."""
     try:
         return read_version(VersionFiles(folder), number).before is None
     except InputError:
@@ -455,6 +425,5 @@ def is_whole(folder: Path, number: int) -> bool:
 
 
 def remove_versions(folder: Path, numbers: Iterable[int]) -> None:
-    """Removes versions."""
     for number in numbers:
         shutil.rmtree(folder_of(folder, number), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Gives a generator that has joined a run the weights that the run publishes. The trainer takes no part."""
+"""Sends the published weights of a run to a generator that has joined it. The trainer takes no part."""
 
 import time
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True)
 class Brought:
-    """What it took to give a generator a version.
+    """Cost of bringing a generator to a version.
 
     Attributes:
-        num_bytes: how much was read, compressed.
-        read_seconds: for reading, decompressing and comparing it.
-        give_seconds: for giving the generator all weights.
+        num_bytes: bytes read, compressed.
+        read_seconds: to read, decompress and verify them.
+        give_seconds: to send all weights to the generator.
     """
 
     num_bytes: int
@@ -34,15 +34,14 @@ class Brought:
 
 
 class PublishedSync:
-    """Brings a generator's process to versions of published weights, which stay in host memory between two versions.
+    """Brings a generator's process to published versions, and keeps the weights in host memory in between.
 
     Args:
-        files: what the run publishes.
-        most_bytes: size of a buffer, if no tensor is larger.
+        most_bytes: size of a buffer, unless a tensor is larger.
 
     Attributes:
-        plan: what is sent; there from the first version on.
-        transport: the way to the process, which `connect` got.
+        plan: set by `bring`.
+        transport: set by `connect`.
     """
 
     def __init__(self, files: VersionFiles, most_bytes: int):
@@ -53,36 +52,23 @@ class PublishedSync:
         self._slots: Slots | None = None
 
     def read_ahead(self, version: int, digest: str) -> None:
-        """Reads a version, so that only what changes since is left to read.
-
-        Args:
-            version: the version.
-            digest: its hash, as the run says.
+        """Reads the version with this hash, so that a later `bring` reads only what has changed since.
 
         Raises:
-            InputError: it cannot be read, or is not the run's.
+            InputError: the version cannot be read, or is not the run's.
         """
         self._weights.bring(self._tensors, version, digest)
 
     def connect(self, transport: Transport) -> None:
-        """Chooses the process that gets the versions.
-
-        Args:
-            transport: the way to it.
-        """
         self.transport = transport
 
     def bring(self, version: int, digest: str, number: int) -> Brought:
-        """Gives the generator a version. A completion that is being written goes on with it.
-
-        Args:
-            version: the version.
-            digest: its hash.
-            number: what the generator calls it.
+        """Sends the version with this hash to the generator, as weight sync `number`. Running completions continue
+        with it.
 
         Raises:
-            InputError: the version is not there, or damaged.
-            WeightSyncError: the generator does not take it.
+            InputError: the version is missing or damaged.
+            WeightSyncError: the generator did not take it.
         """
         started = time.perf_counter()
         self._weights.bring(self._tensors, version, digest)
@@ -114,12 +100,7 @@ class PublishedSync:
 
 
 def plan_of(tensors: Mapping[str, Tensor], most_bytes: int) -> Plan:
-    """A plan that sends whole tensors, one after the other.
-
-    Args:
-        tensors: the tensors by their names.
-        most_bytes: size of a bucket, if no tensor is larger.
-    """
+    """Returns a plan of whole tensors in buckets of at most `most_bytes`, unless a tensor is larger."""
     specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
     buckets: list[Bucket] = []
     chunks: list[Chunk] = []

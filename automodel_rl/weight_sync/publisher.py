@@ -1,4 +1,4 @@
-"""The trainer's side of published weights: writes what has changed since the last version to a folder."""
+"""The trainer's side of published weights: writes versions to a folder."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -39,20 +39,15 @@ T = TypeVar("T")
 
 
 class Publisher:
-    """Publishes a model's weights. Every rank of the job has one.
-
-    Args:
-        handle: the model.
-        folder: the folder of versions, which all ranks share.
-        config: the config's section `weight_sync`.
+    """Publishes a model's weights to a folder that all ranks share. Every rank of the job has one.
 
     Raises:
-        InputError: on all ranks; versions are to be signed, and the first rank cannot use the key.
+        InputError: on all ranks: the first rank cannot use the signing key.
 
     Attributes:
-        changed: how many numbers the last version has changed; all of a whole one.
+        changed: count of numbers that the last version changes; all of them in a whole version.
         num_bytes: size of its files.
-        needed: number of the oldest version that somebody still reads, which is kept; None if there is none.
+        needed: oldest version still being read, which is kept; None if there is none.
     """
 
     def __init__(self, handle: ModelHandle, folder: Path, config: WeightSyncConfig):
@@ -63,10 +58,9 @@ class Publisher:
         self._sync = WeightSync(handle, self._files, config.model_copy(update={"checksum": False}))
         self._signer = self._open_signer(config.signing_key)
         self._before: tuple[int, str] | None = None
-        self._whole: list[int] | None = None  # the numbers of whole versions; None before the first version of this run
+        self._whole: list[int] | None = None  # numbers of whole versions; None before this run's first version
 
     def _open_signer(self, file: Path | None) -> Signer | None:
-        """What signs versions, on the first rank."""
         signer, problem = None, ""
         if file is not None and dist.get_rank() == 0:
             try:
@@ -79,13 +73,11 @@ class Publisher:
         return signer
 
     def publish(self, number: int) -> str:
-        """Writes the weights that the model has now as a version, and returns its hash. A collective of all ranks.
-
-        Args:
-            number: the policy version, higher than that of the last call.
+        """Writes the current weights as policy version `number`, higher than the last, and returns its hash. A
+        collective of all ranks.
 
         Raises:
-            WeightSyncError: on all ranks; it could not be written. The next version will be whole.
+            WeightSyncError: on all ranks: the version could not be written. The next one will be whole.
         """
         before, self._before = self._before, None  # until the version is complete
         place = unfinished_folder(self.folder, number)
@@ -110,8 +102,8 @@ class Publisher:
         return self._before[1]
 
     def _begin(self, number: int, place: Path) -> list[int]:
-        """Makes an empty folder to write to, and returns the numbers of the whole versions that are there. At the start
-        of a run, removes versions of an earlier one that went further."""
+        """Creates an empty folder, and returns the numbers of whole versions. At first also removes versions from
+        `number` on, left by an earlier run."""
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         if self._whole is None:
@@ -127,7 +119,7 @@ class Publisher:
         sums: dict[str, int],
         files: dict[str, tuple[int, str]],
     ) -> tuple[tuple[int, str], int]:
-        """Gives a version its name, and removes versions that nobody needs any longer."""
+        """Publishes a written version, and removes obsolete ones."""
         digest = write_version(
             place, number, before, self._sync.producer.plans, sums, files, self.changed, self._signer
         )
@@ -141,7 +133,7 @@ class Publisher:
         return (number, digest), num_bytes
 
     def _on_first(self, work: Callable[[], T]) -> T:
-        """Does work on the first rank, and returns its result, or raises its problem, on all."""
+        """Calls `work` on the first rank. Returns its result, or raises its error, on all ranks."""
         result: T | None = None
         problem = ""
         if dist.get_rank() == 0:
@@ -156,15 +148,12 @@ class Publisher:
 
 
 class SenderFiles(Transport):
-    """Writes each sender's buckets to a file, whole or as a delta. One rank of each stage keeps the stage's numbers of
-    the version before in host memory, in the dtype that is sent.
-
-    Args:
-        handle: the model.
+    """Writes each sender's buckets to a file, whole or as a delta. One rank of each stage keeps the previous version
+    in host memory, in the dtype that is sent.
 
     Attributes:
-        changed: how many numbers of this rank's senders the last weight sync has changed.
-        written: size and hash of this rank's files of the last weight sync, by name.
+        changed: count of changed numbers in this rank's files.
+        written: by name: size and hash of these files.
     """
 
     reach = "own stages"
@@ -176,21 +165,14 @@ class SenderFiles(Transport):
         self._place, self._is_whole = Path(), True
         self._plans: Sequence[Plan] = []
         self._files: dict[int, HashedFile] = {}
-        self._last: dict[tuple[int, int], Tensor] = {}  # elements of the version before, by sender and bucket
+        self._last: dict[tuple[int, int], Tensor] = {}  # elements of the previous version, by (sender, bucket)
         self._sums: dict[tuple[int, int], dict[str, list[int]]] = {}
 
     def open(self, place: Path, is_whole: bool) -> None:
-        """Chooses what the next weight sync writes.
-
-        Args:
-            place: the folder of files.
-            is_whole: whether they hold all numbers, frozen ones included.
-        """
         self._place, self._is_whole = place, is_whole
 
     @property
     def sums(self) -> dict[str, int]:
-        """The checksums of this rank's tensors as they were written."""
         found: dict[str, list[int]] = {}
         for of_bucket in self._sums.values():
             for name, parts in of_bucket.items():
@@ -211,7 +193,7 @@ class SenderFiles(Transport):
                     self.changed += write_block(self._files[sender], self._plans[sender], bucket, elements)
 
     def release(self, slot: Slot) -> None:
-        """Does nothing: what was in a slot is on the host before `send` returns."""
+        """Does nothing: `send` copies the slot to the host."""
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         if sender not in self._files:

@@ -1,4 +1,4 @@
-"""The generator's tensors in a weight sync: writes buckets to them, and knows which version they are."""
+"""The generator's side of a weight sync: writes buckets to its tensors, and keeps their version."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,11 @@ class Receiver:
     """Writes buckets to a generator's tensors.
 
     Args:
-        homes: the generator's tensors by their Hugging Face names, contiguous.
+        homes: the generator's tensors by Hugging Face name, contiguous.
 
     Attributes:
-        plans: the plan of every sender, once they are agreed on.
-        version: the version of the weights in place. None before the first weight sync, while one runs, and after one
-            that was interrupted.
+        plans: set by `agree`.
+        version: of the weights. None before the first weight sync, during one, and after a failed one.
     """
 
     def __init__(self, homes: Mapping[str, Tensor]):
@@ -31,11 +30,8 @@ class Receiver:
         self._targets: dict[tuple[int, int], list[Tensor]] = {}
 
     def agree(self, plans: Sequence[Plan]) -> None:
-        """Checks and notes what every sender will send.
-
-        Raises:
-            WeightSyncError: names, shapes or dtypes differ from the generator's.
-        """
+        """Checks and keeps the senders' plans. Raises WeightSyncError if names, shapes or dtypes differ from the
+        generator's."""
         sent = {spec.name: spec for plan in plans for spec in plan.tensors}
         twice = len([spec for plan in plans for spec in plan.tensors]) - len(sent)
         if twice:
@@ -63,12 +59,11 @@ class Receiver:
         }
 
     def begin(self) -> None:
-        """Begins a weight sync. Until `commit` the weights have no version."""
         self.version = None
 
     @torch.no_grad()
     def load(self, sender: int, number: int, buffer: Tensor) -> None:
-        """Writes a bucket's stretches to their tensors, on the current stream."""
+        """Copies a bucket to its tensors, on the current stream."""
         bucket = self.plans[sender].buckets[number]
         if bucket.chunks:
             elements = bucket.elements(buffer)
@@ -76,11 +71,10 @@ class Receiver:
             copy_each(self._targets[sender, number], stretches)
 
     def commit(self, version: int) -> None:
-        """Ends a weight sync: all buckets are in place."""
         self.version = version
 
     def complete_version(self) -> int:
-        """The version of the weights. Raises WeightSyncError if they have none."""
+        """Returns the version of the weights. Raises WeightSyncError if they have none."""
         if self.version is None:
             raise WeightSyncError(
                 "the generator has no complete weights: none came yet, or a weight sync was interrupted; it generates "
@@ -89,18 +83,12 @@ class Receiver:
         return self.version
 
     def checksums(self) -> dict[str, int]:
-        """The checksum of every tensor as the generator has it now."""
         return {name: int(checksum(home)) for name, home in self.homes.items()}
 
 
 def in_turn(plans: Sequence[Plan], *, frozen: bool) -> list[tuple[int, int]]:
-    """Pairs (sender, bucket) in the order in which receivers take them: one bucket of each sender in turn, so that one
-    stage packs while another one's bucket is on its way.
-
-    Args:
-        plans: the plan of every sender.
-        frozen: whether buckets of frozen tensors are among them.
-    """
+    """Returns pairs (sender, bucket) in the order of receiving. It alternates between senders, so that one stage packs
+    while another one's bucket is sent."""
     of_senders = [
         [(sender, number) for number, bucket in enumerate(plan.buckets) if frozen or not bucket.is_frozen]
         for sender, plan in enumerate(plans)

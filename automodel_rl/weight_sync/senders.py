@@ -1,6 +1,6 @@
-"""Senders of a weight sync: the stages of every component, and how a bucket of one reaches all ranks.
+"""Senders of a weight sync: the pipeline stages of every component, and how their buckets reach all ranks.
 
-Senders have numbers: first the pipeline ranks of the language model, then those of each encoder.
+Senders are numbered: the stages of the language model first, then those of each encoder.
 """
 
 from typing import TypeVar
@@ -15,13 +15,10 @@ T = TypeVar("T")
 
 
 class Senders:
-    """The senders of a model, and those among them that this rank has a part of.
-
-    Args:
-        handle: the model.
+    """The senders of a model.
 
     Attributes:
-        own: the components that this rank has parts of, by the number of their sender.
+        own: by number of the sender: the components of which this rank has a part.
     """
 
     def __init__(self, handle: ModelHandle):
@@ -41,18 +38,18 @@ class Senders:
 
     @property
     def written(self) -> list[int]:
-        """The senders that this rank stands for where only one rank should write."""
+        """The senders for which this rank writes, if only one rank of each should."""
         return [number for number, component in self.own.items() if component.layout.writes_for_stage]
 
     def gather(self, own: dict[int, T]) -> dict[int, T]:
-        """What every sender has, by its number, given that of this rank's senders. A collective."""
+        """Collects each sender's value from its ranks, by number of the sender. A collective."""
         group = self.layout.world_control if self.handle.has_encoder else self.layout.pp_control
         found = {number: value for share in gather_objects(own, group) for number, value in share.items()}
         return dict(sorted(found.items()))
 
     def spread(self, buffer: Tensor, sender: int) -> None:
-        """Gives a bucket to all ranks that its sender does not include. A collective of pipeline peers, or of all ranks
-        of the job if components are on ranks of their own."""
+        """Broadcasts a bucket to the ranks outside its sender. A collective of pipeline peers, or of all ranks of the
+        job if components have ranks of their own."""
         if self._is_apart:
             dist.broadcast(buffer, src=self._first_ranks[sender])
             return

@@ -1,7 +1,7 @@
-"""Buffers that two processes share: by CUDA IPC handles on the same device, by a file in memory on the CPU.
+"""Buffers shared by two processes: CUDA IPC handles on the same device, a file in shared memory on the CPU.
 
-Uses `torch.multiprocessing.reductions`, by which torch itself sends CUDA tensors to other processes. Checked with torch
-2.11 and 2.13.
+Uses `torch.multiprocessing.reductions`, with which torch itself sends CUDA tensors to other processes. Tested with
+torch 2.11 and 2.13.
 """
 
 import os
@@ -17,19 +17,13 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from automodel_rl.errors import WeightSyncError
 
 DEVICE_ARGUMENT = 6
-"""Place of the device's number among the arguments of rebuild_cuda_tensor. Processes may number devices differently."""
+"""Index of the device among the arguments of rebuild_cuda_tensor. Processes may number devices differently."""
 
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """A description with which another process opens a buffer.
-
-    Attributes:
-        num_bytes: the buffer's size.
-        file: path of the file in memory; None on CUDA.
-        cuda: arguments of torch's rebuild_cuda_tensor; empty on the CPU.
-        filled: handle of the event that the owner records after filling the buffer; empty on the CPU.
-    """
+    """Description from which another process opens a buffer: a file in shared memory on the CPU, on CUDA the arguments
+    of torch's rebuild_cuda_tensor, and the handle of the event that the owner records after filling the buffer."""
 
     num_bytes: int
     file: str | None
@@ -37,7 +31,6 @@ class SharedBuffer:
     filled: bytes
 
     def open(self, device: torch.device) -> Tensor:
-        """Opens the buffer in this process, as uint8."""
         if self.file is not None:
             return torch.from_file(self.file, shared=True, size=self.num_bytes, dtype=torch.uint8)
         arguments = list(self.cuda)
@@ -46,13 +39,8 @@ class SharedBuffer:
 
 
 def share(num_bytes: int, device: torch.device, filled: torch.cuda.Event | None) -> tuple[Tensor, SharedBuffer]:
-    """A new buffer (uint8) and its description. On the CPU, call `unlink` once the other process has opened it.
-
-    Args:
-        num_bytes: the buffer's size.
-        device: the buffer's device.
-        filled: an interprocess event, on CUDA only.
-    """
+    """Returns a new buffer (uint8) and its description. On the CPU, call `unlink` once the other process has opened
+    it."""
     if device.type == "cpu":
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         descriptor, file = tempfile.mkstemp(prefix="automodel_rl_", dir=folder)
@@ -76,11 +64,10 @@ def share(num_bytes: int, device: torch.device, filled: torch.cuda.Event | None)
 
 
 def interprocess_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event for `share`; None on the CPU."""
     return torch.cuda.Event(interprocess=True) if device.type == "cuda" else None
 
 
 def unlink(shared: SharedBuffer) -> None:
-    """Removes the file of a buffer, which both sides have opened or given up. Open buffers keep their memory."""
+    """Removes a buffer's file. Open buffers keep their memory."""
     if shared.file is not None:
         Path(shared.file).unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""Signatures of published versions: Ed25519 (RFC 8032), by the package cryptography.
+"""Signatures of published versions: Ed25519 (RFC 8032), with the package cryptography.
 
-openssl makes the keys:
+openssl creates the keys:
 
-    openssl genpkey -algorithm ed25519 -out signing.pem       the run's key: weight_sync.signing_key
-    openssl pkey -in signing.pem -pubout -out signing.pub     what readers have
+    openssl genpkey -algorithm ed25519 -out signing.pem       the run's private key: weight_sync.signing_key
+    openssl pkey -in signing.pem -pubout -out signing.pub     the public key, for readers
 """
 
 import importlib
@@ -16,45 +16,29 @@ PRIVATE, PUBLIC = "Ed25519PrivateKey", "Ed25519PublicKey"
 
 
 class Signer:
-    """Signs hashes of versions.
-
-    Args:
-        file: a private key, in PEM without a password.
+    """Signs the hashes of versions, with a private key in PEM without a password.
 
     Raises:
-        InputError: the file holds no such key, or the package cryptography is not there.
+        InputError: the file holds no such key, or the package cryptography is missing.
     """
 
     def __init__(self, file: Path):
         self._key = _read_key(file, PRIVATE, f"weight_sync.signing_key={file}")
 
     def sign(self, digest: str) -> str:
-        """The signature of a hash, hexadecimal."""
         signature: bytes = self._key.sign(digest.encode())
         return signature.hex()
 
 
 class SignatureCheck:
-    """Tells signatures of a run from others.
-
-    Args:
-        file: the public key, in PEM.
-
-    Raises:
-        InputError: the file holds no such key, or the package cryptography is not there.
-    """
+    """Verifies signatures of a run, with its public key in PEM. Raises InputError as `Signer` does."""
 
     def __init__(self, file: Path):
         self._key = _read_key(file, PUBLIC, str(file))
         self._invalid = importlib.import_module("cryptography.exceptions").InvalidSignature
 
     def accepts(self, digest: str, signature: object) -> bool:
-        """Whether a hash has been signed with the run's key.
-
-        Args:
-            digest: the hash.
-            signature: what is said to be its signature, hexadecimal.
-        """
+        """Returns whether `signature` (hexadecimal) is the run's."""
         if not isinstance(signature, str):
             return False
         try:

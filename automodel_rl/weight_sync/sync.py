@@ -1,4 +1,4 @@
-"""WeightSync: gives this rank's generator the weights of the model. The place to start reading this package."""
+"""WeightSync: sends the model to this rank's generator. Start reading the package here."""
 
 import functools
 import time
@@ -20,29 +20,25 @@ from automodel_rl.weight_sync.transport import Transport
 T = TypeVar("T")
 
 SMALLEST_BUFFER = 2**24
-"""Smallest size in bytes of a buffer that `auto` chooses."""
+"""Smallest buffer of `auto`, in bytes."""
 
 BUFFERS_SHARE = 0.05
-"""Share of a GPU's free memory that all buffers together may take."""
+"""Share of the GPU's free memory that all buffers together may take."""
 
 
 class WeightSync:
-    """Sends a model's weights to generators, again and again. Every rank of the job has one.
+    """Sends a model's weights to generators. Every rank of the job has one.
 
-    A weight sync fills buffers in turn. Each rank casts its shards, and the ranks of a stage gather them bucket by
-    bucket. The transport sends one bucket while the next one is filled. The generator has the weights when it reports
-    the version that was sent.
+    A sync fills a ring of buffers: each rank casts its shards, and the ranks of a pipeline stage gather them bucket by
+    bucket. The transport sends one bucket while the next is filled.
 
     Args:
-        handle: the model.
-        transport: the way to this rank's generator.
-        config: the config's section `weight_sync`.
-        resends_frozen: whether generators lose their weights between two weight syncs, as vLLM in deep sleep does. Else
-            frozen tensors are sent once over a connection.
+        resends_frozen: resend frozen tensors in every sync, for generators that lose their weights in between,
+            such as vLLM in deep sleep. Otherwise they are sent once per connection.
 
     Attributes:
-        version: the number of the last weight sync, from 1 on.
-        seconds: the time that it took.
+        version: number of the last sync, from 1 on.
+        seconds: its duration.
     """
 
     def __init__(
@@ -61,18 +57,18 @@ class WeightSync:
         self.version = 0
         self.seconds = 0.0
         self._problem = ""
-        self._is_new = True  # equal on all ranks, which take part in the same turns
+        self._is_new = True  # equal on all ranks, so that they fill the same buckets
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that every generator gets in the first weight sync."""
+        """Bytes that each generator receives in the first weight sync."""
         return sum(plan.num_bytes for plan in self.producer.plans)
 
     def send(self) -> None:
-        """Gives the generators the weights that the model has now. A collective of all ranks, even if it fails on some.
+        """Sends the current weights. A collective of all ranks, even if it fails on some.
 
         Raises:
-            WeightSyncError: this rank's generator does not have the new weights; it refuses to generate.
+            WeightSyncError: this rank's generator does not have the new weights, and refuses to generate.
         """
         started = time.perf_counter()
         self.version += 1
@@ -100,16 +96,12 @@ class WeightSync:
         self.seconds = time.perf_counter() - started
 
     def disconnect(self) -> None:
-        """Releases buffers and connections. The next weight sync makes new ones."""
+        """Releases buffers and connections until the next sync."""
         self.transport.close()
         self.slots, self._is_new = None, True
 
     def reconnect(self, transport: Transport) -> None:
-        """Sends to a new generator from now on.
-
-        Args:
-            transport: the way to it, of the same class as the one before.
-        """
+        """Uses another transport, of the same class, from now on."""
         self.disconnect()
         self.transport = transport
 
@@ -118,12 +110,12 @@ class WeightSync:
         return self.transport.connect(self.producer.plans, size, self.config.num_buffers)
 
     def _connect_nothing(self) -> Slots:
-        """Buffers with which a rank only takes part in the gathering."""
+        """Allocates a buffer only to take part in the gathering."""
         size, device = max(1, self.producer.largest_bucket), self.handle.layout.device
         return Slots.allocate(size, 1, device)
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
-        """Does work of the transport, unless it failed earlier in this weight sync. A failure ends the sync."""
+        """Calls `work` unless this sync has already failed."""
         if self._problem:
             return None
         try:
@@ -134,7 +126,6 @@ class WeightSync:
         return None
 
     def _check(self, committed: Committed | None) -> None:
-        """Compares what the generator reports with what was sent."""
         expected = self.producer.checksums() if self.config.checksum else {}
         if committed is None:
             return
@@ -149,7 +140,7 @@ class WeightSync:
                 )
 
     def _agree(self) -> None:
-        """If the sync failed on any rank, makes all ranks connect anew: their links may still hold parts of it."""
+        """Makes all ranks reconnect if the sync failed on any: links may still hold parts of it."""
         problems = gather_objects(self._problem, self.handle.layout.world_control)
         if any(problems):
             self.transport.give_up()
@@ -159,7 +150,7 @@ class WeightSync:
 
 
 def buffer_bytes(config: WeightSyncConfig, handle: ModelHandle) -> int:
-    """Size of a buffer, the same on all ranks. A collective of all ranks."""
+    """Returns the size of a buffer, equal on all ranks. A collective of all ranks."""
     if config.buffer_mib != "auto":
         return int(config.buffer_mib * 2**20)
     own, device = LARGEST_BUFFER, handle.layout.device
@@ -170,5 +161,5 @@ def buffer_bytes(config: WeightSyncConfig, handle: ModelHandle) -> int:
 
 
 def sync_dtype(config: WeightSyncConfig, handle: ModelHandle) -> torch.dtype:
-    """The dtype in which weights are sent and generators compute."""
+    """Returns the dtype of sent weights, in which generators compute."""
     return handle.dtype if config.dtype is None else getattr(torch, config.dtype)

@@ -1,4 +1,5 @@
-"""Files of published versions: in a folder, or at an address that fsspec reads, as https://HOST/weights or s3://BUCKET."""
+"""Files of published versions: in a folder, or at an address for fsspec, such as https://HOST/weights or
+s3://BUCKET."""
 
 import contextlib
 import json
@@ -24,22 +25,20 @@ T = TypeVar("T")
 VERSION_FILE = "version.json"
 
 NEWEST_FILE = "newest.json"
-"""Name of the file with the newest version's number, for those who cannot list the folder, as on most web servers."""
+"""Holds the newest version's number, for readers that cannot list the folder, as on most web servers."""
 
 NUMBERED = re.compile(r"\d{8,19}", re.ASCII)
-"""Names of the folders of versions."""
-
 MAX_DESCRIPTION_BYTES = 2**28
-"""Largest file that describes a version, in bytes: that of 100,000 tensors takes 10 MB."""
+"""Largest `VERSION_FILE` that is read: that of 100,000 tensors takes 10 MB."""
 
 MAX_NEWEST_BYTES = 2**20
-"""Largest file that names the newest version, in bytes."""
+"""Largest `NEWEST_FILE` that is read."""
 
 TRIES = 5
-"""Attempts to read something from elsewhere, each after twice as long a wait as the one before, from half a second."""
+"""Attempts to read a remote file. The wait between them doubles, from half a second."""
 
 SILENCE = 60.0
-"""Longest wait in seconds for a web server's next bytes. A file as a whole may take any time."""
+"""Seconds without data after which a web server's answer fails. There is no limit for a whole file."""
 
 
 class VersionFiles:
@@ -47,10 +46,10 @@ class VersionFiles:
 
     Args:
         place: the folder of versions, or its address.
-        headers: returns the headers of one request of a URL, for http and https.
+        headers: returns the headers of a request by its URL, for http and https.
 
     Raises:
-        InputError: fsspec knows no such address, or lacks a package for it.
+        InputError: fsspec does not support the address, or lacks a package for it.
 
     Example:
         >>> VersionFiles(Path("runs/math/weights")).newest()
@@ -76,15 +75,10 @@ class VersionFiles:
         self._headers = headers
 
     def where(self, number: int, name: str = "") -> str:
-        """The path or address of a version, or of a file in it."""
         return f"{self._root.rstrip('/')}/{number:08d}" + (f"/{name}" if name else "")
 
     def newest(self) -> int | None:
-        """The number of the newest version; None if there is none yet.
-
-        Raises:
-            InputError: it cannot be read.
-        """
+        """Returns the number of the newest version, if any. Raises InputError if it cannot be read."""
         try:
             if self._is_here:
                 return max(numbers_in(Path(self._root)), default=None)
@@ -102,27 +96,25 @@ class VersionFiles:
             raise InputError(f"{self.place}/{NEWEST_FILE}: names no version ({innermost(error)})") from None
 
     def description(self, number: int) -> bytes:
-        """The content of a version's own file.
+        """Returns the content of a `VERSION_FILE`.
 
         Raises:
-            FileNotFoundError: it is not there.
-            InputError: it cannot be read, or is too large to be one.
+            FileNotFoundError: it is missing.
+            InputError: it cannot be read, or is too large.
         """
         with self._copied(self.where(number, VERSION_FILE), MAX_DESCRIPTION_BYTES) as file:
             return file.read()
 
     @contextlib.contextmanager
     def opened(self, number: int, name: str, num_bytes: int, *, is_shared: bool = True) -> Iterator[BufferedReader]:
-        """A file of a version, which is copied first if it is elsewhere, or if others must not change it meanwhile.
+        """Opens a file of a version: a copy if it is remote, or if others could change it meanwhile.
 
         Args:
-            number: the version.
-            name: the file's name, within the version's folder.
-            num_bytes: the file's size; a larger one is not copied.
-            is_shared: whether all who can write to the folder are trusted.
+            num_bytes: a larger file is refused.
+            is_shared: every writer of the folder is trusted, so a local file is not copied.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: it is missing.
             InputError: it cannot be read.
         """
         at = self.where(number, name)
@@ -136,7 +128,6 @@ class VersionFiles:
 
     @contextlib.contextmanager
     def _copied(self, at: str, max_bytes: int) -> Iterator[BufferedReader]:
-        """A copy of a file. Raises InputError if that is larger than it may be."""
         if self._is_here:
             _check_file(at, max_bytes)
         with tempfile.NamedTemporaryFile(prefix="version_") as copy:
@@ -148,7 +139,6 @@ class VersionFiles:
                 yield file
 
     def _tried(self, read: Callable[..., T], at: str) -> T:
-        """What a function reads at a path or address, which is tried again if it is from elsewhere."""
         for attempt in range(TRIES):
             try:
                 options = {} if self._headers is None else {"headers": self._headers(at)}
@@ -164,7 +154,7 @@ class VersionFiles:
 
 
 class _Bound(Callback):
-    """Ends the reading of a file that turns out to be too large, by its stated size or by what has come."""
+    """Aborts a download that exceeds the limit."""
 
     def __init__(self, at: str, max_bytes: int):
         super().__init__()
@@ -180,7 +170,7 @@ class _Bound(Callback):
 
 
 def _check_file(at: str, max_bytes: int) -> None:
-    """Raises InputError for a file of this machine that is too large, or none that ends, such as a pipe."""
+    """Raises InputError for a local file that is too large, or not a regular one, such as a pipe."""
     about = os.stat(at)
     if not stat.S_ISREG(about.st_mode):
         raise InputError(f"{at}: is no ordinary file: use nothing of it")
@@ -193,7 +183,7 @@ def _check_size(at: str, num_bytes: int, max_bytes: int) -> None:
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """The numbers of the complete versions in a folder, oldest first."""
+    """Returns the numbers of the complete versions in a folder, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -202,7 +192,6 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def note_newest(folder: Path, number: int) -> None:
-    """Writes which version in a folder is the newest."""
     unfinished = folder / f".{NEWEST_FILE}.unfinished"
     unfinished.write_text(json.dumps({"version": number}))
     unfinished.replace(folder / NEWEST_FILE)

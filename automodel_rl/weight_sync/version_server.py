@@ -1,4 +1,4 @@
-"""Gives the versions in a folder over HTTP to those that know a secret of the run, and that do not share the folder."""
+"""HTTP server of published versions, for readers that know the run's key but do not share its folder."""
 
 import contextlib
 import hmac
@@ -19,14 +19,14 @@ from automodel_rl.origins import why_foreign
 from automodel_rl.weight_sync.version_files import NEWEST_FILE, VERSION_FILE
 
 INNER = re.compile(rf"/({re.escape(NEWEST_FILE)}|\d{{8}}/(?:{re.escape(VERSION_FILE)}|sender_\d+\.bin))", re.ASCII)
-"""Paths of what is given. The folder has more: the run's address with its key, and what is being written."""
+"""Served paths. The folder also has the run's join address with its key, and unfinished versions."""
 
 SILENCE = 60.0
-"""Longest wait in seconds for a client's next bytes, or until it takes more."""
+"""Seconds without progress after which a client's connection is closed."""
 
 
 MAX_NONCES = 2**17
-"""Requests that are remembered, so that none is answered twice."""
+"""Nonces remembered to reject replayed requests."""
 
 SCHEME = "automodel_rl"
 
@@ -34,23 +34,22 @@ NONCE = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class RequestSigner:
-    """Signs requests for one path each, so that the secret itself is never sent, not even to a false server.
+    """Signs each request for one path, so that the secret itself is never sent, not even to an impostor's server.
 
     Args:
         key: the run's key.
-        salt: what the run has told of this server; each server has another secret.
+        salt: of this server, so that each has its own secret.
     """
 
     def __init__(self, key: bytes, salt: str):
         self._secret = hmac.digest(key, b"automodel_rl weights\0" + salt.encode(), "sha256")
 
     def headers(self, url: str) -> dict[str, str]:
-        """The headers of one request of a URL."""
         nonce = secrets.token_hex(16)
         return {"Authorization": f"{SCHEME} {nonce} {self._proof(urllib.parse.urlsplit(url).path, nonce)}"}
 
     def nonce_of(self, path: str, authorization: str) -> str | None:
-        """The nonce of a request that was signed for this path; None if it was not."""
+        """Returns the nonce of a request signed for this path, else None."""
         scheme, _, rest = authorization.partition(" ")
         nonce, _, proof = rest.partition(" ")
         if scheme != SCHEME or not NONCE.fullmatch(nonce):
@@ -62,17 +61,14 @@ class RequestSigner:
 
 
 class VersionServer:
-    """Gives published versions over HTTP, in threads, until it is closed. The stream is not encrypted.
+    """Serves published versions over unencrypted HTTP, in threads, until it is closed.
 
     Args:
-        folder: the folder of versions.
-        host: the name of this machine for those who read, as of `listen`.
-        port: the port; 0 for any.
-        key: the run's key.
+        host: name of this machine for readers, see `listen`.
+        port: 0 for any free port.
 
     Attributes:
-        port: the port that it listens on.
-        salt: what readers need to sign requests, besides the key.
+        salt: needed, besides the key, to sign requests.
 
     Raises:
         OSError: the port is taken.
@@ -85,13 +81,12 @@ class VersionServer:
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="versions").start()
 
     def close(self) -> None:
-        """Takes no more requests. What is on its way may still arrive."""
         self._server.shutdown()
         self._server.server_close()
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """A server over a socket that listens already."""
+    """Server on a listening socket."""
 
     daemon_threads = True
     block_on_close = False
@@ -105,7 +100,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self._lock = threading.Lock()
 
     def is_signed(self, path: str, authorization: str) -> bool:
-        """Whether a request was signed for this path, and has not been answered yet."""
+        """Returns whether a request was signed for this path, and is not a replay."""
         nonce = self.signer.nonce_of(path, authorization)
         with self._lock:
             if nonce is None or nonce in self._nonces:
@@ -116,7 +111,7 @@ class _Server(http.server.ThreadingHTTPServer):
         return True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: whoever does not get what it has asked for asks again."""
+        """Does nothing: clients retry."""
 
 
 class _Request(http.server.BaseHTTPRequestHandler):

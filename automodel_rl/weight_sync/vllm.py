@@ -1,6 +1,6 @@
 """Weights for vLLM by its own weight transfer: over IPC to a process on the same device, over NCCL to others.
 
-vLLM loads whole tensors by their names in checkpoints, one expert at a time, so tensors are never cut. Every bucket is
+vLLM loads whole tensors by their checkpoint names, one expert at a time, so tensors are never split. Each bucket is
 one call.
 """
 
@@ -27,11 +27,11 @@ from automodel_rl.weight_sync.transport import Transport
 T = TypeVar("T")
 
 MOST_UNANSWERED = 8
-"""Most buckets that may wait for vLLM's answer. Messages of more could fill the pipe and block this rank."""
+"""Most buckets that vLLM has not answered. More messages could fill the pipe and block this rank."""
 
 
 class VllmChannel(Channel, Protocol):
-    """A channel to one process of vLLM, or to several servers."""
+    """Channel to one vLLM process, or to several servers."""
 
     @property
     def num_workers(self) -> int:
@@ -40,17 +40,12 @@ class VllmChannel(Channel, Protocol):
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the servers that get weights; empty for a process."""
+        """Addresses of the servers that receive weights; empty for a process."""
         ...
 
 
 class _Vllm(Transport):
-    """The part that both ways share: messages about each bucket, and their answers.
-
-    Args:
-        channel: the channel to the generator.
-        seconds: longest wait for an answer.
-    """
+    """Base of both transports: one message and one answer per bucket."""
 
     reach = "all stages"
     whole = True
@@ -78,7 +73,6 @@ class _Vllm(Transport):
         self.asked += 1
 
     def _take_answers(self, left: int) -> None:
-        """Waits until at most `left` buckets have no answer yet."""
         while self.asked > left:
             expect(self.channel, "load_weights", self.seconds)
             self.asked -= 1
@@ -94,16 +88,14 @@ class _Vllm(Transport):
 
 
 class VllmSameDevice(_Vllm):
-    """Sends to a process of vLLM on this process's device, or to one that is split over the devices of several ranks.
+    """Sends to a vLLM process on this process's device, or to one that spans the devices of several ranks.
 
-    Each worker of vLLM reads the buffers of the rank on its device. All these ranks fill theirs with the same bytes.
-    The first of them talks to vLLM, and they go on together.
+    Each worker of vLLM reads the buffers of the rank on its device, and all these ranks fill theirs with the same
+    bytes. The first of them talks to vLLM, in lockstep with the others.
 
     Args:
-        channel: the channel to the generator; a `NoGenerator` on all ranks but the first.
-        device: this process's device.
-        seconds: longest wait for an answer.
-        group: the ranks on whose devices vLLM is; None for this rank alone.
+        channel: a `NoGenerator` on the others.
+        group: the ranks on whose devices vLLM runs; None for this rank alone.
     """
 
     def __init__(
@@ -111,7 +103,7 @@ class VllmSameDevice(_Vllm):
     ):
         super().__init__(channel, seconds)
         self.device, self.group = device, group
-        self._failure = ""  # of this rank alone, for the others to learn
+        self._failure = ""  # of this rank, to be shared with the others
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
         self.plans, self.num_buffers, self._failure, device = plans, num_buffers, "", self.device
@@ -136,7 +128,7 @@ class VllmSameDevice(_Vllm):
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         if slot.stream is not None:
-            slot.stream.synchronize()  # vLLM reads it once it has the message, without waiting for this stream
+            slot.stream.synchronize()  # vLLM reads it on receiving the message, without waiting for this stream
         self._together(lambda: None)  # each worker reads another rank's buffer
         try:
             self._load({"buffer": slot.number, **self._describe(sender, number)})
@@ -150,7 +142,7 @@ class VllmSameDevice(_Vllm):
         call(self.channel, "init_transfer", {"buffers": of_workers}, seconds=self.seconds)
 
     def _together(self, work: Callable[[], T]) -> T:
-        """Does work on all ranks of the engine. If it fails on one, it raises on all, and no rank waits for another."""
+        """Calls `work` on all ranks of the group. If it fails on one, raises on all."""
         done: list[T] = []
         try:
             if not self._failure:
@@ -164,18 +156,13 @@ class VllmSameDevice(_Vllm):
         return done[0]
 
     def close(self) -> None:
-        """Does nothing: the buffers are freed with the slots."""
+        """Does nothing."""
 
 
 class VllmNccl(_Vllm):
-    """Sends to processes of vLLM on devices of their own, or to servers: the first rank broadcasts tensor by tensor.
+    """Sends to vLLM processes on other devices, or to servers: the first rank broadcasts tensor by tensor.
 
     vLLM also takes packed buffers over NCCL, but loads them on streams that its next step does not wait for.
-
-    Args:
-        channel: the channel to this rank's generator.
-        layout: this rank's place.
-        seconds: longest wait for an answer.
     """
 
     sender: NcclSender | None = None
@@ -223,7 +210,7 @@ class VllmNccl(_Vllm):
             self.sender = None
 
     def _workers(self) -> tuple[int, str]:
-        """The number of processes of this rank's generator, and why it is not known, if so."""
+        """Returns the number of this rank's vLLM workers, and an error if vLLM does not answer."""
         try:
             return self.channel.num_workers, ""
         except (OSError, ValueError, LookupError) as error:
@@ -233,7 +220,6 @@ class VllmNccl(_Vllm):
         self.channel.ready()
 
     def _meet(self, host: str, port: int, world_size: int) -> NcclSender:
-        """Joins vLLM's workers."""
         return in_time(
             lambda: NcclSender(host, port, world_size, self.layout.device, self.seconds),
             "joining vLLM's workers",
@@ -242,7 +228,7 @@ class VllmNccl(_Vllm):
         )
 
     def _take_early_answer(self) -> None:
-        """Takes an answer that comes while this rank joins: an error, or that it has just joined."""
+        """Receives success or an error while this rank joins."""
         if self.channel.ready():
             expect(self.channel, "init_transfer", self.seconds)
             self.is_ready = True

@@ -1,6 +1,6 @@
 """Adapters alone for vLLM: a folder in PEFT's format, in memory, under a new name for each weight sync.
 
-vLLM reads adapters from files only. It takes them while requests run, which end with the adapter that they began with.
+vLLM reads adapters from files only. It loads them while requests run, which finish with the adapter they began with.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,7 @@ IN_MEMORY = Path("/dev/shm")
 
 
 class VllmAdapters(Transport):
-    """Writes the adapters of all stages to files, and lets this rank's vLLM load them.
-
-    Args:
-        channel: the channel to this rank's generator.
-        origin: the model that the adapters belong to.
-        device: this rank's device.
-        seconds: longest wait for an answer.
-    """
+    """Writes the adapters of all stages to files, and makes this rank's vLLM load them."""
 
     reach = "all stages"
     whole = True
@@ -65,8 +58,8 @@ class VllmAdapters(Transport):
             return committed
 
     def give_up(self) -> None:
-        """Forgets the adapters: the generator keeps those that it has, of an older version."""
+        """Drops the adapters: the generator keeps an older version."""
         self.tensors = {}
 
     def close(self) -> None:
-        """Does nothing: no connection is open."""
+        """Does nothing."""

@@ -1,7 +1,4 @@
-"""The whole configs of runs: supervised algorithms, and those with rollouts.
-
-Only trainers and commands know them. Other rooms ask a run's config (config/run.py: RunConfig).
-"""
+"""Complete configs of all algorithms, for trainers and commands. Other rooms use only `RunConfig` (config/run.py)."""
 
 from automodel_rl.config.algorithms.online import GRPOConfig, OnlineConfig, PPOConfig
 from automodel_rl.config.algorithms.supervised import DistillConfig, DPOConfig, KTOConfig, RewardModelConfig, SFTConfig

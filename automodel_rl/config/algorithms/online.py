@@ -1,4 +1,4 @@
-"""The configs of runs with rollouts: what they have in common, grpo and ppo."""
+"""Configs of runs with rollouts: grpo, ppo, and their common base."""
 
 import itertools
 from typing import Literal
@@ -14,27 +14,27 @@ from automodel_rl.config.rollout import ENVIRONMENT, NEED_ANSWER, FilterConfig, 
 from automodel_rl.config.run import RolloutRunConfig, refuse_idle_data_ranks
 
 TAKEN_NAMES = ("mean", "std", "errors")
-"""Names of metrics about all rewards together. No reward may have one of these names."""
+"""Metric names for all rewards together, which no single reward may have."""
 
 
 class OnlineConfig(RolloutRunConfig):
-    """The keys and rules of every run that learns from its own completions and their rewards."""
+    """Common keys and rules of runs that learn from their own completions and rewards."""
 
     batch: PolicyBatchConfig = PolicyBatchConfig()
     rewards: tuple[RewardConfig, ...] = ()
-    """Functions whose weighted sum is a completion's reward."""
+    """Reward functions, whose weighted sum is a completion's reward."""
 
     filter: FilterConfig = FilterConfig()
     loss: PolicyLossConfig = PolicyLossConfig()
 
     @property
     def answer_reader(self) -> str | None:
-        """The built-in reward that compares with the `answer` of a record; None if there is none."""
+        """The built-in reward that compares with a record's `answer`; None if there is none."""
         return next((reward.function for reward in self.rewards if reward.function in NEED_ANSWER), None)
 
     @property
     def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
+        """Token sequences per optimizer step, over all data ranks."""
         return self.rollout.prompts * self.rollout.group_size // self.batch.optimizer_steps
 
     @property
@@ -44,18 +44,17 @@ class OnlineConfig(RolloutRunConfig):
 
     @property
     def compares_completions(self) -> bool:
-        """Whether a completion's advantage comes from the rewards of others, so that a group whose rewards are equal
-        teaches nothing."""
+        """Whether advantages compare rewards within a group, so that a group with equal rewards has no gradient."""
         return True
 
     @property
     def weights_alone(self) -> tuple[float, ...]:
-        """The weights of rewards that are each compared alone; empty if their sum is compared."""
+        """Weights of rewards that are compared separately; empty if their sum is compared."""
         return ()
 
     @property
     def has_kl_in_reward(self) -> bool:
-        """Whether the divergence from the reference is taken off the reward."""
+        """Whether the KL divergence from the reference is subtracted from the reward."""
         return self.needs_reference and self.loss.kl.where == "reward"
 
     @property
@@ -65,7 +64,7 @@ class OnlineConfig(RolloutRunConfig):
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the current log-probabilities are taken for old ones, which are then not computed."""
+        """Whether the current log-probabilities are used as old ones, which are then not computed."""
         if self.loss.on_policy != "auto":
             return self.loss.on_policy
         read_elsewhere = self.reads_old_logprobs or self.router_replay.compare or self.loss_function is not None
@@ -73,7 +72,7 @@ class OnlineConfig(RolloutRunConfig):
 
     @property
     def reward_names(self) -> list[str]:
-        """Names of the rewards in metrics: the names of their functions, with a number where a name is taken."""
+        """Metric names of the rewards: their function names, numbered if a name is taken."""
         names: list[str] = []
         for reward in self.rewards:
             own = reward.function.rpartition(":")[2]
@@ -83,9 +82,9 @@ class OnlineConfig(RolloutRunConfig):
 
     @property
     def passing(self) -> tuple[int, float] | None:
-        """The reward that decides whether a completion passes, by its place in `rewards`, and the lowest score that
-        passes. It is the reward with `passes_at`, else the first built-in one that compares with the answer, at its
-        full score; None if there is neither."""
+        """Index in `rewards` and minimum score of the reward that decides whether a completion passes: the one with
+        `passes_at`, else the first built-in one that compares with the answer, at its full score. None if there is
+        neither."""
         own = next(((i, r.passes_at) for i, r in enumerate(self.rewards) if r.passes_at is not None), None)
         return own or next(((i, 1.0) for i, r in enumerate(self.rewards) if r.function in NEED_ANSWER), None)
 
@@ -188,7 +187,7 @@ class OnlineConfig(RolloutRunConfig):
 
 
 class GRPOConfig(OnlineConfig):
-    """A run of reinforcement learning. `automodel-rl grpo --help` lists every key.
+    """A reinforcement-learning run. `automodel-rl grpo --help` lists all keys.
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "prompts.jsonl"}]}}
@@ -199,29 +198,30 @@ class GRPOConfig(OnlineConfig):
     """
 
     algorithm: Literal["grpo"] = "grpo"
-    """Reinforcement learning on prompts with rewards: GRPO and its relatives; with teachers on-policy distillation."""
+    """Reinforcement learning on prompts with rewards: GRPO and related methods; on-policy distillation with
+    teachers."""
 
     advantage: AdvantageConfig = AdvantageConfig()
 
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
-    """Models that judge every token that the policy writes, by names of your choice; with rewards or without. Each
-    teaches the sources of prompts that it names."""
+    """Teachers, by names of your choice, which score every token that the policy generates, with or without rewards.
+    Each teaches the prompt sources that it lists."""
 
     distillation: OnPolicyDistillationConfig = OnPolicyDistillationConfig()
 
     @property
     def further_models(self) -> dict[str, FurtherModel]:
-        """The teachers on the run's ranks by name."""
+        """The teachers on the run's ranks, by name."""
         return local(self.teachers, self.model)
 
     @property
     def compares_completions(self) -> bool:
-        """Whether only rewards teach something, by comparison in groups."""
+        """Whether rewards compared in groups are the only training signal."""
         return not self.teachers
 
     @property
     def weights_alone(self) -> tuple[float, ...]:
-        """The weights of rewards that are each compared alone; empty if their sum is compared."""
+        """Weights of rewards that are compared separately; empty if their sum is compared."""
         return tuple(reward.weight for reward in self.rewards) if self.advantage.kind == "gdpo" else ()
 
     @property
@@ -234,7 +234,7 @@ class GRPOConfig(OnlineConfig):
     def _at_the_temperature_of_rollouts(
         cls, distillation: OnPolicyDistillationConfig, info: ValidationInfo
     ) -> OnPolicyDistillationConfig:
-        """The divergence has the temperature of rollouts if it names none."""
+        """Sets the divergence's temperature to that of rollouts if it is not given."""
         loss, rollout = distillation.loss, info.data.get("rollout")
         if loss is None or rollout is None or "temperature" in loss.model_fields_set:
             return distillation
@@ -273,7 +273,7 @@ class GRPOConfig(OnlineConfig):
 
 
 class PPOConfig(OnlineConfig):
-    """A run of reinforcement learning with a critic. `automodel-rl ppo --help` lists every key.
+    """A reinforcement-learning run with a critic. `automodel-rl ppo --help` lists all keys.
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "prompts.jsonl"}]}}
@@ -296,7 +296,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def compares_completions(self) -> bool:
-        """Whether a completion's advantage comes from the rewards of others: it comes from the critic."""
+        """False: advantages come from the critic."""
         return False
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The configs of supervised runs: sft, dpo, kto, reward and distill."""
+"""Configs of supervised runs: sft, dpo, kto, reward and distill."""
 
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from automodel_rl.config.run import Records, RunConfig, refuse_idle_data_ranks
 
 
 class SFTConfig(RunConfig):
-    """A run of supervised fine-tuning. `automodel-rl sft --help` lists every key.
+    """A supervised fine-tuning run. `automodel-rl sft --help` lists all keys.
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "chats.jsonl"}]}}
@@ -37,17 +37,17 @@ class SFTConfig(RunConfig):
 
     @property
     def reads(self) -> Records:
-        """What a record of the data holds: a chat, or a text."""
+        """Type of the data's records: chats or texts."""
         return "chats"
 
     @property
     def trained_turns(self) -> Literal["all", "last"]:
-        """The assistant's turns of a chat that are trained."""
+        """Assistant turns of a chat that are trained."""
         return self.data.train_on
 
     @property
     def compares_logprobs(self) -> bool:
-        """Whether log-probabilities of several passes are compared: they are not."""
+        """False: there is a single pass."""
         return False
 
     @property
@@ -57,7 +57,7 @@ class SFTConfig(RunConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
+        """Token sequences per optimizer step, over all data ranks."""
         return self.batch.sequences
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class SFTConfig(RunConfig):
 
 
 class DPOConfig(RunConfig):
-    """A run of preference training. `automodel-rl dpo --help` lists every key.
+    """A preference-training run. `automodel-rl dpo --help` lists all keys.
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "pairs.jsonl"}]}}
@@ -84,12 +84,12 @@ class DPOConfig(RunConfig):
     loss: DPOLossConfig = DPOLossConfig()
 
     precompute_reference: bool = False
-    """Compute the reference's log-probabilities of all pairs before the first step, and keep them in place of its
-    weights. Steps then need no forward of the reference, but the run begins with a pass over the data."""
+    """Compute the reference's log-probabilities of all pairs before the first step and keep them in place of its
+    weights. Saves the reference forward in each step, at the cost of an initial pass over the data."""
 
     @property
     def reads(self) -> Records:
-        """What a record of the data holds: two completions of a prompt."""
+        """Type of the data's records: two completions of a prompt."""
         return "pairs"
 
     @property
@@ -99,7 +99,7 @@ class DPOConfig(RunConfig):
 
     @property
     def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
+        """Token sequences per optimizer step, over all data ranks."""
         return 2 * self.batch.pairs
 
     @model_validator(mode="after")
@@ -109,7 +109,7 @@ class DPOConfig(RunConfig):
 
 
 class KTOConfig(RunConfig):
-    """A run of preference training on single completions. `automodel-rl kto --help` lists every key.
+    """A run of preference training on single completions. `automodel-rl kto --help` lists all keys.
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "judged.jsonl"}]}}
@@ -119,7 +119,7 @@ class KTOConfig(RunConfig):
     """
 
     algorithm: Literal["kto"] = "kto"
-    """Preference training on completions that are each called good or bad (Ethayarajh et al., arXiv:2402.01306)."""
+    """Preference training on single completions labelled good or bad (Ethayarajh et al., arXiv:2402.01306)."""
 
     data: JudgedDataConfig
     batch: BatchConfig
@@ -127,22 +127,22 @@ class KTOConfig(RunConfig):
 
     @property
     def reads(self) -> Records:
-        """What a record of the data holds: a completion of a prompt, and whether it is good."""
+        """Type of the data's records: a completion of a prompt, labelled good or bad."""
         return "judged"
 
     @property
     def trained_turns(self) -> Literal["all", "last"]:
-        """The assistant's turns of a chat that are judged."""
+        """Assistant turns of a chat that the label applies to."""
         return self.data.train_on
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference policy is kept: it is."""
+        """True: the loss compares with the reference policy."""
         return True
 
     @property
     def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
+        """Token sequences per optimizer step, over all data ranks."""
         return self.batch.sequences
 
     @model_validator(mode="after")
@@ -157,7 +157,7 @@ class KTOConfig(RunConfig):
 
 
 class RewardModelConfig(RunConfig):
-    """A run that trains a reward model. `automodel-rl reward --help` lists every key.
+    """A run that trains a reward model. `automodel-rl reward --help` lists all keys.
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "pairs.jsonl"}]}}
@@ -176,7 +176,7 @@ class RewardModelConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _one_score(cls, values: Any) -> Any:
-        """The model gets a linear head with one output."""
+        """Sets the model's linear head to one output."""
         model = values.get("model") if isinstance(values, dict) else None
         if not isinstance(model, dict):
             return values
@@ -187,22 +187,22 @@ class RewardModelConfig(RunConfig):
 
     @property
     def reads(self) -> Records:
-        """What a record of the data holds: two completions of a prompt, and perhaps how much better the first is."""
+        """Type of the data's records: two completions of a prompt, optionally with a margin."""
         return "ranked pairs"
 
     @property
     def trains_linear_head(self) -> bool:
-        """Whether the model has a linear head in place of the vocabulary's: it does."""
+        """True: the score comes from a linear head."""
         return True
 
     @property
     def compares_logprobs(self) -> bool:
-        """Whether log-probabilities of several passes are compared: they are not."""
+        """False: there are no log-probabilities."""
         return False
 
     @property
     def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
+        """Token sequences per optimizer step, over all data ranks."""
         return 2 * self.batch.pairs
 
     @model_validator(mode="after")
@@ -212,7 +212,7 @@ class RewardModelConfig(RunConfig):
 
 
 class DistillConfig(RunConfig):
-    """A run of distillation. `automodel-rl distill --help` lists every key.
+    """A distillation run. `automodel-rl distill --help` lists all keys.
 
     Example:
         >>> values = {"model": {"path": "Qwen/Qwen3-0.6B"}, "data": {"train": [{"path": "chats.jsonl"}]}}
@@ -227,28 +227,28 @@ class DistillConfig(RunConfig):
     data: DataConfig
     batch: BatchConfig
     teachers: Annotated[dict[str, TeacherConfig], Field(min_length=1)]
-    """The models that the student learns from, by names of your choice. Each teaches the sources that it names."""
+    """Teachers, by names of your choice. Each teaches the data sources that it lists."""
 
     loss: DistillLossConfig = DistillLossConfig()
 
     @property
     def reads(self) -> Records:
-        """What a record of the data holds: a chat, or a text."""
+        """Type of the data's records: chats or texts."""
         return "chats"
 
     @property
     def trained_turns(self) -> Literal["all", "last"]:
-        """The assistant's turns of a chat that are trained."""
+        """Assistant turns of a chat that are trained."""
         return self.data.train_on
 
     @property
     def further_models(self) -> dict[str, FurtherModel]:
-        """The teachers on the run's ranks by name."""
+        """The teachers on the run's ranks, by name."""
         return local(self.teachers, self.model)
 
     @property
     def sequences_per_step(self) -> int:
-        """Token sequences of one optimizer step, over all data ranks."""
+        """Token sequences per optimizer step, over all data ranks."""
         return self.batch.sequences
 
     @model_validator(mode="after")

@@ -1,1 +1,1 @@
-"""Layers that mix tokens other than by attention: by a state, or by a convolution."""
+"""Layers that mix tokens by a recurrent state or a convolution instead of attention."""

@@ -1,8 +1,7 @@
-"""Gated DeltaNet (Yang et al., arXiv:2412.06464): every sequence has a state of its own, which starts at 0, and a short
-convolution that does not look into the sequence before.
+"""Gated DeltaNet (Yang et al., arXiv:2412.06464), with a fresh state and convolution for every packed sequence.
 
-Shape letters: t tokens of this rank, T tokens of the microbatch, h value heads of this rank, K and V dims of a key and
-of a value.
+Shape letters: t tokens of this rank, T tokens of the microbatch, h value heads of this rank, K and V dims of a key
+and of a value.
 """
 
 from dataclasses import dataclass
@@ -25,26 +24,22 @@ from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import Sections
 
 CHUNK = 64
-"""Tokens that the reference computes at once."""
+"""Tokens per chunk of `chunked_rule`."""
 
 EPSILON = 1e-6
-"""What is added to the squared norm of queries and keys."""
+"""Added to the squared norm of queries and keys."""
 
 
 class Decay(nn.Module):
-    """The parameters of a layer's decay. They are a module of their own because they stay in fp32.
-
-    Args:
-        A_log, dt_bias: the layer's parameters of these names, one number for each value head.
-    """
+    """Decay parameters, one value per value head. A module of their own, because they stay in fp32."""
 
     def __init__(self, A_log: nn.Parameter, dt_bias: nn.Parameter):
         super().__init__()
         self.A_log, self.dt_bias = A_log, dt_bias
 
     def forward(self, steps: Tensor) -> Tensor:
-        """Logs of the decays, [t, h], from the layer's projection. Rounded to fp32 where transformers does so, also in
-        float64, for else no comparison with it would be exact."""
+        """Returns log decays [t, h] for the layer's projection. Rounded to fp32 as in transformers, even in float64,
+        so that comparisons with it are exact."""
         return -local_tensor(self.A_log).float().exp() * F.softplus(steps.float() + local_tensor(self.dt_bias))
 
 
@@ -52,11 +47,11 @@ class Decay(nn.Module):
 class GatedDeltaNet(TokenMixer):
     """Gated DeltaNet.
 
-    Its rule takes queries [T, h, K], keys [T, h, K], values [T, h, V], logs of decays [T, h], rates [T, h] and lengths
-    of sequences, and gives [T, h, V].
+    Its rule maps queries and keys [T, key heads, K], values [T, h, V], log decays and write rates [T, h] and sequence
+    lengths to [T, h, V].
 
     Attributes:
-        norm: name of the norm of outputs.
+        norm: name of the output norm.
     """
 
     module: str = "linear_attn"
@@ -88,9 +83,10 @@ class GatedDeltaNet(TokenMixer):
 
 
 def _projections(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys, values and gates by heads, and the two numbers of each value head, for [1, t, H]."""
+    """Returns queries, keys, values and gates by heads, and rates and decay steps [t, h], from hidden states
+    [1, t, H]."""
     own = dict(module.named_children())
-    if "in_proj_qkvz" in own:  # Qwen3-Next: the columns of a key head are together
+    if "in_proj_qkvz" in own:  # Qwen3-Next: grouped by key head
         projected = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
         q, k, v, gates, b, a = (tensor.squeeze(0) for tensor in projected)
     elif "in_proj_qkv" in own:
@@ -114,14 +110,8 @@ def _projections(module: Any, hidden: Tensor) -> tuple[Tensor, ...]:
 def _mix(
     module: Any, parts: tuple[Tensor, ...], microbatch: LocalMicrobatch, cp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Convolution and rule over whole sequences, [t, h, V].
-
-    Args:
-        module: transformers' module.
-        parts: queries, keys and values, logs of decays and rates of this rank's tokens, each [t, heads, ...].
-        microbatch: this rank's tokens.
-        cp_group: the ranks that share a microbatch.
-    """
+    """Convolution and rule over whole sequences, [t, h, V]. `parts` are q, k, v, log decays and rates, each
+    [t, heads, ...]."""
     weight = own_channels(module.conv1d.weight.squeeze(1), module.rows_of_conv, (module.tp_group, cp_group))
 
     def compute(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor) -> Tensor:
@@ -132,7 +122,7 @@ def _mix(
 
 
 def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The rule written out in fp32 or wider, sequence by sequence and chunk by chunk. Any device."""
+    """The rule in plain torch, in fp32 or wider, by sequence and chunk. Any device."""
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = v.shape[1] // q.shape[1]
     q, k = (normalised(part.to(wide)).repeat_interleave(groups, dim=1) for part in (q, k))
@@ -144,20 +134,20 @@ def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, 
 
 
 def normalised(tensor: Tensor) -> Tensor:
-    """Queries or keys of length 1, [..., K]."""
+    """Scales queries or keys [..., K] to unit length."""
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + EPSILON)
 
 
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor) -> Tensor:
-    """The rule for one sequence (arXiv:2412.06464, section 3.3): [h, n, K], [h, n, K], [h, n, V], [h, n, 1] twice to
-    [h, n, V]."""
+    """The rule for one sequence (arXiv:2412.06464, section 3.3): two tensors [h, n, K], [h, n, V] and two [h, n, 1]
+    -> [h, n, V]."""
     state, outputs = q.new_zeros(q.shape[0], q.shape[2], v.shape[2]), []
     for cq, ck, cv, cd, cr in zip(*(part.split(CHUNK, dim=1) for part in (q, k, v, decay, rates)), strict=True):
-        total = cd.cumsum(1)  # [h, c, 1]: the log of the decay since the chunk's beginning
+        total = cd.cumsum(1)  # [h, c, 1]: log decay since the start of the chunk
         seen = torch.ones(cq.shape[1], cq.shape[1], dtype=torch.bool, device=q.device).tril()
         between = (total - total.transpose(1, 2)).masked_fill(~seen, -torch.inf).exp()
         system = (cr * ck) @ ck.transpose(1, 2) * between
-        # What a token adds to the state depends on what the tokens before it in the chunk have added.
+        # A token's write to the state depends on the writes of earlier tokens in the chunk.
         wanted = cr * cv - cr * total.exp() * (ck @ state)
         added = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         outputs.append((cq * total.exp()) @ state + (cq @ ck.transpose(1, 2) * between) @ added)
@@ -166,7 +156,6 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor)
 
 
 def _fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The kernels of flash-linear-attention."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # an optional dependency
 
     starts = torch.tensor([0, *lengths], device=q.device).cumsum(0)

@@ -1,6 +1,7 @@
-"""Kimi Delta Attention (arXiv:2510.26692, section 3): Gated DeltaNet with a decay for each channel of a key.
+"""Kimi Delta Attention (arXiv:2510.26692, section 3): Gated DeltaNet with a decay per key channel.
 
-Shape letters: t tokens of this rank, T tokens of the microbatch, h heads of this rank, K dims of a key and of a value.
+Shape letters: t tokens of this rank, T tokens of the microbatch, h heads of this rank, K dims of a key and of a
+value.
 """
 
 from dataclasses import dataclass
@@ -24,16 +25,15 @@ from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import Sections
 
 CHUNK = 16
-"""Tokens that the rule written out computes at once: it has a factor for each pair of them and each channel."""
+"""Tokens per chunk of `chunked_rule`, which holds a factor for each pair of them and each channel."""
 
 
 class ChannelDecay(nn.Module):
-    """The parameters of a layer's decay. They are a module of their own because they stay in fp32, and whole on every
-    rank.
+    """Decay parameters. A module of their own, because they stay in fp32 and whole on every rank.
 
     Args:
-        A_log: one number for each head, [1, 1, heads, 1].
-        dt_bias: one for each channel, [heads * K].
+        A_log: one value per head, [1, 1, heads, 1].
+        dt_bias: one per channel, [heads * K].
     """
 
     def __init__(self, A_log: nn.Parameter, dt_bias: nn.Parameter):
@@ -41,12 +41,8 @@ class ChannelDecay(nn.Module):
         self.A_log, self.dt_bias = A_log, dt_bias
 
     def forward(self, steps: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Logs of the decays, [t, h, K], rounded to fp32 where transformers does so.
-
-        Args:
-            steps: the layer's projection, [t, h, K].
-            group: the ranks that split heads.
-        """
+        """Returns log decays for the layer's projection, both [t, h, K], rounded to fp32 where transformers does.
+        `group` are the ranks that split heads."""
         heads, rank = steps.shape[1], 0 if group is None else group.rank()
         own = slice(rank * heads, (rank + 1) * heads)
         rate = local_tensor(self.A_log).float().exp().view(-1, 1)[own]
@@ -58,8 +54,8 @@ class ChannelDecay(nn.Module):
 class KimiDelta(TokenMixer):
     """Kimi Delta Attention.
 
-    Its rule takes queries, keys, values and logs of decays, each [T, h, K], rates [T, h] and lengths of sequences, and
-    gives [T, h, K].
+    Its rule maps queries, keys, values and log decays, each [T, h, K], write rates [T, h] and sequence lengths to
+    [T, h, K].
     """
 
     module: str = "self_attn"
@@ -95,14 +91,8 @@ class KimiDelta(TokenMixer):
 def _mix(
     module: Any, parts: tuple[Tensor, ...], microbatch: LocalMicrobatch, cp_group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Convolution and rule over whole sequences, [t, h, K].
-
-    Args:
-        module: transformers' module.
-        parts: queries, keys, values, logs of decays and rates of this rank's tokens, each [t, heads, ...].
-        microbatch: this rank's tokens.
-        cp_group: the ranks that share a microbatch.
-    """
+    """Convolution and rule over whole sequences, [t, h, K]. `parts` are q, k, v, log decays and rates, each
+    [t, heads, ...]."""
     weight = own_channels(module.conv1d.weight.squeeze(1), module.rows_of_conv, (module.tp_group, cp_group))
 
     def compute(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor) -> Tensor:
@@ -113,7 +103,7 @@ def _mix(
 
 
 def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The rule written out in fp32 or wider, sequence by sequence and chunk by chunk. Any device."""
+    """The rule in plain torch, in fp32 or wider, by sequence and chunk. Any device."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k = (normalised(part.to(wide)) for part in (q, k))
     parts = [part.to(wide).transpose(0, 1) for part in (q * q.shape[-1] ** -0.5, k, v, decay, rates[..., None])]
@@ -122,14 +112,14 @@ def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, 
 
 
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor) -> Tensor:
-    """The rule for one sequence (arXiv:2510.26692, eq. 1): four times [h, n, K], and [h, n, 1], to [h, n, K]."""
+    """The rule for one sequence (arXiv:2510.26692, eq. 1): four tensors [h, n, K] and one [h, n, 1] -> [h, n, K]."""
     state, outputs = q.new_zeros(q.shape[0], q.shape[2], v.shape[2]), []
     for cq, ck, cv, cd, cr in zip(*(part.split(CHUNK, dim=1) for part in (q, k, v, decay, rates)), strict=True):
-        total = cd.cumsum(1)  # [h, c, K]: the log of the decay since the chunk's beginning
+        total = cd.cumsum(1)  # [h, c, K]: log decay since the start of the chunk
         seen = torch.ones(cq.shape[1], cq.shape[1], dtype=torch.bool, device=q.device).tril()[..., None]
         between = (total[:, :, None] - total[:, None]).masked_fill(~seen, -torch.inf).exp()  # [h, c, c, K]
         system = ((cr * ck)[:, :, None] * ck[:, None] * between).sum(-1)
-        # What a token adds to the state depends on what the tokens before it in the chunk have added.
+        # A token's write to the state depends on the writes of earlier tokens in the chunk.
         wanted = cr * cv - (cr * ck * total.exp()) @ state
         added = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         outputs.append((cq * total.exp()) @ state + (cq[:, :, None] * ck[:, None] * between).sum(-1) @ added)
@@ -139,7 +129,6 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor)
 
 
 def _fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rates: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The kernels of flash-linear-attention."""
     from fla.ops.kda import chunk_kda  # an optional dependency
 
     starts = torch.tensor([0, *lengths], device=q.device).cumsum(0)

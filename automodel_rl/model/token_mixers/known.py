@@ -1,4 +1,4 @@
-"""All token mixers, and which of them a family has."""
+"""All token mixers, and their installation by family."""
 
 from typing import Any
 
@@ -22,16 +22,11 @@ TOKEN_MIXERS: dict[str, TokenMixer] = {
     "nemotron_mamba2": Mamba2("mixer"),
     "scaled_mamba2": ScaledMamba2("mamba"),
 }
-"""Token mixers by the names that families give (families/family.py: Family.token_mixer)."""
+"""Token mixers by the names in `Family.token_mixer`."""
 
 
 def set_decays_apart(layers: list[Any], family: Family) -> None:
-    """Moves parameters that stay in fp32 into a module `decay` of each layer's token mixer.
-
-    Args:
-        layers: decoder layers.
-        family: the model's family.
-    """
+    """Moves parameters that stay in fp32 into a submodule `decay` of each layer's token mixer."""
     if family.token_mixer:
         mixer = TOKEN_MIXERS[family.token_mixer]
         for module in (mixer.of(layer) for layer in layers):
@@ -42,16 +37,11 @@ def set_decays_apart(layers: list[Any], family: Family) -> None:
 def install_token_mixers(
     layers: list[Any], family: Family, how: TensorParallel, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Gives layers that mix tokens other than by attention a forward over microbatches.
-
-    Args:
-        layers: decoder layers, after tensor parallelism has split them.
-        family: the model's family.
-        how: this rank's place among the ranks that split layers.
-        device, dtype: device and dtype of the computation.
+    """Replaces the forward of token mixers, after tensor parallelism has split the layers. `how` is this rank's tp
+    group.
 
     Raises:
-        InputError: kernels are needed and not there, or would be wrong.
+        InputError: required kernels are missing, or known to be wrong.
     """
     if family.token_mixer:
         mixer = TOKEN_MIXERS[family.token_mixer]
@@ -61,12 +51,7 @@ def install_token_mixers(
 
 
 def last_projection(layer: nn.Module, family: Family) -> Any | None:
-    """The linear layer after a layer's attention or token mixer; None if it has neither.
-
-    Args:
-        layer: a decoder layer.
-        family: the model's family.
-    """
+    """Returns the output projection of a layer's attention or token mixer; None if it has neither."""
     mixer = TOKEN_MIXERS.get(family.token_mixer)
     module = None if mixer is None else mixer.of(layer)
     if mixer is not None and module is not None:

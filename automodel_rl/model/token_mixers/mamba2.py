@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu, arXiv:2405.21060): a state for each head that every token scales down and adds to.
+"""Mamba-2 (Dao and Gu, arXiv:2405.21060): each token scales its head's state down and adds to it.
 
 Shape letters: t tokens of this rank, T tokens of the microbatch, h heads of this rank, P dims of a head, G groups of
 heads that share keys and queries, N dims of these. The paper's B are keys, its C queries.
@@ -21,15 +21,14 @@ from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.tensor_parallel import Sections, own_rows, sections_of_state_space
 
 CHUNK = 64
-"""Tokens of a chunk of the rule written out."""
+"""Tokens per chunk of `chunked_rule`."""
 
 
 class StateDecay(nn.Module):
-    """The parameters of a layer's state. They are a module of their own because they stay in fp32.
+    """State parameters, one value per head. A module of their own, because they stay in fp32.
 
     Args:
-        A_log, dt_bias, D: the layer's parameters of these names, one number for each head.
-        limits: the least and the largest step.
+        limits: smallest and largest step.
     """
 
     def __init__(self, A_log: nn.Parameter, dt_bias: nn.Parameter, D: nn.Parameter, limits: tuple[float, float]):
@@ -37,8 +36,8 @@ class StateDecay(nn.Module):
         self.A_log, self.dt_bias, self.D, self.limits = A_log, dt_bias, D, limits
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Steps and logs of the decays, both [t, h] in fp32 or wider, from the layer's projection [t, h]; and the
-        factors of what passes the state by, [h], which outlive the time that FSDP has them whole."""
+        """Returns steps and log decays, [t, h] in fp32 or wider, for the layer's projection [t, h], and the skip
+        factors [h], copied because FSDP reshards the originals before their use."""
         wide = torch.promote_types(steps.dtype, torch.float32)
         steps = F.softplus(steps.to(wide) + local_tensor(self.dt_bias)).clamp(*self.limits)
         return steps, -local_tensor(self.A_log).float().exp() * steps, local_tensor(self.D).clone()
@@ -48,8 +47,7 @@ class StateDecay(nn.Module):
 class Mamba2(TokenMixer):
     """Mamba-2.
 
-    Its rule takes queries [T, h, N], keys [T, h, N], values [T, h, P], logs of decays [T, h] and lengths of sequences,
-    and gives [T, h, P].
+    Its rule maps queries and keys [T, h, N], values [T, h, P], log decays [T, h] and sequence lengths to [T, h, P].
     """
 
     def set_apart(self, module: Any) -> None:
@@ -58,7 +56,7 @@ class Mamba2(TokenMixer):
         del module.A_log, module.dt_bias, module.D
 
     def choose_rule(self, device: torch.device, dtype: torch.dtype) -> Rule:
-        # Without right kernels there is no need to refuse: the rule written out is matrix products.
+        # No error without correct kernels: `chunked_rule` is fast enough, being matrix products.
         is_fast = dtype == torch.bfloat16 and fast_kernels_obstacle("Mamba-2", device) is None
         return _fla_rule if is_fast else chunked_rule
 
@@ -87,24 +85,18 @@ class Mamba2(TokenMixer):
         return module.out_proj(self.gated(module, mixed[None], gates[None]).to(hidden.dtype))
 
     def projected(self, module: Any, hidden: Tensor) -> Tensor:
-        """Gates, values, keys, queries and steps of hidden states, [1, t, C]."""
+        """Returns gates, values, keys, queries and steps of hidden states, [1, t, C]."""
         return module.in_proj(hidden)
 
     def gated(self, module: Any, mixed: Tensor, gates: Tensor) -> Tensor:
-        """What goes into the last projection, [1, t, h * P].
-
-        Args:
-            module: transformers' module.
-            mixed: outputs of the rule, [1, t, h * P].
-            gates: like `mixed`.
-        """
+        """Returns the input of the last projection from the rule's outputs and the gates, all [1, t, h * P]."""
         return module.norm(mixed, gates)
 
 
 @dataclass(frozen=True)
 class ScaledMamba2(Mamba2):
-    """Mamba-2 of Falcon-H1 (arXiv:2507.22448), with factors of what goes in and of its projections, and no norm in most
-    models. Its layers have attention beside it."""
+    """Mamba-2 of Falcon-H1 (arXiv:2507.22448): factors on inputs and projections, in most models no norm. Its layers
+    also have attention."""
 
     def split(self, module: Any, tp: int) -> None:
         if tp > 1 and module.mamba_rms_norm:
@@ -134,11 +126,8 @@ def _mix(
     """Convolution and rule over whole sequences, [t, h, P].
 
     Args:
-        module: transformers' module.
-        parts: values, steps, logs of decays, keys and queries of this rank's tokens, each [t, heads or groups, ...].
-        skip: factors of what passes the state by, [h].
-        microbatch: this rank's tokens.
-        cp_group: the ranks that share a microbatch.
+        parts: values, steps, log decays, keys and queries of this rank's tokens, each [t, heads or groups, ...].
+        skip: factors of the skip connection around the state, [h].
     """
     cuts_groups = _cuts_groups(module, cp_group)
     taps, bias = _own_taps(module, cp_group, cuts_groups)
@@ -158,13 +147,13 @@ def _mix(
 
 
 def _cuts_groups(module: Any, cp_group: dist.ProcessGroup | None) -> bool:
-    """Whether each rank has all heads of its groups. Else every rank has all groups."""
+    """Returns whether each rank has all heads of its groups. Otherwise every rank has all groups."""
     is_split = not module.whole_sections.shared
     return is_split and (cp_group is None or module.n_groups % cp_group.size() == 0)
 
 
 def _own_taps(module: Any, cp_group: dist.ProcessGroup | None, cuts_groups: bool) -> tuple[Tensor, Tensor | None]:
-    """Taps and bias of the channels that this rank convolves: values of its heads, keys and queries of its groups."""
+    """Returns taps and bias of this rank's channels: values of its heads, keys and queries of its groups."""
     sections = module.whole_sections.within(1, 4)
     taps, bias = module.conv1d.weight.squeeze(1), module.conv1d.bias
     if module.tp_group is not None:
@@ -177,7 +166,7 @@ def _own_taps(module: Any, cp_group: dist.ProcessGroup | None, cuts_groups: bool
 
 
 def _groups_of_heads(module: Any, cp_group: dist.ProcessGroup | None, cuts_groups: bool) -> Tensor:
-    """The place of each of this rank's heads' group among the groups that it has, int64 [h]."""
+    """Returns the index of each head's group among this rank's groups, int64 [h]."""
     first, count = 0, module.num_all_heads
     for group in (module.tp_group, cp_group):
         if group is not None:
@@ -192,17 +181,16 @@ def _groups_of_heads(module: Any, cp_group: dist.ProcessGroup | None, cuts_group
 
 
 def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The rule written out in fp32 or wider, all chunks of all sequences at once (arXiv:2405.21060, section 6). Any
-    device."""
+    """The rule in plain torch, in fp32 or wider, all chunks at once (arXiv:2405.21060, section 6). Any device."""
     wide = torch.promote_types(v.dtype, torch.float32)
     rows, begins = _chunks(lengths, v.device)
     cq, ck, cv = (_in_chunks(part.to(wide), rows) for part in (q, k, v))  # [h, chunks, CHUNK, d]
-    total = _in_chunks(decay.to(wide)[..., None], rows).cumsum(2)  # the log of the decay since the chunk's beginning
+    total = _in_chunks(decay.to(wide)[..., None], rows).cumsum(2)  # log decay since the start of the chunk
     seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
     between = (total - total.transpose(2, 3)).masked_fill(~seen, -torch.inf).exp()
     within = (cq @ ck.transpose(2, 3) * between) @ cv
     last = total[:, :, -1:]
-    added = (ck * (last - total).exp()).transpose(2, 3) @ cv  # [h, chunks, N, P]: what each chunk adds to the state
+    added = (ck * (last - total).exp()).transpose(2, 3) @ cv  # [h, chunks, N, P]: contribution of each chunk
     states, state = [], torch.zeros_like(added[:, 0])
     for number, is_first in enumerate(begins):
         state = torch.zeros_like(state) if is_first else state
@@ -214,10 +202,10 @@ def chunked_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, lengths: tuple[
     return whole.index_copy(0, rows, outputs)[:-1]
 
 
-@functools.lru_cache(maxsize=4)  # all layers ask for the same
+@functools.lru_cache(maxsize=4)  # shared by all layers
 def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, tuple[bool, ...]]:
-    """The tokens of each chunk, int64 [chunks * CHUNK], and which chunks begin a sequence. A place after a sequence's
-    last token has the number of all tokens."""
+    """Returns token indices of all chunks, int64 [chunks * CHUNK], and which chunks begin a sequence. Slots after a
+    sequence's end hold the total number of tokens."""
     places: list[Tensor] = []
     begins: list[bool] = []
     start, total = 0, sum(lengths)
@@ -231,13 +219,13 @@ def _chunks(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, tup
 
 
 def _in_chunks(tensor: Tensor, rows: Tensor) -> Tensor:
-    """[T, h, d] as [h, chunks, CHUNK, d]; places without a token are 0."""
+    """Reshapes [T, h, d] to [h, chunks, CHUNK, d]; empty slots are 0."""
     padded = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
     return padded.index_select(0, rows).transpose(0, 1).unflatten(1, (-1, CHUNK))
 
 
 def _fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The kernels of flash-linear-attention. They have the same rule as gated linear attention with a scalar decay."""
+    """flash-linear-attention's kernels: the rule is gated linear attention with a scalar decay."""
     from fla.ops.simple_gla import chunk_simple_gla  # an optional dependency
 
     starts = torch.tensor([0, *lengths], device=q.device).cumsum(0)

@@ -1,4 +1,4 @@
-"""LFM2's short convolution, gated before and after: the tokens before a token in its sequence, and no others.
+"""LFM2's gated short convolution, confined to each packed sequence.
 
 Shape letters: t tokens of this rank, T tokens of the microbatch, C channels of this rank.
 """
@@ -19,7 +19,7 @@ from automodel_rl.parallel.tensor_parallel import Sections, own_rows
 
 @dataclass(frozen=True)
 class ShortConvolution(TokenMixer):
-    """A gated short convolution. Its rule is `convolve`: each channel is a head of its own."""
+    """A gated short convolution. Its rule is `convolve`; each channel is a head of its own."""
 
     module: str = "conv"
     convolution: str = "conv"
@@ -40,7 +40,7 @@ class ShortConvolution(TokenMixer):
         return module.out_proj((after * mixed)[None])
 
     def replace_forward(self, layer: Any, module: Any) -> None:
-        """Sets the forward of a layer, too, since transformers' hands the microbatch on to attention alone."""
+        """Replaces the layer's forward, too: transformers' passes the microbatch to attention only."""
         super().replace_forward(layer, module)
         layer.forward = MethodType(_layer_forward, layer)
 
@@ -52,7 +52,6 @@ def _layer_forward(layer: Any, hidden: Tensor, **arguments: Any) -> Tensor:
 
 @torch.compiler.disable  # exchanges between ranks
 def _mix(module: Any, inputs: Tensor, microbatch: LocalMicrobatch, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """The convolution over whole sequences, [t, C]."""
     weight, bias = module.conv.weight.squeeze(1), module.conv.bias
     for group in (module.tp_group, cp_group):
         if group is not None:

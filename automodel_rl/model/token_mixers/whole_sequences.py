@@ -1,7 +1,7 @@
-"""What all token mixers need: whole sequences on a rank, a short convolution within each, and fast kernels.
+"""Shared parts of token mixers: whole sequences on each rank, short convolutions within them, and fast kernels.
 
-Context parallelism shares heads (or channels) instead of tokens in these layers: ranks exchange their tokens of all
-heads for all tokens of some heads, compute, and exchange the results back.
+Under context parallelism, ranks exchange their tokens of all heads (or channels) for all tokens of some heads,
+compute, and exchange the results back.
 
 Shape letters: t tokens of this rank, T tokens of the microbatch.
 """
@@ -22,17 +22,13 @@ from automodel_rl.parallel.collectives import AllGatherCP, from_heads, to_heads
 from automodel_rl.parallel.tensor_parallel import Sections, own_rows
 
 WRONG_TRITON = (Version("3.4.0"), Version("3.7.1"))
-"""Versions of Triton that compile fla's kernels to wrong gradients: from the first up to the second, which is right
+"""Triton versions that compile fla's kernels to wrong gradients: from the first up to, but not including, the second
 (flash-linear-attention, issue 640)."""
 
 
 def fast_kernels_obstacle(title: str, device: torch.device) -> str | None:
-    """Why a mixer does not compute with the kernels of flash-linear-attention, with the remedy; None if it can.
-
-    Args:
-        title: the mixer's name in messages.
-        device: the device of the computation.
-    """
+    """Returns why flash-linear-attention's kernels cannot be used, with the remedy; None if they can. `title` is the
+    mixer's name."""
     if device.type != "cuda":
         return f"{title} has kernels on CUDA alone: use a GPU"
     if importlib.util.find_spec("fla") is None:
@@ -50,14 +46,11 @@ def fast_kernels_obstacle(title: str, device: torch.device) -> str | None:
 
 
 def needs_fast_kernels(title: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a mixer that is too slow without kernels computes with those of flash-linear-attention.
-
-    Args:
-        title: the mixer's name in messages.
-        device, dtype: device and dtype of the computation.
+    """Returns whether a mixer that is too slow without flash-linear-attention's kernels uses them: in bfloat16 on
+    CUDA.
 
     Raises:
-        InputError: it should, and cannot.
+        InputError: the kernels are missing or wrong.
     """
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False
@@ -67,13 +60,8 @@ def needs_fast_kernels(title: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 def own_channels(weight: Tensor, sections: Sections, groups: tuple[dist.ProcessGroup | None, ...]) -> Tensor:
-    """The rows of this rank's channels.
-
-    Args:
-        weight: those of all channels, [C, ...].
-        sections: what the rows are.
-        groups: groups that cut channels, one after the other; None for one that is not there.
-    """
+    """Returns this rank's rows of a weight of all channels, [C, ...], cut by each group in turn; None groups are
+    skipped."""
     for group in groups:
         if group is not None:
             weight, sections = own_rows(weight, sections, group), sections.of_rank(group.size())
@@ -87,23 +75,19 @@ def over_whole_sequences(
     cp_group: dist.ProcessGroup | None,
     of_all_heads: tuple[Tensor, ...] = (),
 ) -> Tensor:
-    """Computes something that needs all tokens of each sequence, in order.
+    """Computes a function that needs all tokens of each sequence, in order. Returns [t, heads, V] for this rank's
+    tokens.
 
     Args:
-        compute: gets the tensors with all tokens, first those of some heads, and gives [T, h, V].
-        by_heads: tensors of this rank's tokens, each [t, heads, ...], whose heads ranks share.
-        microbatch: this rank's tokens.
-        cp_group: the ranks that share a microbatch.
-        of_all_heads: tensors [t, ...] that every rank needs whole.
-
-    Returns:
-        The result for this rank's tokens and all heads, [t, heads, V].
+        compute: maps the tensors with all tokens, `by_heads` with this rank's heads first, to [T, h, V].
+        by_heads: [t, heads, ...] of this rank's tokens, redistributed by heads.
+        of_all_heads: [t, ...], gathered whole on every rank.
     """
     parts = (*by_heads, *of_all_heads)
     if cp_group is not None:
         whole = tuple(AllGatherCP.apply(part, cp_group, "sum") for part in of_all_heads)
         parts = (*to_heads(by_heads, cp_group), *whole)
-    if microbatch.restore is not None:  # pads are left out, and so is the order of ranks
+    if microbatch.restore is not None:  # drops pads and restores the order of tokens
         parts = tuple(part.index_select(0, microbatch.restore) for part in parts)
     mixed = compute(*parts)
     if microbatch.restore is not None:
@@ -114,13 +98,11 @@ def over_whole_sequences(
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """The causal convolution of every sequence, [T, C].
+    """Causal convolution within every sequence, [T, C].
 
     Args:
-        inputs: [T, C].
-        weight: the taps of every channel, [C, W]; the last one is that of the token itself.
-        bias: what is added to every channel, [C].
-        offsets: the place of each token in its sequence, int64 [T].
+        weight: taps [C, W]; the last is the token's own.
+        offsets: index of each token in its sequence, int64 [T].
     """
     total = inputs * weight[:, -1]
     for back in range(1, weight.shape[1]):
@@ -132,12 +114,8 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tenso
 def convolve_heads(
     parts: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None, offsets: Tensor
 ) -> tuple[Tensor, ...]:
-    """SiLU of the convolution of several tensors, whose channels stand one after the other.
-
-    Args:
-        parts: each [T, heads, d].
-        weight, bias, offsets: as of `convolve`, for the channels of all.
-    """
+    """Applies `convolve` and SiLU to several tensors [T, heads, d]. `weight` and `bias` hold their channels one after
+    the other."""
     joined = F.silu(convolve(torch.cat([part.flatten(1) for part in parts], dim=-1), weight, bias, offsets))
     pieces = joined.split([part[0].numel() for part in parts], dim=-1)
     return tuple(piece.unflatten(1, part.shape[1:]) for piece, part in zip(pieces, parts, strict=True))

@@ -1,2 +1,1 @@
-"""Pipeline parallelism: which layers a stage holds, and torch's schedules over microbatches of different token
-counts."""
+"""Pipeline parallelism: layers per stage, and torch's schedules over microbatches of different token counts."""

@@ -1,4 +1,4 @@
-"""Requirements of torch's pipeline schedules: stages on a rank, their places, and numbers of microbatches."""
+"""Requirements of torch's pipeline schedules: stages per rank, their placement, and numbers of microbatches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class ScheduleRule:
     """The requirements of a schedule.
 
     Attributes:
-        min_virtual_stages, max_virtual_stages: number of stages on each rank (None: any number).
-        is_v: whether rank r has stages r and 2 * pp - 1 - r, so that rank 0 has the first and the last stage. Else it
-            has stages r, r + pp, ...
+        min_virtual_stages, max_virtual_stages: number of stages per rank (None: any number).
+        is_v: whether rank r has stages r and 2 * pp - 1 - r, so that rank 0 has both the first and the last.
+            Otherwise it has stages r, r + pp, ...
         splits_backward: whether gradients of inputs and of weights are computed at different times.
-        runs: (microbatches, pp, stages) -> whether the schedule can run that number of microbatches.
+        runs: (microbatches, pp, stages) -> whether the schedule can run that many microbatches.
     """
 
     min_virtual_stages: int
@@ -48,11 +48,11 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleRule(2, 2, True, True, _any),
     "DualPipeV": ScheduleRule(2, 2, True, True, _one_for_each_stage),
 }
-"""The schedules by torch's names. `runs` is what torch's constructors accept in torch 2.11 and 2.13."""
+"""The schedules by torch's names. `runs` matches the checks in torch 2.11's and 2.13's constructors."""
 
 
 def fill_up_to(num_microbatches: int, parallel: ParallelConfig) -> int:
-    """The smallest number of microbatches, at least the one given, that the schedule can run."""
+    """Returns the smallest number of microbatches, at least the given one, that the schedule can run."""
     runs = SCHEDULES[parallel.schedule].runs
     while not runs(num_microbatches, parallel.pp, parallel.num_stages):
         num_microbatches += 1
@@ -60,7 +60,7 @@ def fill_up_to(num_microbatches: int, parallel: ParallelConfig) -> int:
 
 
 def stages_of_ranks(parallel: ParallelConfig) -> tuple[tuple[int, ...], ...]:
-    """The stages of every pipeline rank."""
+    """Returns the stages of every pipeline rank."""
     pp, count = parallel.pp, parallel.num_stages
     if SCHEDULES[parallel.schedule].is_v:
         return tuple((rank, count - 1 - rank) for rank in range(pp))
@@ -68,7 +68,7 @@ def stages_of_ranks(parallel: ParallelConfig) -> tuple[tuple[int, ...], ...]:
 
 
 def refuse_schedule(parallel: ParallelConfig) -> str | None:
-    """The reason why the schedule cannot run with so many stages on a rank, or with this torch; None if it can."""
+    """Returns why the schedule cannot run with this many stages per rank, or with this torch; None if it can."""
     rule = SCHEDULES[parallel.schedule]
     most = rule.max_virtual_stages
     if parallel.virtual_stages < rule.min_virtual_stages or (most is not None and parallel.virtual_stages > most):

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage gets."""
+"""Number of layers of each pipeline stage."""
 
 import itertools
 
@@ -7,7 +7,7 @@ from automodel_rl.errors import InputError
 
 
 def refuse_split(num_layers: int, parallel: ParallelConfig) -> str | None:
-    """The reason why layers cannot be split as configured (too few, or a list that does not fit); None if they can."""
+    """Returns why layers cannot be split as configured (too few, or a list that does not fit); None if they can."""
     given, stages = parallel.layers_per_stage, parallel.num_stages
     sizes = f"parallel.pp={parallel.pp}"
     if parallel.virtual_stages > 1:
@@ -31,7 +31,8 @@ def refuse_split(num_layers: int, parallel: ParallelConfig) -> str | None:
 
 
 def layers_per_stage(num_layers: int, parallel: ParallelConfig) -> tuple[int, ...]:
-    """Number of layers of every stage: as configured, or as even as possible with the shortest stages last.
+    """Returns the number of layers of every stage: as configured, or as even as possible with the shortest stages
+    last.
 
     Raises:
         InputError: there are more stages than layers, or the configured list does not add up.
@@ -46,7 +47,8 @@ def layers_per_stage(num_layers: int, parallel: ParallelConfig) -> tuple[int, ..
 
 
 def modules_of_stages(layers: tuple[int, ...]) -> list[list[str]]:
-    """Module names of every stage. Each has the rotary embedding; the first embeds tokens, the last has the head."""
+    """Returns the module names of every stage. All have the rotary embedding; the first embeds tokens, the last has
+    the head."""
     bounds = [0, *itertools.accumulate(layers)]
     stages = [[f"model.layers.{i}" for i in range(a, b)] + ["model.rotary_emb"] for a, b in itertools.pairwise(bounds)]
     stages[0].append("model.embed_tokens")

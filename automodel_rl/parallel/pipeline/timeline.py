@@ -1,4 +1,4 @@
-"""Plays a pipeline step on paper: when each rank is busy, and what it holds."""
+"""Simulates a pipeline step: when each rank is busy, and what it holds."""
 
 import functools
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from automodel_rl.config import ParallelConfig
 from automodel_rl.parallel.pipeline.schedules import fill_up_to, stages_of_ranks
 
 ENCODER = -1
-"""The stage that stands for an encoder on a rank of its own."""
+"""Stage number of an encoder on a rank of its own."""
 
 STEADY = 4
-"""Microbatches for each stage after which a schedule repeats itself."""
+"""Microbatches per stage after which a schedule is periodic."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,10 @@ class Timeline:
     """One step of a pipeline.
 
     Attributes:
-        length: duration of the step, in the unit of the costs.
-        busy: time for which every rank is busy, in the same unit.
-        most_held: for every rank, the most that its stages hold at a time for microbatches between forward and
-            backward.
-        num_microbatches: number of microbatches that run, empty ones included.
+        length: duration, in the unit of the costs.
+        busy: busy time of every rank, in the same unit.
+        most_held: for every rank, the peak held by its stages for microbatches between forward and backward.
+        num_microbatches: including empty ones.
     """
 
     length: float
@@ -34,20 +33,16 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time that is idle."""
+        """Idle share of all ranks' time."""
         return 1 - sum(self.busy) / (len(self.busy) * self.length)
 
 
 @functools.cache
 def encoded_ahead(parallel: ParallelConfig, num_microbatches: int) -> int:
-    """How many microbatches' media an encoder on ranks of its own encodes before the first backward.
+    """Returns for how many microbatches an encoder on its own ranks encodes media before the first backward.
 
-    As many as the first stage has forwards before a microbatch's gradient is there, and one more, which is encoded
-    meanwhile. With fewer, the first stage would wait for the encoder, and the encoder for the first stage.
-
-    Args:
-        parallel: sizes and schedule of the language model.
-        num_microbatches: number of microbatches of a data rank.
+    As many as the first stage has forwards before a microbatch's gradient exists, plus one that is encoded meanwhile.
+    With fewer, the first stage and the encoder would wait for each other.
     """
     if parallel.pp == 1:
         return 2
@@ -68,20 +63,18 @@ def simulate(
     held: Sequence[float],
     encoder: float | None = None,
 ) -> Timeline:
-    """Plays the schedule with a backward that costs twice the forward, and messages that cost nothing.
+    """Simulates the schedule with backwards that cost twice the forward, and free communication.
 
     Args:
-        parallel: sizes and schedule.
-        num_microbatches: number of microbatches of a data rank.
         forward: cost of a microbatch's forward in every stage.
-        held: what every stage holds for a microbatch between its forward and its backward.
-        encoder: cost of the forward of a microbatch's images in an encoder on a rank of its own, which then comes last
-            in the timeline and holds 1 for a microbatch; None without one.
+        held: amount that every stage holds per microbatch between its forward and its backward.
+        encoder: forward cost per microbatch of an encoder on a rank of its own, which comes last in the timeline and
+            holds 1 per microbatch; None without one.
     """
     count = fill_up_to(num_microbatches, parallel) if parallel.pp > 1 else num_microbatches
     steady = fill_up_to(STEADY * parallel.num_stages, parallel) if parallel.pp > 1 else max(STEADY, count)
-    if count > steady and parallel.schedule != "GPipe":  # which holds all microbatches of a step
-        # Each further microbatch takes as long as the busiest rank works for it.
+    if count > steady and parallel.schedule != "GPipe":  # GPipe holds all microbatches of a step
+        # Each additional microbatch takes as long as its work on the busiest rank.
         short = simulate(parallel, steady, forward, held, encoder)
         length = short.length + (count - steady) * max(short.busy) / steady
         return Timeline(length, [count / steady * busy for busy in short.busy], short.most_held, count)
@@ -131,7 +124,7 @@ def _ready(
     has_encoder: bool,
     done: dict[tuple[int, str, int], float],
 ) -> float | None:
-    """Time at which the action that this one waits for is done; None if that is not known yet."""
+    """Returns the time at which an action's dependency is done; None if not yet known."""
     if stage == ENCODER:
         return 0.0 if kind == "F" else next((done[k] for kind in "BW" if (k := (0, kind, microbatch)) in done), None)
     if kind == "F":

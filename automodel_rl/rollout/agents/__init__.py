@@ -1,1 +1,1 @@
-"""Agents: any program that talks to an endpoint beside the run. Its turns are trained as they were sampled."""
+"""Agents: programs that talk to an endpoint beside the run. Their turns are trained as they were sampled."""

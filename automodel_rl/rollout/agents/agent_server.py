@@ -1,9 +1,9 @@
-"""A process that imports an agent once, and forks a process of its own for every episode.
+"""Process that imports an agent once, and forks a process for every episode.
 
     python -m automodel_rl.rollout.agents.agent_server DESCRIPTOR
 
-Over the connection with that file descriptor come an `AgentSetup`, which is answered by (None, error), and then the
-orders of a `ForkServer`. An episode's process gets (endpoint, example), and sends (result, error).
+The connection with that file descriptor delivers an `AgentSetup`, answered by (None, error), then orders of a
+`ForkServer`. An episode's process receives (endpoint, example), and sends (result, error).
 """
 
 import asyncio
@@ -24,12 +24,7 @@ from automodel_rl.rollout.episodes.outcomes import explain
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """What the server serves.
-
-    Attributes:
-        agent: import path of the agent.
-        log: file for what agents print.
-    """
+    """Import path of the agent, and file for the agents' output."""
 
     agent: str
     log: str
@@ -54,7 +49,6 @@ def main() -> None:
 
 
 def _run(connection: Connection, agent: Agent) -> None:
-    """Does one episode in a process of its own."""
     endpoint: AgentEndpoint
     endpoint, example = connection.recv()
     endpoint.set_environment()

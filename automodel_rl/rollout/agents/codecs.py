@@ -1,4 +1,4 @@
-"""What reads and writes turns for the tools that agents send, one for each list of tools."""
+"""Codecs that read and write turns for the tools that agents send, one for each list of tools."""
 
 import threading
 from collections import OrderedDict
@@ -14,24 +14,21 @@ from automodel_rl.rollout.episodes.chat_turns import ChatTurns
 from automodel_rl.rollout.episodes.protocol import Turn
 
 MOST_KEPT = 256
-"""Most lists of tools whose codecs are kept."""
+"""Most codecs kept."""
 
 
 class ChatCodecs:
-    """Makes codecs.
-
-    Args:
-        template: the chat template.
+    """Creates and caches codecs. May be called from several threads.
 
     Attributes:
         stop_ids: tokens with which the chat template ends turns, with calls or without.
-        no_tools: why the chat template cannot write calls of tools; empty if it can.
+        no_tools: why the chat template cannot write tool calls; empty if it can.
     """
 
     def __init__(self, template: ChatTemplate):
         self.template, self.no_tools = template, ""
         self._kept: OrderedDict[str, ChatTurns] = OrderedDict()
-        self._lock = threading.Lock()  # calls come from several threads
+        self._lock = threading.Lock()
         self._form: Format | None = None
         try:
             self._form = find_format(template)
@@ -41,14 +38,8 @@ class ChatCodecs:
             self.stop_ids = self._turns(()).stop_ids
 
     def of(self, tools: Sequence[dict[str, Any]]) -> tuple[str, ChatTurns]:
-        """The digest of tools, and their codec.
-
-        Args:
-            tools: JSON schemas.
-
-        Raises:
-            InputError: the chat template cannot write calls.
-        """
+        """Returns the digest of tools (JSON schemas), and their codec. Raises InputError if the template cannot write
+        calls."""
         if tools and self.no_tools:
             raise InputError(f"tools: {self.no_tools}")
         digest = tools_digest(tools)
@@ -77,14 +68,13 @@ def answer_of(
     *,
     is_parallel: bool = True,
 ) -> ChatAnswer:
-    """A turn as a client gets it. One with a call that cannot be read is a text.
+    """Converts a turn to an answer. One with a malformed call is a text.
 
     Args:
-        turn: the turn as it was read.
-        name, model, extras: `id`, `model` and `extras` of the answer.
-        stop: texts that the client ends turns with; the text goes up to the first of them.
-        num_prompt, num_written: tokens of the prompt and of the turn.
-        is_parallel: whether the client takes several calls; else it gets the first.
+        name: id of the answer.
+        stop: the client's stop texts; the content ends before the first of them.
+        num_prompt, num_written: tokens of prompt and turn.
+        is_parallel: the client accepts several calls; otherwise it gets the first.
     """
     content, calls = (turn.text, ()) if turn.problem else (turn.content, turn.calls)
     calls = calls if is_parallel else calls[:1]

@@ -1,6 +1,6 @@
-"""The endpoint that agents call: OpenAI's chat completions and responses, and Anthropic's messages.
+"""HTTP endpoint for agents: OpenAI's chat completions and responses, and Anthropic's messages.
 
-It writes answers whole; where a client asks for events, the whole answer comes as few of them.
+Answers are generated as a whole. Where a client asks for events, a whole answer is sent as a few of them.
 """
 
 import asyncio
@@ -22,10 +22,8 @@ from automodel_rl.rollout.agents.protocol import MODEL, AgentEndpoint
 from automodel_rl.rollout.http_thread import HttpThread, body_of, described, parsed, refusal
 
 MOST_ENDED = 100_000
-"""Most keys of ended episodes that are known as such."""
-
 BASES = ("/v1", "/e/{key}/v1")
-"""The beginnings of all paths: the key is in a header, or in the path."""
+"""Prefixes of all paths: the key is in a header, or in the path."""
 
 Read = Callable[[dict[str, Any]], ChatCall]
 Reply = Callable[[ChatAnswer, ChatCall], dict[str, Any]]
@@ -39,12 +37,9 @@ class _UnknownKeyError(Exception):
 class Endpoint:
     """Answers the calls of episodes.
 
-    Args:
-        host: the address where it listens.
-
     Attributes:
-        loop: its event loop, in which episodes live.
-        url: its address, without a path.
+        loop: the event loop in which episodes run.
+        url: without a path.
     """
 
     def __init__(self, host: str):
@@ -54,21 +49,12 @@ class Endpoint:
         self.loop, self.url, self.close = self._server.loop, self._server.url, self._server.close
 
     def open(self, episode: AgentEpisode, seed: int) -> AgentEndpoint:
-        """Lets an episode be called. Called in the event loop.
-
-        Args:
-            episode: the episode.
-            seed: the seed that its agent is told.
-        """
+        """Registers an episode, and returns its agent's endpoint. Called in the event loop."""
         self._episodes[episode.key] = episode
         return AgentEndpoint(f"{self.url}/v1", episode.key, f"{self.url}/e/{episode.key}/v1", seed=seed)
 
     def forget(self, episode: AgentEpisode) -> None:
-        """Lets an episode be called no more. Called in the event loop.
-
-        Args:
-            episode: the episode.
-        """
+        """Refuses calls of an episode from now on. Called in the event loop."""
         self._episodes.pop(episode.key, None)
         self._ended[episode.key] = None
         while len(self._ended) > MOST_ENDED:
@@ -99,7 +85,7 @@ class Endpoint:
             episode = self._episode(request)
             raw = await body_of(request)
             try:
-                # In a thread, as all that takes the longer the more is sent: other agents call meanwhile.
+                # In a thread, as its time grows with the size of the body, and other agents call meanwhile.
                 body, call = await asyncio.to_thread(_read, read, raw)
                 retries = request.headers.get("x-stainless-retry-count", "0")
                 given = request.headers.get("idempotency-key", "")
@@ -132,11 +118,6 @@ class Endpoint:
         return JSONResponse(described(request.path_params["name"]))
 
     def _episode(self, request: Request) -> AgentEpisode:
-        """The episode whose key a request has.
-
-        Raises:
-            NoMoreCallsError: it is over.
-        """
         headers = request.headers
         bearer = headers.get("authorization", "").removeprefix("Bearer ").strip()
         keys = [key for key in (request.path_params.get("key"), bearer, headers.get("x-api-key")) if key]
@@ -154,7 +135,7 @@ def _read(read: Read, raw: bytes) -> tuple[dict[str, Any], ChatCall]:
 
 
 def _safe(work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Work whose errors are answers. Clients ask again after 408, 409, 429 and 5xx, so that refusals are 4xx others."""
+    """Turns errors into answers. Clients retry after 408, 409, 429 and 5xx, so refusals have other 4xx codes."""
 
     async def safe(request: Request) -> Response:
         try:

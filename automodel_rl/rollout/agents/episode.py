@@ -1,4 +1,4 @@
-"""One episode of an agent: answers its calls, and ends as a completion with a row for every branch of its history."""
+"""Episode of an agent: answers its calls, and ends as a completion with a row for every branch of its history."""
 
 import asyncio
 import contextlib
@@ -27,20 +27,18 @@ from automodel_rl.rollout.seeds import turn_seed
 
 ROWS, ROOTS, SIBLINGS, REPLAYS = "rows", "new_roots", "siblings", "replays"
 LEFT_OUT, AGAIN, REFUSED = "left_out_tokens", "context_again", "refused_calls"
-"""Names of metrics of every agent's episode."""
-
 OVER_LIMIT = "This conversation has reached its limit. No further answer can be given."
-"""What an agent gets for its first call after a limit. It is not empty: programs ask again after an empty answer."""
+"""Answer to an agent's first call after a limit. Not empty, as programs retry after an empty answer."""
 
 MOST_CHARACTERS = 256
-"""Most characters of a token, of runs of spaces in large vocabularies."""
+"""Upper bound of the characters of a token; large vocabularies have long runs of spaces."""
 
 MOST_REPLAYS = 64
-"""Most answers of an episode that are kept for a client that asks again."""
+"""Most answers kept for retries."""
 
 
 class NoMoreCallsError(InputError):
-    """The episode is over or has reached a limit; asking again would not help."""
+    """The episode is over or has reached a limit; a retry would not help."""
 
 
 class TooLongError(InputError):
@@ -55,8 +53,9 @@ class AgentLimits:
         turns: most calls.
         sequence_tokens: most tokens of a row.
         turn_tokens: most tokens of a turn.
-        seconds: time after which the agent is ended.
-        staleness: most policy versions by which a turn may be older than the newest.
+        seconds: timeout of the agent.
+        staleness: most policy versions that the oldest turn may be behind the newest before further calls are
+            refused.
     """
 
     turns: int
@@ -68,15 +67,13 @@ class AgentLimits:
 
 @dataclass(eq=False)
 class WaitingCall:
-    """A turn that a generator is to write. Any thread may give it."""
+    """A turn to be generated. `give` may be called in any thread."""
 
     request: Request
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[Completion]"
 
     def give(self, completion: Completion) -> None:
-        """Gives it its turn."""
-
         def give() -> None:
             if not self.future.done():
                 self.future.set_result(completion)
@@ -87,7 +84,7 @@ class WaitingCall:
 
 @dataclass(frozen=True)
 class Asked:
-    """Tells the driver that a call waits for a generator."""
+    """Event for the driver: a call waits for a generator."""
 
     episode: "AgentEpisode"
     number: int
@@ -95,39 +92,36 @@ class Asked:
 
 @dataclass(frozen=True)
 class Ended:
-    """Tells the driver that an episode is over."""
+    """Event for the driver: an episode is over."""
 
     episode: "AgentEpisode"
 
 
 @dataclass(frozen=True)
 class Broken:
-    """Tells the driver that an episode cannot go on, and why."""
+    """Event for the driver: an episode cannot continue."""
 
     error: BaseException
 
 
 class AgentEpisode:
-    """The state of an agent's episode. It outlives the generator that writes its turns.
+    """State of an agent's episode. It outlives the generator that writes its turns.
 
     All methods are called in the endpoint's event loop, except `attach`.
 
     Args:
-        request: what a call inherits: its seed, sampling and conversation.
-        example: the record that the agent gets.
-        seed: the seed that the agent is told, which all episodes of a prompt share.
-        codecs: read and write turns.
-        limits: when it ends at the latest.
-        newest_version: tells the newest policy version.
+        request: seed, sampling and conversation for all calls.
+        example: the record for the agent.
+        seed: for the agent, shared by all episodes of a prompt.
 
     Attributes:
-        key: the key with which the agent calls.
-        history: its turns.
-        is_over: whether no further call is answered.
-        has_begun: whether its agent was started.
+        key: authenticates the agent's calls.
+        is_over: no further call is answered.
+        has_begun: its agent was started.
         completion: the whole episode, once it is over.
-        overridden: settings of sampling that the agent asked for, and the run decided.
-        refused: texts of calls that were refused.
+        overridden: the agent's sampling settings that the run has overridden.
+        refused: errors of refused calls.
+        waiting: calls that await a generator.
     """
 
     def __init__(
@@ -152,16 +146,12 @@ class AgentEpisode:
         self._numbers, self._asked = itertools.count(), Counter[bytes]()
         self._answers: OrderedDict[bytes, list[asyncio.Task[ChatAnswer]]] = OrderedDict()
         self._told: set[str] = set()
-        self._turn = asyncio.Lock()  # of an agent, one call at a time is rendered and joins the history
+        self._turn = asyncio.Lock()  # an agent's calls are rendered and added to the history one at a time
         self._lock, self._news = threading.Lock(), SimpleQueue[Asked | Ended | Broken]()
         self.waiting: dict[int, WaitingCall] = {}
 
     def attach(self, news: "SimpleQueue[Any]") -> None:
-        """Tells another driver of calls from now on, and of those that wait already.
-
-        Args:
-            news: where the driver listens.
-        """
+        """Switches events to another driver's queue, and repeats those of waiting calls there."""
         with self._lock:
             self._news = news
             for number in self.waiting:
@@ -170,15 +160,14 @@ class AgentEpisode:
                 news.put(Ended(self))
 
     async def answer(self, call: ChatCall, identity: bytes, *, is_retry: bool) -> ChatAnswer:
-        """Answers a call. If a client asks again after it gave up waiting, it gets the same answer.
+        """Answers a call. A retry of a client that gave up waiting gets the same answer.
 
         Args:
-            call: what it asks for.
-            identity: tells apart the episode's calls; equal for a call that is asked again.
-            is_retry: whether the client says that it asks again.
+            identity: equal for a call and its retries only.
+            is_retry: the client says that this is a retry.
 
         Raises:
-            NoMoreCallsError: the episode is over, or a limit was reached before.
+            NoMoreCallsError: the episode is over, or had reached a limit.
             TooLongError: there is no room for an answer.
             InputError: the call cannot be served.
         """
@@ -191,17 +180,13 @@ class AgentEpisode:
             task = next((one for one in tasks if not self._was_told(one)), tasks[-1])
         else:
             task = asyncio.ensure_future(self._answer(call))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # a client may be gone
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone
             tasks.append(task)
-        # A client that gives up does not end the turn: it will ask again.
+        # A client that gives up does not cancel the turn: it will retry.
         return await asyncio.shield(task)
 
     def tell(self, answer: ChatAnswer) -> None:
-        """Notes that the agent got an answer.
-
-        Args:
-            answer: the answer.
-        """
+        """Records that the agent received an answer."""
         self.history.tell(answer.id)
         self._told.add(answer.id)
 
@@ -241,12 +226,7 @@ class AgentEpisode:
         return answer
 
     def _opening(self, call: ChatCall) -> tuple[str, TurnCodec, Opening]:
-        """The digest of a call's tools, what reads and writes its turns, and the tokens before its answer.
-
-        Raises:
-            TooLongError: there is no room for an answer.
-            InputError: the chat template cannot write the messages.
-        """
+        """Returns the digest of a call's tools, their codec, and the tokens before the answer."""
         self._check_length(call)
         tools, codec = self.codecs.of(call.tools)
         opening = (
@@ -259,7 +239,7 @@ class AgentEpisode:
         return tools, codec, opening
 
     def _check_length(self, call: ChatCall) -> None:
-        """Raises TooLongError for what must have too many tokens, before the chat template writes it."""
+        """Raises TooLongError for what must be too long, before the chat template writes it."""
         num_characters = _num_characters([call.messages, [*call.tools]])
         if num_characters > MOST_CHARACTERS * self.limits.sequence_tokens:
             raise self._too_long(f"{num_characters} characters")
@@ -271,14 +251,8 @@ class AgentEpisode:
         )
 
     async def count_tokens(self, call: ChatCall) -> int:
-        """The number of tokens of a call's messages, which leaves no trace.
-
-        Args:
-            call: the call.
-
-        Raises:
-            TooLongError: there are far too many.
-        """
+        """Counts the tokens of a call's messages, without recording it. Raises TooLongError if there are far too
+        many."""
 
         def count() -> int:
             self._check_length(call)
@@ -309,7 +283,7 @@ class AgentEpisode:
                 self.waiting.pop(number, None)
 
     def _reached_limit(self) -> str:
-        """The limit that allows no further call; empty if there is none."""
+        """Returns the limit that prevents further calls; empty if none does."""
         if self._num_calls >= self.limits.turns:
             return f"rollout.max_turns={self.limits.turns} calls were made"
         oldest = min((t.completion.versions[0] for t in self.history.turns if t.completion.versions), default=None)
@@ -321,15 +295,14 @@ class AgentEpisode:
         """Ends the episode.
 
         Args:
-            result: what the agent returned.
-            failed: the reward of an episode whose agent failed; None if it is left out.
-            error: why the agent failed; empty if it did not.
-            needs_reward: whether the agent must give a reward.
+            failed: reward if the agent failed; None to drop the episode.
+            error: why it failed; empty if it did not.
+            needs_reward: a missing reward is an error.
         """
         self.is_over = True
         with self._lock:
             left, self.waiting = self.waiting, {}
-        for call in left.values():  # of an agent that did not wait for its answers
+        for call in left.values():  # the agent did not wait for these answers
             if not call.future.done():
                 call.future.set_exception(NoMoreCallsError("the episode of this key is over"))
         turns, reward = self.history.turns, result.reward
@@ -397,31 +370,20 @@ class AgentEpisode:
         }
 
     def break_off(self, error: BaseException) -> None:
-        """Tells the driver of an error that is not the agent's.
-
-        Args:
-            error: the error.
-        """
+        """Reports an error to the driver that is not the agent's."""
         with self._lock:
             self._news.put(Broken(error))
 
     def begin(self) -> None:
-        """Notes that the agent starts."""
         self._began = time.monotonic()
 
 
 def identity_of(route: str, body: bytes) -> bytes:
-    """Tells apart calls of an episode.
-
-    Args:
-        route: the path of the request.
-        body: its body.
-    """
     return hashlib.sha256(route.encode() + b"\0" + body).digest()
 
 
 def _num_characters(value: Any) -> int:
-    """The least number of characters with which a value of JSON is written, keys left out."""
+    """Returns a lower bound of the characters of a JSON value, without keys."""
     count, waiting = 0, [value]
     while waiting:
         one = waiting.pop()
@@ -435,15 +397,14 @@ def _num_characters(value: Any) -> int:
 def _read(
     codec: TurnCodec, opening: Sequence[int], completion: Completion, stop: Sequence[str]
 ) -> tuple[Completion, Turn]:
-    """A turn up to its stop text, as it was sampled and as it is read."""
     completion = _until_stop(codec, opening, completion, stop)
     turn = codec.read(opening, completion.token_ids)
     return completion, dataclasses.replace(turn, is_cut=completion.finish == "length")
 
 
 def _until_stop(codec: TurnCodec, opening: Sequence[int], completion: Completion, stop: Sequence[str]) -> Completion:
-    """A turn up to the token that completes one of its stop texts. That token is trained as it was sampled, though it
-    may have more text than the agent sees. A generator that writes several tokens at a time goes on behind it."""
+    """Cuts a turn after the token that completes a stop text. That token is trained as sampled, though it may contain
+    more text than the agent receives. A generator that samples several tokens at a time may write past it."""
 
     def holds_stop(num_tokens: int) -> bool:
         text = codec.read(opening, completion.token_ids[:num_tokens]).text
@@ -459,7 +420,6 @@ def _until_stop(codec: TurnCodec, opening: Sequence[int], completion: Completion
 
 
 def _tree(history: History) -> list[dict[str, Any]]:
-    """The turns as records of a run show them."""
     numbers = {id(turn): number for number, turn in enumerate(history.turns)}
     kept = {id(turn) for leaf in history.leaves for turn in leaf.path}
     return [

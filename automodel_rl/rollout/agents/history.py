@@ -1,11 +1,11 @@
-"""The history of an agent's episode: a tree of turns, each with the tokens that it was sampled with.
+"""History of an agent's episode: a tree of turns, each with the tokens that it was sampled with.
 
-An agent sends texts. What it sends again is matched to a path of sampled turns, whose tokens stay as they are:
+An agent sends texts. Messages that it sends again are matched to a path of sampled turns, whose tokens are reused:
 
-    the next prompt = the prompt of the path's last turn + that turn as it was sampled + the suffix for what follows
+    next prompt = prompt of the path's last turn + that turn as sampled + suffix for the new messages
 
-Where nothing matches, a new root is written by the chat template as a whole; turns of the assistant in it are context.
-A path from a root to a leaf is a row to train on. A turn that several rows share counts in the first of them.
+Without a match, the chat template writes all messages as a new root, where turns of the assistant are context. Each
+path from a root to a leaf is a row to train on. A turn in several rows has loss in the first of them only.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ from automodel_rl.rollout.episodes.protocol import Turn
 from automodel_rl.rollout.episodes.transcript import Transcript
 
 Kind = Literal["first", "extension", "sibling", "root"]
-"""How a call goes on: as the first call, after a turn that nothing follows yet, after one that was followed already, or
-with a new root."""
+"""How a call continues the history: as its first call, after a turn without children (extension) or with some
+(sibling), or with a new root."""
 
 MAY_FOLLOW = ("tool", "user")
 """Roles of messages that the chat template can write after a turn."""
@@ -35,14 +35,14 @@ MAY_FOLLOW = ("tool", "user")
 
 @dataclass(frozen=True)
 class Opening:
-    """The tokens before a turn that is to be sampled.
+    """Tokens before a turn that is to be sampled.
 
     Attributes:
         parent: the turn that it follows; None for a root.
-        messages: the messages that it adds to the parent's.
-        prompt: all tokens before it.
-        suffix: those of them that the template writes after the parent; all of them for a root.
-        kind, reason: how the call goes on, and for a new root why.
+        messages: new ones after the parent's.
+        prompt: all tokens before the turn.
+        suffix: those written by the template after the parent; all of them for a root.
+        reason: why a new root was needed.
     """
 
     parent: "SampledTurn | None"
@@ -54,28 +54,25 @@ class Opening:
 
     @property
     def num_routed(self) -> int:
-        """Number of tokens whose experts earlier turns have told. A turn's last token was never computed by it."""
+        """Number of tokens whose routes earlier turns have. A turn's last token was sampled, but never computed."""
         return 0 if self.parent is None else len(self.prompt) - len(self.suffix) - 1
 
 
 @dataclass(eq=False)
 class SampledTurn:
-    """A turn that was sampled: a node of the tree.
+    """A node of the tree.
 
     Attributes:
-        parent: the turn that it follows; None for a root.
-        messages: the messages that it adds to its parent's, its own last.
-        told: the same messages, in the form in which they are compared.
-        suffix: the tokens before it that the template wrote after the parent; all of them for a root.
-        digest: tells apart prompts.
-        completion: the turn as a generator wrote it.
-        tools: the digest of the tools that the template showed.
-        turn: the turn as it was read.
-        answer: what the agent got.
-        kind, reason: how its call went on, and for a fork why.
-        number: the place of its call among the episode's calls.
-        is_cut: whether a limit of the run cut it off, and not one of the agent's.
-        was_told: whether the agent got it: a client may have given up waiting.
+        parent, messages, suffix: as of its `Opening`. The messages end with the turn's own.
+        told: the messages, in the form for comparison.
+        digest: of the prompt.
+        tools: digest of the tools in the prompt.
+        turn: the parsed turn.
+        answer: the answer to the agent.
+        kind, reason: how its call continued the history, and the cause of a fork.
+        number: of its call in the episode, from 1 on.
+        is_cut: a limit of the run ended it, not one of the agent's.
+        was_told: the agent received it: a client may have given up.
     """
 
     parent: "SampledTurn | None"
@@ -96,7 +93,7 @@ class SampledTurn:
 
     @property
     def path(self) -> "list[SampledTurn]":
-        """The turns from the root to this one."""
+        """Turns from the root to this one."""
         path = [self]
         while path[-1].parent is not None:
             path.append(path[-1].parent)
@@ -104,12 +101,11 @@ class SampledTurn:
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt and the turn."""
         return [token for turn in self.path for token in (*turn.suffix, *turn.completion.token_ids)]
 
     @property
     def transcript(self) -> Transcript:
-        """The tokens of its path, as generators read and wrote them."""
+        """Tokens of its path, as generators read and wrote them."""
         first, *others = self.path
         transcript = Transcript(first.suffix)
         transcript.add_turn(first.completion)
@@ -120,21 +116,14 @@ class SampledTurn:
 
 
 class History:
-    """The turns of an episode.
-
-    Attributes:
-        turns: all turns, in the order in which they were sampled.
-    """
-
     def __init__(self) -> None:
         self.turns: list[SampledTurn] = []
 
     def opening(self, messages: Sequence[Message], tools: str, codec: TurnCodec) -> Opening:
-        """The tokens for a call that sends all messages.
+        """Returns the tokens for a call that sends all messages.
 
         Args:
-            messages: the messages.
-            tools: the digest of its tools.
+            tools: digest of its tools.
             codec: writes messages with these tools.
 
         Raises:
@@ -146,13 +135,7 @@ class History:
         return self._after(parent, messages[used:], messages, codec, reason)
 
     def opening_after(self, name: str, messages: Sequence[Message], tools: str, codec: TurnCodec) -> Opening:
-        """The tokens for a call that names the answer which its messages follow.
-
-        Args:
-            name: the answer's id.
-            messages: the messages after it.
-            tools: the digest of the call's tools.
-            codec: writes messages with these tools.
+        """Returns the tokens for a call whose messages follow the answer with the id `name`. See `opening`.
 
         Raises:
             InputError: the episode has no such answer, or the chat template cannot write the messages.
@@ -164,7 +147,7 @@ class History:
         instructions = [message for message in messages[:1] if message["role"] == "system"]
         results = with_results_in_order([*known, *messages[len(instructions) :]])[len(known) :]
         new = [*instructions, *results]
-        if instructions:  # they come with every call
+        if instructions:  # sent with every call
             own = parent.path[0].told[0]
             if own.role != "system" or not own.is_same(new[0]):
                 rest = known[1:] if own.role == "system" else known
@@ -185,18 +168,9 @@ class History:
         number: int,
         is_cut: bool,
     ) -> SampledTurn:
-        """Adds a turn that a generator has written.
-
-        Args:
-            opening: what it was asked with.
-            completion: the turn as it was written.
-            tools: the digest of the tools.
-            turn: the turn as it was read.
-            answer: what the agent gets.
-            number, is_cut: as those of `SampledTurn`.
-        """
+        """Adds a sampled turn. The arguments are attributes of `SampledTurn`."""
         parent, digest, kind, reason = opening.parent, digest_of(opening.prompt), opening.kind, opening.reason
-        if parent is not None and parent.children:  # others may have followed it while this one was written
+        if parent is not None and parent.children:  # others may have followed it in the meantime
             kind, reason = "sibling", "one history went on in two ways"
         if kind != "first" and any(one.digest == digest for one in self.turns):
             reason = "the same messages were sent again"
@@ -223,21 +197,17 @@ class History:
         return new
 
     def tell(self, name: str) -> None:
-        """Notes that the agent got an answer.
-
-        Args:
-            name: the answer's id.
-        """
+        """Records that the agent received the answer with the id `name`."""
         for turn in self.turns:
             turn.was_told = turn.was_told or turn.answer.id == name
 
     @property
     def leaves(self) -> list[SampledTurn]:
-        """The ends of rows, that of the last call that was answered first, others by their tokens: calls that an agent
-        makes at once come in any order, and rows shall not.
+        """Last turns of rows. The first is that of the last call whose answer was received; the others are sorted by
+        tokens, as an agent's concurrent calls come in any order.
 
-        A turn that the agent did not get ends no row, for its client had given up. Nor does one that the agent dropped:
-        it sent the same messages again, and went on from that answer. The last one that it got always does.
+        Excluded are turns that the agent did not receive, as its client had given up, and turns that it dropped: it
+        sent the same messages again, and continued from that answer.
         """
         told = [turn for turn in self.turns if turn.was_told]
         if not told:
@@ -251,7 +221,7 @@ class History:
         return [last, *sorted(kept, key=lambda turn: turn.token_ids)]
 
     def branches(self) -> list[Branch]:
-        """The rows to train on, that of the last call first. A turn counts in the first row that has it."""
+        """Returns the rows to train on, that of the last call first."""
         counted: set[int] = set()
         rows = []
         for leaf in self.leaves:
@@ -266,14 +236,13 @@ class History:
         return rows
 
     def forks(self) -> Counter[str]:
-        """Number of forks by their reason, in words."""
         return Counter(turn.reason for turn in self.turns if turn.reason)
 
     def _find(self, messages: Sequence[Message], tools: str) -> tuple[SampledTurn | None, int, str]:
-        """The deepest turn whose whole path is sent again, the newest of several; the number of messages of its path;
-        and why no deeper one is."""
-        fitting: list[tuple[int, int]] = []  # the number of messages of a path, and the place of its last turn
-        reasons: list[tuple[int, str]] = []  # how many messages were the same, and why no more
+        """Returns the deepest turn whose whole path is sent again, the newest of several; the number of messages of
+        its path; and why no deeper turn matches."""
+        fitting: list[tuple[int, int]] = []  # number of messages of a path, index of its last turn
+        reasons: list[tuple[int, str]] = []  # number of equal messages, and why no more are
         places = {id(turn): place for place, turn in enumerate(self.turns)}
         waiting = deque((turn, 0) for turn in self.turns if turn.parent is None)
         while waiting:
@@ -295,7 +264,8 @@ class History:
     def _after(
         self, parent: SampledTurn, new: Sequence[Message], whole: Sequence[Message], codec: TurnCodec, deeper: str
     ) -> Opening:
-        """What follows a turn, or a new root where it cannot, perhaps for the reason why no deeper turn fits."""
+        """Returns the tokens for messages after `parent`, or a new root if they cannot follow it. `deeper` is the
+        reason why no deeper turn matches."""
         other = next((message["role"] for message in new if message["role"] not in MAY_FOLLOW), None)
         if parent.turn.is_cut:
             reason = "a turn that was cut off was gone on with"
@@ -308,7 +278,7 @@ class History:
         else:
             try:
                 suffix = codec.suffix(new, parent.turn, parent.completion.token_ids[-1])
-            except InputError:  # it ended with a stop text of the agent's, or the template refuses the messages
+            except InputError:  # the turn ended with a stop text, or the template refuses the messages
                 reason = "the chat template cannot go on where a turn ended"
             else:
                 return Opening(parent, [*new], parent.token_ids + suffix, suffix, "extension")
@@ -321,16 +291,11 @@ class History:
 
 
 def digest_of(prompt: Sequence[int]) -> bytes:
-    """Tells apart prompts.
-
-    Args:
-        prompt: token ids.
-    """
     return hashlib.sha256(np.asarray(prompt, dtype=np.int64).tobytes()).digest()
 
 
 def _message_of(answer: ChatAnswer) -> Message:
-    """An answer as a message with objects for arguments, as messages of agents have them."""
+    """Returns an answer as a message with parsed arguments."""
     message = {**answer.message, "content": answer.content}
     if answer.calls:
         message["tool_calls"] = [
@@ -341,7 +306,6 @@ def _message_of(answer: ChatAnswer) -> Message:
 
 
 def _why(known: Sequence[Told], messages: Sequence[Message], start: int, differs: int) -> str:
-    """Why a history does not go on where its messages differ, in words."""
     if differs >= len(messages):
         return "the history was cut short"
     old = known[differs - start]

@@ -8,17 +8,16 @@ from automodel_rl.rollout.agents.episode import AGAIN, LEFT_OUT, REFUSED, REPLAY
 from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, MALFORMED, SECONDS, TURNS
 
 MANY = 0.2
-"""Forks an episode from which on a step says why histories fork."""
+"""Forks per episode from which on the causes of forks are reported."""
 
 
 def agent_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Metrics of agents' episodes, under `rollout/`.
+    """Returns metrics of agents' episodes, under `rollout/`.
 
-    Means over episodes: turns, calls of tools, rows and seconds; over those that are kept the agent's reward, and over
-    those that report them what agents report. Added up: new
-    roots, siblings, answers that were sent again, requests that were refused, sampled tokens that are left out, tokens
-    that are context in a further row, and episodes that failed or that a limit ended. Shares: malformed calls of turns,
-    and tokens of prompts after a first turn that the generator had cached.
+    Means over episodes: turns, tool calls, rows and seconds; over trained episodes, the agent's reward; over episodes
+    that report them, the agents' own metrics. Sums: new roots, siblings, repeated answers, refused requests, sampled
+    tokens in no row, context tokens in further rows, and episodes that failed or reached a limit. Shares: malformed
+    calls per turn, and cached tokens of the prompts after a first turn.
     """
     if not conversations:
         return {}
@@ -28,7 +27,7 @@ def agent_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
         for name, value in conversation.metrics.items():
             sums[name] += value
             told[name].append(value)
-    rewards = [conversation.reward for conversation in conversations if conversation.sampled]  # others were left out
+    rewards = [conversation.reward for conversation in conversations if conversation.sampled]
     done = [conversation for conversation in conversations if conversation.end == "done"]
     own = (TURNS, CALLS, MALFORMED, SECONDS, ROWS, ROOTS, SIBLINGS, REPLAYS, REFUSED, LEFT_OUT, AGAIN, CACHED, ASKED)
     return {
@@ -46,11 +45,7 @@ def agent_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
 
 
 def why_forked(conversations: Sequence[Conversation]) -> str:
-    """Why histories forked, in a line; empty if few did.
-
-    Args:
-        conversations: the episodes of a step.
-    """
+    """Returns one line with the causes of forks; empty if there are few."""
     reasons: Counter[str] = Counter()
     for conversation in conversations:
         reasons.update(conversation.forks)

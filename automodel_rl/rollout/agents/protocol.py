@@ -1,6 +1,6 @@
-"""The interface of agents: what `rollout.agent` names, and what it gets.
+"""Interface of agents: the function that `rollout.agent` names, and its arguments.
 
-This file imports only the standard library, for every process of an agent loads it.
+Imports only the standard library, as every agent's process loads it.
 """
 
 import math
@@ -10,26 +10,26 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 MODEL = "policy"
-"""The name of the model. Agents may send any other."""
+"""Name of the model. Agents may send any other."""
 
 REWARD = "reward"
-"""The key of the reward in what an agent returns."""
+"""Key of the reward in an agent's result."""
 
 LOCAL = "127.0.0.1,localhost"
-"""Hosts that are reached without a proxy."""
+"""Hosts that bypass a proxy."""
 
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """The place where an agent finds the model. The environment variables of OpenAI's and Anthropic's clients say the
-    same, so that a client made without arguments finds it, and any program that the agent starts.
+    """Address and key with which an agent reaches the model. They are also in the environment variables of OpenAI's
+    and Anthropic's clients, which therefore need no arguments, even in programs that the agent starts.
 
     Attributes:
-        base_url: the URL of OpenAI's API, ending with `/v1`.
-        key: the key of this episode, for the header `Authorization: Bearer` or `X-API-Key`.
-        url_with_key: a URL like `base_url` that needs no key, for programs that send a key of their own.
-        model: a name of the model; any other is taken as well.
-        seed: a seed that all episodes of a prompt share.
+        base_url: OpenAI's API, ending with `/v1`.
+        key: this episode's key, for the header `Authorization: Bearer` or `X-API-Key`.
+        url_with_key: like `base_url`, but contains the key, for programs that send a key of their own.
+        model: any other name is accepted as well.
+        seed: shared by all episodes of a prompt.
     """
 
     base_url: str
@@ -39,7 +39,6 @@ class AgentEndpoint:
     seed: int = 0
 
     def set_environment(self) -> None:
-        """Sets environment variables of this process."""
         os.environ |= {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
@@ -52,15 +51,14 @@ class AgentEndpoint:
 
 
 class Agent(Protocol):
-    """What `rollout.agent` names: a function, which may be async."""
+    """The function that `rollout.agent` names; it may be async."""
 
     def __call__(
         self, endpoint: AgentEndpoint, example: dict[str, Any]
     ) -> "float | Mapping[str, Any] | Awaitable[float | Mapping[str, Any] | None] | None":
-        """Does one episode.
+        """Runs one episode.
 
         Args:
-            endpoint: where the model is.
             example: the record of the prompt, with the prompt's messages as `messages`.
 
         Returns:
@@ -72,21 +70,12 @@ class Agent(Protocol):
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What an agent returned: its reward, None if it gave none, and its metrics."""
-
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def checked_result(value: Any) -> AgentResult:
-    """What an agent returned, as plain numbers.
-
-    Args:
-        value: what it returned.
-
-    Raises:
-        TypeError: it is no reward, or has something that is no finite number.
-    """
+    """Converts an agent's return value to plain numbers. Raises TypeError unless all are finite."""
     if value is None:
         return AgentResult(None)
     if not isinstance(value, Mapping):

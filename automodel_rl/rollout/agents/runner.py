@@ -1,4 +1,4 @@
-"""What runs agents: processes forked for one each, or another package's worker, and the frames of its messages."""
+"""Runners of agents: a forked process for each, or the worker of another package, and framing of their messages."""
 
 import asyncio
 import contextlib
@@ -20,27 +20,21 @@ from automodel_rl.rollout.agents.protocol import AgentEndpoint, AgentResult
 from automodel_rl.rollout.episodes.fork_pool import START_SECONDS, ForkPool
 
 MOST_BYTES = 2**20
-"""Most bytes of a message."""
-
 CHUNK_BYTES = 2**16
 
 
 class FrameReader:
-    """Reads messages in an event loop, which must not wait for a process that has sent half of one.
-
-    Args:
-        connection: the connection.
-    """
+    """Reads pickled messages in an event loop, without blocking on a partial one."""
 
     def __init__(self, connection: Connection):
         self._connection, self._data = connection, bytearray()
 
     def take(self) -> list[Any]:
-        """The messages that are whole by now. Called when there is something to read.
+        """Returns the messages that are now complete. To be called when the connection is readable.
 
         Raises:
             EOFError: the other end is closed.
-            OSError: it is broken, or a message is too large.
+            OSError: the connection is broken, or a message is too large.
         """
         data = os.read(self._connection.fileno(), CHUNK_BYTES)
         if not data:
@@ -59,10 +53,10 @@ class FrameReader:
 
 
 Returned = Callable[[AgentResult, str], None]
-"""Called once with what an agent returned, and why it failed, or an empty text."""
+"""Called once with an agent's result and its error, empty if it succeeded."""
 
 End = Callable[[], None]
-"""Ends an agent at once. Nothing is called after it."""
+"""Ends an agent at once. `Returned` is not called afterwards."""
 
 
 WORKER = Path(__file__).with_name("verifiers_worker.py")
@@ -72,29 +66,19 @@ class AgentRunner(Protocol):
     """Runs agents. All methods but `close` are called in the endpoint's event loop."""
 
     async def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
-        """Starts an agent.
-
-        Args:
-            address: where it finds the model.
-            example: what it is to do.
-            returned: called in the event loop.
-
-        Raises:
-            InputError: it cannot be started.
-        """
+        """Starts an agent, and calls `returned` in the event loop when it ends. Raises InputError if it cannot
+        start."""
         ...
 
-    def close(self) -> None:
-        """Ends all agents."""
-        ...
+    def close(self) -> None: ...
 
 
 class ForkedAgents:
-    """Runs a function, each time in a process of its own.
+    """Runs a function, each time in its own process.
 
     Args:
-        agent: its import path.
-        log: file for what agents print.
+        agent: import path.
+        log: file for the agents' output.
 
     Raises:
         InputError: it cannot be imported.
@@ -107,7 +91,7 @@ class ForkedAgents:
 
     async def begin(self, address: AgentEndpoint, example: dict[str, Any], returned: Returned) -> End:
         loop = asyncio.get_running_loop()
-        # A process takes 10 ms or more, in which agents that run call.
+        # In a thread: a start takes 10 ms or more, and other agents call meanwhile.
         number, connection = await loop.run_in_executor(self._starter, self._processes.begin)
 
         def leave(*, at_once: bool) -> None:
@@ -127,7 +111,7 @@ class ForkedAgents:
                 result = found or result
             except (EOFError, OSError):
                 pass
-            except Exception as problem:  # the agent has written into the connection
+            except Exception as problem:  # the agent wrote to the connection
                 error = f"its process sent what cannot be read ({innermost(problem)})"
             leave(at_once=bool(error))
             returned(result, error)
@@ -135,7 +119,7 @@ class ForkedAgents:
         loop.add_reader(connection.fileno(), take)
         try:
             connection.send((address, example))
-        except OSError:  # it has ended, and the reader learns of it
+        except OSError:  # it has ended: the reader reports it
             pass
         except BaseException:
             leave(at_once=True)
@@ -144,16 +128,12 @@ class ForkedAgents:
 
     def close(self) -> None:
         self._starter.shutdown(wait=False, cancel_futures=True)
-        self._processes.close()  # and with it a start that still waits
+        self._processes.close()  # also cancels a pending start
         self._starter.shutdown()
 
 
 class VerifiersAgents:
-    """Runs tasks of a taskset for verifiers, all in one worker with an interpreter of its own.
-
-    Args:
-        config: the taskset, and the interpreter.
-        max_turns: most calls of an episode.
+    """Runs tasks of a verifiers taskset, all in one worker with its own interpreter.
 
     Raises:
         InputError: the worker does not start, or the taskset cannot be loaded.
@@ -196,7 +176,6 @@ class VerifiersAgents:
         return end
 
     def close(self) -> None:
-        """Ends the worker."""
         if self._worker is not None:
             self._worker.close()
 
@@ -222,11 +201,11 @@ class VerifiersAgents:
             for number, reward, metrics, error in self._reader.take():
                 if number in self._returned:
                     self._returned.pop(number)(AgentResult(reward, metrics), error)
-        except Exception:  # it has ended, or sent what cannot be read
+        except Exception:  # it has ended, or sent garbage
             self._lose()
 
     def _lose(self) -> None:
-        """All that run have failed with the worker. The next one starts another."""
+        """Fails all running episodes: the worker ended. The next episode starts another."""
         if self._worker is None:
             return
         if self._reader is not None:
@@ -240,12 +219,11 @@ class VerifiersAgents:
 
 
 def print_tasks(taskset: str, python: str, args: str) -> None:
-    """Prints the tasks of a taskset for verifiers as prompts.
+    """Prints the tasks of a verifiers taskset as prompts.
 
     Args:
-        taskset: the taskset's name.
-        python: an interpreter with verifiers.
-        args: its settings, JSON.
+        python: interpreter with verifiers.
+        args: the taskset's settings, as JSON.
 
     Raises:
         InputError: they cannot be read.

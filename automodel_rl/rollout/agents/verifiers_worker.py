@@ -1,11 +1,11 @@
 """Runs episodes of verifiers (Prime Intellect), version 0.4 or later, in an interpreter that has that package.
 
     PYTHON verifiers_worker.py DESCRIPTOR               serves a run
-    PYTHON verifiers_worker.py --tasks TASKSET [JSON]   writes the tasks of a taskset as prompts, a line of JSON each
+    PYTHON verifiers_worker.py --tasks TASKSET [JSON]   writes a taskset's tasks as prompts, one JSON per line
 
-This file imports only the standard library and verifiers: it is loaded by its path. Over the connection with the
-descriptor come a setup (`VerifiersSetup` as a dict), answered by (number of tasks, error), and then orders:
-("begin", number, task, base URL, key) and ("end", number). An episode sends (number, reward, metrics, error).
+Loaded by its path, so it imports only the standard library and verifiers. The connection with the descriptor delivers
+a setup (`VerifiersSetup` as a dict), answered by (number of tasks, error), then orders: ("begin", number, task, base
+URL, key) and ("end", number). An episode sends (number, reward, metrics, error).
 """
 
 import asyncio
@@ -21,11 +21,12 @@ from verifiers.v1.configs.client import EvalClientConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 MOST_TASKS = 1_000_000
-"""Most tasks of a taskset that are read: some have no end."""
+"""Most tasks read from a taskset: some are endless."""
 
 
 def environment_of(setup: dict[str, Any]) -> Any:
-    """The environment of a setup. Its agents run on this machine, for others would not reach the run's endpoint."""
+    """Creates the environment of a setup. Its agents run on this machine, as the run's endpoint may not be reachable
+    from others."""
     agent = {"runtime": {"type": "subprocess"}, "max_turns": setup["max_turns"]}
     if setup["harness"]:
         agent["harness"] = {"id": setup["harness"]}
@@ -34,21 +35,12 @@ def environment_of(setup: dict[str, Any]) -> Any:
 
 
 class Worker:
-    """Runs episodes as they are ordered.
-
-    Args:
-        connection: the connection to the run.
-        environment: what episodes are of.
-        tasks: its tasks.
-    """
-
     def __init__(self, connection: Connection, environment: Any, tasks: list[Any]):
         self.connection, self.environment, self.tasks = connection, environment, tasks
         self.running: dict[int, asyncio.Task[None]] = {}
         self.ended = asyncio.Event()
 
     async def serve(self) -> None:
-        """Serves until the run is gone."""
         asyncio.get_running_loop().add_reader(self.connection.fileno(), self._take_order)
         async with self.environment.serving():
             await self.ended.wait()
@@ -87,7 +79,7 @@ class Worker:
 
 
 def result_of(episode: Any) -> tuple[float | None, dict[str, float], str]:
-    """The reward, the metrics and the error of an episode, of whose agents the first is trained."""
+    """Returns reward, metrics and error of an episode. The first of its agents is the trained one."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors or not episode.traces:
         first = errors[0] if errors else None
@@ -98,7 +90,6 @@ def result_of(episode: Any) -> tuple[float | None, dict[str, float], str]:
 
 
 def write_tasks(taskset: str, args: dict[str, Any]) -> None:
-    """Writes the tasks of a taskset as prompts."""
     environment = environment_of({"taskset": taskset, "args": args, "harness": "null", "max_turns": None})
     for number, task in enumerate(itertools.islice(environment.taskset, MOST_TASKS)):
         prompt = task.data.prompt

@@ -1,4 +1,4 @@
-"""Environments written for other systems, as environments for `rollout.environment`.
+"""Adapters that make environments of other systems usable as `rollout.environment`.
 
 # my_module.py, for rollout.environment: my_module:make
 from automodel_rl.rollout.episodes.adapters import from_trl
@@ -17,20 +17,21 @@ from automodel_rl.rollout.episodes.protocol import Environment, EnvironmentFacto
 from automodel_rl.rollout.episodes.tools import ToolEnvironment
 
 TOOL_SECONDS = 1e6
-"""Time limit of a call within an environment, whose every step has the run's own limit."""
+"""Time limit of a call in an environment; each step has the run's own limit."""
 
 NOT_TOOLS = ("reset", "get_reward")
 
 
 def from_trl(factory: Callable[[], Any]) -> EnvironmentFactory:
-    """Environments of TRL's `environment_factory`, whose public methods are tools.
+    """Adapts an `environment_factory` of TRL, whose public methods are tools.
 
-    `reset` gets the record's columns; a text that it returns is added to the user's last message. The reward is what
-    `get_reward` says after the last turn, if there is such a method. It is asked after every turn, so it must depend on
-    the environment's state alone.
+    `reset` receives the record's columns; a text that it returns is appended to the user's last message. The final
+    reward is that of `get_reward` after the last turn, if this method exists. It is called after every turn, so it
+    must depend on the environment's state alone.
 
     Args:
-        factory: the class, or a function that makes an instance. It is called once at the start, for the schemas.
+        factory: the class, or a function that creates an instance. It is called once at the start, for the
+            schemas.
     """
 
     def make(example: dict[str, Any], seed: int) -> Environment:
@@ -58,7 +59,7 @@ class _TrlEnvironment:
         return Outcome(outcome.messages, outcome.done, self.told - before, outcome.metrics)
 
     def close(self) -> None:
-        """Does nothing: its process ends."""
+        """Does nothing."""
 
 
 def _tools_of(inner: Any) -> dict[str, Callable[..., Any]]:
@@ -67,16 +68,12 @@ def _tools_of(inner: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _methods_of(inner: Any) -> dict[str, Callable[..., Any]]:
-    """Methods of an instance, by name. Found by its class, for asking an instance would compute its properties."""
+    """Returns methods of an instance by name, found through its class, so that properties are not evaluated."""
     return {name: function.__get__(inner) for name, function in inspect.getmembers(type(inner), inspect.isfunction)}
 
 
 def from_skyrl_gym(factory: Callable[[dict[str, Any]], Any]) -> EnvironmentFactory:
-    """Environments of SkyRL-gym, which read texts.
-
-    Args:
-        factory: makes a `BaseTextEnv`, given the record.
-    """
+    """Adapts text environments of SkyRL-gym. `factory` creates a `BaseTextEnv` from the record."""
 
     def make(example: dict[str, Any], seed: int) -> Environment:
         return _SkyRLEnvironment(factory(example), example["messages"])
@@ -108,11 +105,11 @@ class _SkyRLEnvironment:
 
 
 def from_tinker(factory: Callable[[dict[str, Any]], Any], tools: Sequence[dict[str, Any]] = ()) -> EnvironmentFactory:
-    """Environments of tinker-cookbook that exchange messages.
+    """Adapts message environments of tinker-cookbook.
 
     Args:
-        factory: makes a `MessageEnv`, given the record. Its conversation begins with the record's prompt.
-        tools: JSON schemas of the tools that it answers.
+        factory: creates a `MessageEnv` from the record. Its conversation must begin with the record's prompt.
+        tools: JSON schemas of its tools.
     """
 
     def make(example: dict[str, Any], seed: int) -> Environment:
@@ -139,10 +136,9 @@ class _TinkerEnvironment:
         return Outcome(messages, found.episode_done, found.reward, found.metrics)
 
     def close(self) -> None:
-        """Does nothing: its process ends."""
+        """Does nothing."""
 
     def _after(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages of a whole conversation that come after those known so far."""
         new = _new_messages(messages, self.so_far)
         self.so_far += new
         return new
@@ -163,11 +159,7 @@ def _tinker_calls(calls: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _new_messages(messages: Sequence[Any], known: Sequence[Message]) -> list[Message]:
-    """The messages that are new.
-
-    Raises:
-        ValueError: they do not begin with those.
-    """
+    """Returns the messages after the known ones. Raises ValueError if they do not begin with these."""
     begun = [(message["role"], message["content"]) for message in messages[: len(known)]]
     if begun != [(message["role"], message["content"]) for message in known]:
         raise ValueError(

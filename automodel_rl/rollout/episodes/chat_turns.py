@@ -1,4 +1,4 @@
-"""Turns as the model's chat template writes them: reads what the model wrote, and writes what comes after it."""
+"""Turns in the format of the model's chat template: parses them, and writes the messages after them."""
 
 import functools
 import json
@@ -13,26 +13,24 @@ from automodel_rl.data.turn_suffix import TurnSuffix
 from automodel_rl.rollout.episodes.protocol import Message, Turn
 
 HEADER_TOKENS = 64
-"""Most tokens of a turn's header, and of what the template writes of the turn itself."""
+"""Upper bound of the tokens of a turn's header and of what the template writes of the turn."""
 
 BREAK = "\u200b"
-"""A break without width. It keeps an answer's text from being read as a special token."""
+"""Zero-width space that keeps text of an answer from being read as a special token."""
 
 CUT = " ... "
 
 
 class ChatTurns:
-    """A `TurnCodec` for conversations with tools, an environment or an agent.
+    """`TurnCodec` for conversations with tools, an environment or an agent.
 
     Args:
-        template: the chat template.
-        tools: JSON schemas of the tools; empty if there are none.
-        form: the format in which turns are read; None if they are texts only.
-        most_tokens: longest answer in tokens; a longer one is cut in the middle. None for no limit.
-        what: what the messages are, for errors.
+        form: the format of turns with calls; None for plain text.
+        most_tokens: limit of an answer, which is cut in the middle; None for no limit.
+        what: name of the messages, for errors.
 
     Raises:
-        InputError: the template leaves out calls.
+        InputError: the template drops calls.
     """
 
     def __init__(
@@ -50,11 +48,7 @@ class ChatTurns:
 
     @functools.cached_property
     def stop_ids(self) -> set[int]:
-        """Tokens with which the template ends turns.
-
-        Raises:
-            InputError: it ends turns that call tools with no special token.
-        """
+        """Tokens with which the template ends turns. Raises InputError if turns with calls do not end with one."""
         return self._suffix.stop_ids()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
@@ -71,9 +65,9 @@ class ChatTurns:
         try:
             message = read_turn(self.tokenizer, self._form, begun, text, self.tools)
             calls = tuple(_checked(call["function"]) for call in message.get("tool_calls") or [])
-        except Exception as error:  # a model may write what breaks any parser
+        except Exception as error:  # a model's text may break any parser
             return Turn(plain, plain, problem=f"the call cannot be read: {' '.join(str(error).split())[:200]}")
-        if calls and not self.tools:  # nobody asked for calls, so this is a text
+        if calls and not self.tools:  # without tools this is plain text
             return Turn(plain, plain)
         thoughts = str(message.get("reasoning_content") or "")
         return Turn(plain, str(message.get("content") or ""), calls, reasoning=thoughts)
@@ -84,11 +78,11 @@ class ChatTurns:
         return self._suffix([self._harmless(message) for message in short], called, stop)
 
     def _harmless(self, message: Message) -> Message:
-        """The message without special tokens in its texts, which would end a turn or begin one. Media stay."""
+        """Escapes special tokens in the texts of a message, which would end or begin a turn. Media are unchanged."""
         return {key: self._without_marks(value) for key, value in message.items()}
 
     def _without_marks(self, value: Any) -> Any:
-        """A value of JSON with a break in all special tokens of its texts, at any depth."""
+        """Breaks all special tokens in the texts of a JSON value, at any depth."""
         if isinstance(value, str):
             for mark in self.template.special_tokens:
                 value = value.replace(mark, mark[:1] + BREAK + mark[1:])
@@ -98,10 +92,9 @@ class ChatTurns:
         return [self._without_marks(inner) for inner in value] if isinstance(value, list) else value
 
     def _cut(self, text: str) -> str:
-        """The text with at most so many tokens, cut in the middle."""
         if self.most_tokens is None or len(text) <= self.most_tokens:  # a token has at least one character
             return text
-        # Far more characters than the limit are cut first, so that a flood is not tokenised whole.
+        # Very long texts are cut by characters first, to avoid tokenising all of them.
         half = 16 * self.most_tokens
         text = text if len(text) <= 2 * half else text[:half] + CUT + text[-half:]
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -112,13 +105,9 @@ class ChatTurns:
 
 
 def _checked(function: Any) -> dict[str, Any]:
-    """A call with a name and arguments.
-
-    Raises:
-        ValueError, InputError: it has no name or no arguments, or they are nested too deep.
-    """
+    """Checks a call. Raises ValueError or InputError if name or arguments are missing, or nested too deep."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
         raise ValueError(f"it should be an object with name and arguments, and is {function!r:.80}")
     check_depth(function["arguments"], "its arguments")
-    json.dumps(function["arguments"], allow_nan=False)  # what is no JSON could not be sent to anybody
+    json.dumps(function["arguments"], allow_nan=False)  # must be JSON, to be sent on
     return {"name": function["name"], "arguments": function["arguments"]}

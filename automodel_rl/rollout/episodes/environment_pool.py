@@ -1,4 +1,4 @@
-"""The rank's end of environments: each has a process of its own, which is ended if a call takes too long."""
+"""The rank's end of environments. Each has its own process, which is ended if a call takes too long."""
 
 import contextlib
 from collections.abc import Sequence
@@ -10,19 +10,18 @@ from automodel_rl.rollout.episodes.fork_pool import ForkPool
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 
 GRACE_SECONDS = 5.0
-"""Seconds that a call may be late, so that a tool can end by itself, and be answered as failed."""
+"""Extra time of a call, in which a tool times out by itself and is answered as failed."""
 
 
 class EnvironmentPool:
     """Opens environments.
 
     Args:
-        setup: what is served.
-        ends_on_bad_call: whether a call that cannot be read ends its conversation. If not, the model is told.
+        ends_on_bad_call: a malformed call ends its conversation. Otherwise the model is sent the error.
 
     Attributes:
-        schemas: JSON schemas of the tools that environments answer.
-        warning: what protection the system does not allow, in one line; empty if nothing is missing.
+        schemas: JSON schemas of the tools.
+        warning: one line on missing protection; empty if none is missing.
 
     Raises:
         InputError: the tools or the environment cannot be imported.
@@ -37,18 +36,12 @@ class EnvironmentPool:
         self.begin, self.end, self.close = self._processes.begin, self._processes.end, self._processes.close
 
     def open(self, example: dict[str, Any], seed: int) -> "PooledEnvironment":
-        """The environment of a conversation. Its process starts with its first call."""
+        """Returns the environment of a conversation. Its process starts with the first call."""
         return PooledEnvironment(self, example, seed)
 
 
 class PooledEnvironment:
-    """An `Environment` in a process of its own.
-
-    Args:
-        pool: the pool.
-        example: the record of the prompt.
-        seed: the seed of the prompt.
-    """
+    """An `Environment` in its own process."""
 
     def __init__(self, pool: EnvironmentPool, example: dict[str, Any], seed: int):
         self.pool, self.example, self.seed = pool, example, seed
@@ -56,7 +49,7 @@ class PooledEnvironment:
         self._connection: Connection | None = None
 
     def reset(self) -> Sequence[Message]:
-        if self.pool.setup.environment is None:  # tools begin nothing
+        if self.pool.setup.environment is None:  # tools have no first messages
             return ()
         return self._call("reset", None, self.pool.setup.tool_seconds)
 
@@ -79,11 +72,7 @@ class PooledEnvironment:
         self._end(at_once=False)
 
     def _call(self, name: str, turn: Turn | None, seconds: float) -> Any:
-        """The result of a call in the environment's process.
-
-        Raises:
-            RuntimeError: it failed, took too long, or its process is gone.
-        """
+        """Calls a method in the environment's process. Raises RuntimeError if it fails or takes too long."""
         try:
             if self._connection is None:
                 self._number, self._connection = self.pool.begin()

@@ -1,10 +1,10 @@
-"""A process that imports an environment or tools once, and forks a process of its own for every conversation.
+"""Process that imports an environment or tools once, and forks a process for every conversation.
 
     python -m automodel_rl.rollout.episodes.environment_server DESCRIPTOR
 
-Over the connection with that file descriptor come a `Setup`, which is answered by ((schemas of tools, warning), error),
-and then the orders of a `ForkServer`. A conversation's process serves ("reset", None), ("step", Turn) and
-("close", None) with (value, error).
+The connection with that file descriptor delivers a `Setup`, answered by ((schemas of tools, warning), error), then
+orders of a `ForkServer`. A conversation's process answers ("reset", None), ("step", Turn) and ("close", None) with
+(value, error).
 """
 
 import functools
@@ -24,14 +24,14 @@ from automodel_rl.rollout.episodes.tools import PYTHON, ToolEnvironment, load_to
 
 @dataclass(frozen=True)
 class Setup:
-    """What the server serves.
+    """Setup of the server.
 
     Attributes:
-        environment: import path of an environment's factory; None for tools.
-        tools: import paths of tools.
-        tool_seconds: time limit of a tool's call.
+        environment: import path of a factory; None for tools.
+        tools: import paths.
+        tool_seconds: time limit of a call.
         sandbox: rollout.sandbox, the protection of the tool `python`.
-        log: file for what environments print.
+        log: file for the environments' output.
     """
 
     environment: str | None
@@ -54,7 +54,6 @@ def main() -> None:
 
 
 def _load(setup: Setup) -> tuple[EnvironmentFactory, list[dict[str, Any]], str]:
-    """What makes environments, the JSON schemas of their tools, and a warning if there is one."""
     if setup.environment is None:
         tools = load_tools(setup.tools, setup.sandbox != "none", setup.tool_seconds)
         warning = check_sandbox(setup.sandbox) if PYTHON in setup.tools else ""

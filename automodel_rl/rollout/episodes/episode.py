@@ -1,4 +1,4 @@
-"""One episode: a conversation that advances turn by turn, until its environment or a limit ends it."""
+"""Episode: a conversation that advances turn by turn, until its environment or a limit ends it."""
 
 import dataclasses
 import time
@@ -17,26 +17,22 @@ from automodel_rl.rollout.seeds import turn_seed
 TURNS, CALLS, MALFORMED = "turns", "calls", "malformed_calls"
 CACHED, ASKED = "cached_tokens", "asked_tokens"
 SECONDS, ENVIRONMENT_ERRORS = "environment_seconds", "environment_errors"
-"""Names of metrics of every episode."""
 
 
 class TurnCodec(Protocol):
-    """Reads turns and writes what is between them, as the model's chat template does."""
+    """Parses turns, and writes what is between them, as the model's chat template does."""
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of messages, up to the beginning of the first turn."""
+        """Returns the tokens of messages, up to the start of the first turn."""
         ...
 
     def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
-        """A turn of the assistant, given the tokens before it and its own."""
+        """Parses a turn, given the tokens before it."""
         ...
 
     def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:
-        """The tokens of messages that follow a turn, up to the beginning of the next turn.
-
-        Raises:
-            InputError: the template cannot write them there.
-        """
+        """Returns the tokens of messages between two turns. Raises InputError if the template cannot write them
+        there."""
         ...
 
 
@@ -45,11 +41,11 @@ class Limits:
     """Limits of an episode.
 
     Attributes:
-        prompt_tokens: most tokens of the prompt, with what the environment begins with.
+        prompt_tokens: most tokens of the prompt, with the environment's first messages.
         turns: most turns of the assistant.
-        tokens: most tokens after the prompt, those of tools and of the chat template included.
-        turn_tokens: most tokens of a turn. A turn begins only if so many are left.
-        seconds: time after which no further turn begins; None for no limit.
+        tokens: most tokens after the prompt, including those of tools and the chat template.
+        turn_tokens: most tokens of a turn. A turn starts only if this many are left.
+        seconds: time after which no turn starts; None for no limit.
     """
 
     prompt_tokens: int
@@ -60,18 +56,16 @@ class Limits:
 
 
 class Episode:
-    """The state of one conversation. It outlives the generator that writes its turns.
+    """State of one conversation. It outlives the generator that writes its turns.
 
     Args:
-        request: asks for the first turn.
-        messages: the messages of the prompt.
-        environment: answers the turns; closed at the end.
-        codec: reads turns and writes what is between them.
-        limits: when it ends at the latest.
+        request: that of the first turn.
+        messages: the prompt.
+        environment: closed at the end.
 
     Attributes:
-        phase: "new" before the environment has begun, "ready" for the next turn, or "over".
-        completion: the whole episode as a completion, once it is over.
+        phase: "new" until the environment has begun, "ready" for the next turn, or "over".
+        completion: the whole episode, once it is over.
     """
 
     def __init__(
@@ -92,13 +86,13 @@ class Episode:
 
     @property
     def request(self) -> Request:
-        """Asks for the next turn. Asking again gives the same turn."""
+        """The request of the next turn. A repeated request gives the same turn."""
         opening = self.transcript.opening
         seed = turn_seed(self.first.seed, opening)
         return dataclasses.replace(self.first, prompt=opening, seed=seed, routes_from=self.transcript.num_routed)
 
     def begin(self, messages: Sequence[Message], seconds: float = 0.0) -> None:
-        """Adds to the prompt what the environment begins with."""
+        """Adds the environment's first messages to the prompt."""
         self._count({SECONDS: seconds})
         self.phase, self._began = "ready", time.monotonic()
         if not messages:
@@ -117,7 +111,7 @@ class Episode:
             )
 
     def take(self, completion: Completion) -> Turn:
-        """Adds a turn, and returns it as the environment sees it."""
+        """Adds a turn, and returns it parsed."""
         opening = self.transcript.opening
         self.transcript.add_turn(completion)
         turn = self.codec.read(opening, completion.token_ids)
@@ -129,7 +123,6 @@ class Episode:
         return self._turn
 
     def answer(self, outcome: Outcome, seconds: float = 0.0) -> None:
-        """Adds what the environment answers, or ends the episode."""
         self._reward += outcome.reward
         self._count({**outcome.metrics, SECONDS: seconds})
         transcript = self.transcript
@@ -145,7 +138,6 @@ class Episode:
             self._go_on(outcome.messages)
 
     def fail(self, error: str, metrics: Mapping[str, float] | None = None) -> None:
-        """Ends the episode with an error."""
         self._count(metrics or {})
         self._over(Completion([], [], "error", error, conversation=self._conversation("error", [])))
 
@@ -154,7 +146,7 @@ class Episode:
         transcript = self.transcript
         try:
             suffix = self.codec.suffix(messages, self._turn, transcript.token_ids[-1])
-        except InputError:  # the turn ended in a way that nothing can follow
+        except InputError:  # nothing can follow the way the turn ended
             self._finish("template")
             return
         if len(transcript.token_ids) + len(suffix) + self.limits.turn_tokens > self.limits.tokens:
@@ -191,8 +183,7 @@ class Episode:
 
 
 def _joined(prompt: list[Message], messages: Sequence[Message]) -> list[Message]:
-    """A prompt and the messages after it, with one message of the user where two would follow each other: many chat
-    templates refuse that."""
+    """Appends messages to a prompt, joining two consecutive messages of the user, which many chat templates refuse."""
     if not prompt or prompt[-1]["role"] != "user" or messages[0]["role"] != "user":
         return [*prompt, *messages]
     both = {**prompt[-1], "content": f"{prompt[-1]['content']}{messages[0]['content']}"}
@@ -200,7 +191,6 @@ def _joined(prompt: list[Message], messages: Sequence[Message]) -> list[Message]
 
 
 def _message_of(turn: Turn) -> dict[str, Any]:
-    """A turn as a message."""
     if turn.problem or not turn.calls:
         return {"role": "assistant", "content": turn.text}
     calls = [{"type": "function", "function": dict(call)} for call in turn.calls]

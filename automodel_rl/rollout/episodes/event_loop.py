@@ -1,5 +1,5 @@
-"""The event loop of this process, on which async methods of environments and async tools run: one, so that what they
-open in one call works in the next."""
+"""The process's one event loop for async tools and environments, so that objects opened in one call work in the
+next."""
 
 import asyncio
 import contextlib
@@ -8,15 +8,10 @@ import inspect
 from typing import Any
 
 SECONDS_TO_END = 1.0
-"""Most seconds that a call gets to end once it was cancelled."""
+"""Time for a cancelled call to end."""
 
 
 def awaited(found: Any) -> Any:
-    """What a function returned; if that is awaitable, what it comes to.
-
-    Args:
-        found: what the function returned.
-    """
     if not inspect.isawaitable(found):
         return found
     loop = _loop()
@@ -24,7 +19,7 @@ def awaited(found: Any) -> Any:
     try:
         return loop.run_until_complete(task)
     finally:
-        if not task.done():  # a time limit came between
+        if not task.done():  # interrupted by a time limit
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 loop.run_until_complete(asyncio.wait([task], timeout=SECONDS_TO_END))

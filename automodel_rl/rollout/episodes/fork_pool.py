@@ -13,25 +13,21 @@ from automodel_rl.errors import InputError
 from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
 
 START_SECONDS = 120.0
-"""Time limit for importing the user's modules."""
+"""Timeout for importing the user's modules."""
 
 FORK_SECONDS = 60.0
-"""Time limit for a process to say that it is there."""
+"""Timeout for the first message of a forked process."""
 
 END_SECONDS = 10.0
-"""Longest wait for the server to end all processes."""
+"""Timeout for the server to end all processes."""
 
 
 class ForkPool:
-    """Starts and ends processes of episodes. Their server is started again if it dies.
+    """Starts and ends processes of episodes. Restarts their server if it dies.
 
     Args:
-        module: the server's module, which takes the setup and answers (greeting, error).
-        setup: what is served.
-        what: the keys of the config that name it, for errors.
-
-    Attributes:
-        greeting: what the server said at its start.
+        module: the server's module, which receives the setup and answers (greeting, error).
+        what: the setting that names the user's code, for errors.
 
     Raises:
         InputError: the server does not start.
@@ -44,12 +40,10 @@ class ForkPool:
         self._server, self.greeting = self._start()
 
     def begin(self) -> tuple[int, Connection]:
-        """Starts a process and waits until it is there. Returns its number and the connection to it.
-
-        Several at once wait for one another: the server forks one after the other.
+        """Starts a process and waits for it. Returns its number and the connection to it. Concurrent calls take turns.
 
         Raises:
-            TimeoutError: it is not there in time, and was ended.
+            TimeoutError: it did not start in time, and was ended.
         """
         number = next(self._numbers)
         ours, theirs = multiprocessing.Pipe()
@@ -68,22 +62,16 @@ class ForkPool:
             raise TimeoutError(
                 f"a process for rollout.{self.what} was not there after {FORK_SECONDS:g} s: look at its log"
             )
-        with contextlib.suppress(EOFError, OSError):  # it has ended, as whoever uses the connection will see
+        with contextlib.suppress(EOFError, OSError):  # it has ended: the user of the connection will notice
             ours.recv()
         return number, ours
 
     def end(self, number: int, *, at_once: bool) -> None:
-        """Ends a process, with all that it has started: at once, or when it has come to its end.
-
-        Args:
-            number: its number.
-            at_once: whether it ends now.
-        """
+        """Ends a process and all that it has started: now if `at_once`, otherwise after some time to end by itself."""
         with self._lock, contextlib.suppress(ChildEndedError):
             self._server.send(("end" if at_once else "leave", number))
 
     def close(self) -> None:
-        """Ends the server and all processes."""
         self._is_closed = True
         self._server.close(END_SECONDS)
 

@@ -1,10 +1,10 @@
-"""A server that has imported what it serves once, and forks a process of its own for every episode.
+"""Server that imports the user's code once, and forks a process for every episode.
 
-Over its connection come orders: ("begin", number) and the descriptor of an episode's own connection; ("end", number),
-which ends its process at once; or ("leave", number), which ends it if it does not end by itself soon.
+It receives orders: ("begin", number), followed by the descriptor of an episode's own connection; ("end", number),
+which kills its process; or ("leave", number), which kills it if it does not end by itself soon.
 
-A process says that it is there by None over its connection. Whatever it starts ends with it: it adopts orphans among
-its descendants, and the server ends what it leaves behind.
+A process announces itself with None on its connection. All that it starts ends with it: it adopts orphans among its
+descendants, and the server ends what it leaves behind.
 """
 
 import contextlib
@@ -26,23 +26,17 @@ from automodel_rl.launch.forks import renew_thread_pool
 PR_SET_CHILD_SUBREAPER = 36
 
 LOOK_SECONDS = 0.1
-"""Seconds between two looks for processes that have ended."""
+"""Polling interval for processes that have ended."""
 
 LEAVE_SECONDS = 2.0
-"""Longest time in which an episode's process ends by itself."""
+"""Time for an episode's process to end by itself."""
 
 MOST_LOG_BYTES = 2**22
-"""Largest log of what the processes print. A larger one begins anew."""
+"""Largest log of the processes' output. A larger one is truncated to start anew."""
 
 
 class ForkServer:
-    """Forks processes and ends them.
-
-    Args:
-        connection: the connection to the rank.
-        serve: what a process does, given the connection of its episode.
-        log: file for what the processes print.
-    """
+    """Forks processes that call `serve` with the connection of their episode, and ends them."""
 
     def __init__(self, connection: Connection, serve: Callable[[Connection], None], log: str):
         self.connection, self.serve = connection, serve
@@ -52,20 +46,16 @@ class ForkServer:
 
     @functools.cached_property
     def log(self) -> int:
-        """Descriptor of the log, which is there from the first episode on."""
+        """Descriptor of the log, created with the first episode."""
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def run(self, greeting: Any) -> None:
-        """Serves until the rank is gone.
-
-        Args:
-            greeting: what the rank is told at the start.
-        """
+        """Sends the greeting, and serves until the rank is gone."""
         _adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self.own = set(_children(os.getpid()))  # what the user's module started when it was imported
-        gc.freeze()  # collections of forked processes would copy all that is there now
+        self.own = set(_children(os.getpid()))  # started by the import of the user's module
+        gc.freeze()  # garbage collection in forked processes would copy these pages
         self.connection.send(greeting)
         with contextlib.suppress(EOFError, OSError):  # the rank is gone
             while True:
@@ -78,7 +68,7 @@ class ForkServer:
                 else:
                     self.deadlines[number] = time.monotonic() + (LEAVE_SECONDS if order == "leave" else 0.0)
                 self._end_late()
-        for number in self.processes:  # those that leave may still do so
+        for number in self.processes:  # those that are leaving keep their time
             self.deadlines.setdefault(number, 0.0)
         deadline = time.monotonic() + 2 * LEAVE_SECONDS
         while self.processes and time.monotonic() < deadline:
@@ -95,7 +85,7 @@ class ForkServer:
         self.processes[number] = pid
 
     def _look(self) -> None:
-        """Forgets processes that have ended, ends what they left behind, and keeps the log small."""
+        """Reaps processes that have ended, ends what they left behind, and keeps the log small."""
         self._end_late()
         ended = [number for number, pid in self.processes.items() if os.waitpid(pid, os.WNOHANG)[0]]
         for number in ended:
@@ -108,7 +98,6 @@ class ForkServer:
             os.write(self.log, f"(what came before, more than {MOST_LOG_BYTES} bytes, is left out)\n".encode())
 
     def _end_late(self) -> None:
-        """Ends processes whose time is over."""
         now = time.monotonic()
         for number, deadline in self.deadlines.items():
             if now >= deadline and number in self.processes:
@@ -116,7 +105,6 @@ class ForkServer:
 
 
 def _serve_episode(connection: Connection, serve: Callable[[Connection], None], log: int) -> None:
-    """Serves one episode in this process, and ends it."""
     renew_thread_pool()
     os.setsid()
     _adopt_orphans()
@@ -134,7 +122,6 @@ def _serve_episode(connection: Connection, serve: Callable[[Connection], None], 
 
 
 def _adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -147,7 +134,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _end_children(is_ended: Callable[[int], bool]) -> None:
-    """Ends children of this process, and their children, which become its own."""
+    """Kills children of this process, and their children, which it then adopts."""
     for _ in range(100):
         pids = [pid for pid in _children(os.getpid()) if is_ended(pid)]
         if not pids:
@@ -159,19 +146,18 @@ def _end_children(is_ended: Callable[[int], bool]) -> None:
 
 
 def _children(parent: int) -> list[int]:
-    """The children of a process, also those that have ended and were not waited for."""
+    """Returns a process's children, including zombies."""
     lists = [*Path(f"/proc/{parent}/task").glob("*/children")]
     if not lists:  # a kernel without these lists
         return _children_of_all(parent)
     found: list[int] = []
     for file in lists:
-        with contextlib.suppress(OSError):  # a thread that has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             found += map(int, file.read_text().split())
     return found
 
 
 def _children_of_all(parent: int) -> list[int]:
-    """The children of a process, found among all processes."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Checks what environments return, in the environment's own process: only plain data reach the trainer."""
+"""Checks results of environments, in the environment's own process: only plain data reach the trainer."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,10 @@ from automodel_rl.rollout.episodes.protocol import Message, Outcome
 ROLES = ("user", "tool", "system")
 
 MOST_CHARACTERS = 1_000_000
-"""Longest text of a message."""
 
 
 def checked_messages(value: Any, method: str) -> list[Message]:
-    """Messages as plain data.
-
-    Raises:
-        TypeError: they are no messages.
-    """
+    """Converts messages to plain data. Raises TypeError if they are invalid."""
     if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
         raise TypeError(f"{method} returned {value!r:.80}, which is no list of messages")
     messages = []
@@ -35,11 +30,7 @@ def checked_messages(value: Any, method: str) -> list[Message]:
 
 
 def checked_outcome(value: Any) -> Outcome:
-    """An outcome as plain data.
-
-    Raises:
-        TypeError: it is no outcome, or its reward or a metric is no finite number.
-    """
+    """Converts an outcome to plain data. Raises TypeError if it is invalid, or a number is not finite."""
     if not isinstance(value, Outcome):
         raise TypeError(f"step returned {value!r:.80}, which is no Outcome")
     return Outcome(
@@ -51,7 +42,6 @@ def checked_outcome(value: Any) -> Outcome:
 
 
 def explain(error: Exception) -> str:
-    """An error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

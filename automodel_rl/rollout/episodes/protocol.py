@@ -1,6 +1,6 @@
-"""The interface of environments: what the model's turns do, and what is answered.
+"""Interface of environments: the model's turns, and the answers to them.
 
-This file imports only the standard library, for every process of an environment loads it.
+Imports only the standard library, as every environment's process loads it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ class Turn:
 
     Attributes:
         text: the whole turn, without special tokens.
-        content: the turn without its thoughts and calls.
-        calls: the calls of tools in it, each with `name` and `arguments`.
-        is_cut: whether the turn was cut off at the most tokens of a turn.
-        problem: why a call in it cannot be read; empty if all can.
-        reasoning: the turn's thoughts, if the chat template has a known format for them.
+        content: without thoughts and calls.
+        calls: each with `name` and `arguments`.
+        is_cut: truncated at the token limit of a turn.
+        problem: why a call cannot be parsed; empty if all can.
+        reasoning: thoughts, if the chat template has a known format for them.
     """
 
     text: str
@@ -33,13 +33,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What follows a turn.
+    """An environment's answer to a turn.
 
     Attributes:
-        messages: what the model reads before its next turn: one message of a tool for each call, or others.
-        done: whether the conversation ends. It also ends if there are no messages.
-        reward: reward of the turn. Rewards of all turns are added up.
-        metrics: numbers for the step's metrics, added up over the turns.
+        messages: for the model: one with role tool for each call, or others.
+        done: the conversation ends. It also ends without messages.
+        reward: of this turn; added up over turns.
+        metrics: numbers for the step's metrics; added up over turns.
     """
 
     messages: Sequence[Message] = ()
@@ -49,31 +49,27 @@ class Outcome:
 
 
 class Environment(Protocol):
-    """The world of one conversation. It is made for one, used by one thread, and closed."""
+    """The environment of one conversation. Used by one thread, and closed at the end."""
 
     def reset(self) -> Sequence[Message]:
-        """Begins. Returns messages that the model reads after the prompt, before its first turn. If both the prompt
-        ends and these begin with a message of the user, the second text is added to the first."""
+        """Begins. Returns messages that follow the prompt, before the model's first turn. If the prompt ends and these
+        begin with a message of the user, the two texts are joined."""
         ...
 
-    def step(self, turn: Turn) -> Outcome:
-        """Does what a turn asks for."""
-        ...
+    def step(self, turn: Turn) -> Outcome: ...
 
-    def close(self) -> None:
-        """Frees what the environment holds."""
-        ...
+    def close(self) -> None: ...
 
 
 class EnvironmentFactory(Protocol):
-    """What `rollout.environment` names. It may have an attribute `tools`: JSON schemas of the tools that its
-    environments answer, which the chat template shows to the model."""
+    """The object that `rollout.environment` names. An attribute `tools` is optional: JSON schemas of the environments'
+    tools, which the chat template shows to the model."""
 
     def __call__(self, example: dict[str, Any], seed: int) -> Environment:
-        """Makes the environment of one conversation.
+        """Creates the environment of one conversation.
 
         Args:
             example: the record of the prompt, with the prompt's messages as `messages`.
-            seed: a seed that all conversations of a prompt share, so that their rewards can be compared.
+            seed: shared by all conversations of a prompt, so that their rewards are comparable.
         """
         ...

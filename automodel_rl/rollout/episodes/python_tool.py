@@ -1,11 +1,11 @@
-"""Runs Python code that a model wrote, in a process with namespaces and limits of its own.
+"""Runs Python code that a model wrote, in a process with its own namespaces and limits.
 
-The code has no network, sees no other process, no device and no file of this user's home or of others' temporary
-folders, changes no file but those of an empty temporary folder that is gone afterwards, and ends with all that it
-started: user, network, process, mount, message and host name namespaces (unshare(2)), a read-only file system
+The code has no network. It sees no other process, no device, and no file of this user's home or of shared temporary
+folders. It can write only to an empty temporary folder that is removed afterwards. All that it starts ends with it.
+This uses user, network, process, mount, message and host name namespaces (unshare(2)), a read-only file system
 (mount_setattr(2)), a filter of system calls (seccomp(2)), and limits on memory, processor time, processes, files and
-output (setrlimit(2)). It can read other files that this user can read. This protects against accidents of a model in
-training. It is no wall against an attacker: for that, use a container or a virtual machine of its own.
+output (setrlimit(2)). The code can read other files that this user can read. This protects against accidents of a
+model in training, not against an attacker: for that, use a container or a virtual machine.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
 
 TEMPORARY = ("/tmp", "/var/tmp", "/run", "/dev/shm")
-"""Folders in which programs leave files and sockets for each other. The code does not see what is there."""
+"""Folders of shared temporary files and sockets, whose content is hidden from the code."""
 
 OLDEST_LINUX = "5.14"
-"""The first Linux with all that the sandbox uses."""
+"""First Linux with all that the sandbox uses."""
 
 PROBE = f"""
 import json, os, signal, socket
@@ -61,7 +61,7 @@ except OSError:
     pass
 print(json.dumps(missing))
 """
-"""Prints what a sandbox lacks. What it starts ends with it."""
+"""Prints what a sandbox lacks. The processes that it starts end with it."""
 
 FOLDERS = """
 import os, sys
@@ -69,17 +69,17 @@ maps = open("/proc/self/maps").read() if os.path.exists("/proc/self/maps") else 
 libraries = {line[line.index("/"):] for line in maps.splitlines() if "/" in line}
 print(*sys.path, *map(os.path.dirname, libraries), sep="\\n")
 """
-"""Prints the folders from which an interpreter imports, and those of its shared libraries."""
+"""Prints an interpreter's import folders, and those of its shared libraries."""
 
 
 def check_sandbox(sandbox: str) -> str:
-    """A warning of what the system does not allow, in one line; empty if nothing is missing.
+    """Returns one line of warning on protection that the system does not allow; empty if nothing is missing.
 
     Args:
-        sandbox: rollout.sandbox: none asks for no protection, strict for all, auto for namespaces at least.
+        sandbox: rollout.sandbox: none requires no protection, strict all of it, auto at least namespaces.
 
     Raises:
-        InputError: the system gives less than was asked for.
+        InputError: the system allows less than required.
     """
     if sandbox == "none":
         return (
@@ -104,12 +104,11 @@ def check_sandbox(sandbox: str) -> str:
 
 
 def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
-    """What the code prints, and the end of its error if it fails.
+    """Runs code, and returns its output, with the end of its error if it fails.
 
     Args:
-        code: the code.
         seconds: wall-clock time limit.
-        is_sandboxed: whether it must have namespaces of its own. If not, it has only limits.
+        is_sandboxed: use namespaces. Otherwise only limits apply.
 
     Raises:
         TimeoutError: it took too long.
@@ -117,14 +116,14 @@ def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
     hidden, kept = _hidden_folders() if is_sandboxed else ((), ())
     limits = [max(1, round(seconds) + 1), MEMORY_BYTES, OUTPUT_BYTES, MOST_PROCESSES]
     arguments = [*map(str, limits), ":".join(hidden), ":".join(kept), filter_program().hex()]
-    # Neither is a file of a folder, so that the code cannot put another one in its place.
+    # Files without a name, so that the code cannot replace them.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, _working_folder(is_sandboxed) as folder:
         given.write(code.encode(errors="replace"))
         given.seek(0)
-        os.fchmod(output.fileno(), 0o666)  # also for code that is nobody and opens /dev/stdout
+        os.fchmod(output.fileno(), 0o666)  # for code that runs as nobody and opens /dev/stdout
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(LAUNCHER), "apart" if is_sandboxed else "here", *arguments],
-            stdin=given,  # arguments of programs end at 128 KiB
+            stdin=given,  # a program's argument has at most 128 KiB
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
@@ -141,7 +140,6 @@ def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
 
 
 def _working_folder(is_sandboxed: bool) -> contextlib.AbstractContextManager[str]:
-    """The folder in which the launcher starts. Code with a file system of its own has a folder there."""
     if is_sandboxed:
         return contextlib.nullcontext("/")
     return TemporaryFolder()
@@ -149,7 +147,7 @@ def _working_folder(is_sandboxed: bool) -> contextlib.AbstractContextManager[str
 
 @functools.cache
 def _hidden_folders() -> tuple[list[str], list[str]]:
-    """The folders that the code does not see, and those within them that its interpreter needs."""
+    """Returns the folders to hide from the code, and those within them that its interpreter needs."""
     hidden = _outermost(_with_targets([*TEMPORARY, *_homes()]))
     command = [sys.executable, "-I", "-c", FOLDERS]
     used = subprocess.run(command, env=THREADS, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -165,12 +163,11 @@ def _homes() -> list[str]:
 
 
 def _with_targets(folders: Sequence[str]) -> list[str]:
-    """Folders, and what those are links to that are links."""
     return [*folders, *map(os.path.realpath, folders)]
 
 
 def _folders_of(program: str) -> list[str]:
-    """The folder of a program, and of every program that it is a link to."""
+    """Returns the folder of a program, and those of all its link targets."""
     folders = [os.path.dirname(program)]
     while os.path.islink(program):
         program = os.path.join(os.path.dirname(program), os.readlink(program))
@@ -179,7 +176,6 @@ def _folders_of(program: str) -> list[str]:
 
 
 def _outermost(folders: Iterable[str]) -> list[str]:
-    """Folders without those within others, and without the whole file system."""
     found: list[str] = []
     for folder in sorted({os.path.normpath(folder) for folder in folders} - {"/"}):
         if not _is_within(folder, found):
@@ -192,7 +188,7 @@ def _is_within(folder: str, others: Iterable[str]) -> bool:
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Waits for a process, and ends it and its session. Returns whether it ended in time."""
+    """Waits for a process, then kills it and its session. Returns whether it ended in time."""
     deadline = time.monotonic() + seconds
     try:
         while process.poll() is None and time.monotonic() < deadline:

@@ -1,14 +1,15 @@
-"""Starts code in namespaces and limits of its own. Run by path, by a bare interpreter: imports only what that has.
+"""Runs code in its own namespaces, under limits. Run by path, by a bare interpreter: imports only the standard
+library.
 
-python -I -S sandbox_launcher.py apart|here CPU_SECONDS MEMORY_BYTES FILE_BYTES PROCESSES HIDDEN KEPT FILTER < CODE
+    python -I -S sandbox_launcher.py apart|here CPU_SECONDS MEMORY_BYTES FILE_BYTES PROCESSES HIDDEN KEPT FILTER < CODE
 
-HIDDEN are folders that the code must not see, KEPT those within them that its interpreter needs, both joined by ":".
-FILTER is a filter of system calls, in hexadecimal digits.
+HIDDEN are folders to hide from the code, KEPT those within them that its interpreter needs, both joined by ":". FILTER
+is a system call filter, in hexadecimal digits.
 
-`apart` takes three processes. The outer one enters the namespaces. Its child is the first process of the new process
-namespace: it makes the file system, and when it ends, all others end with it. Its own child, which cannot reach it,
-gives up all rights and becomes the code. When the outer process ends, so does the first one of the namespace, and with
-that the code and all that it started, whatever the code does about signals and sessions.
+`apart` uses three processes. The outer one enters the namespaces. Its child is the first process of the new process
+namespace: it sets up the file system, and all others end with it. The child of that one, which cannot reach it, drops
+all rights and becomes the code. When the outer process ends, so does the first one of the namespace, and with it the
+code and all that it started, whatever the code does about signals and sessions.
 """
 
 import contextlib
@@ -41,13 +42,13 @@ SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 
 WRITABLE = (os.path.realpath("/tmp"), "/dev/shm")
-"""Folders in which the code may write. They hold nothing but folders that its interpreter needs."""
+"""Folders in which the code may write. They contain only folders that its interpreter needs."""
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 
 COUNTS_PROCESSES_OF_A_NAMESPACE = (5, 14)
-"""The first Linux whose limit on processes counts those of the user namespace, and not all that the user has."""
+"""First Linux whose limit on processes counts those of the user namespace instead of all of the user's."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 if sys.platform == "linux":
@@ -57,19 +58,19 @@ if sys.platform == "linux":
 def main() -> None:
     where, cpu, memory, files, processes, hidden, kept, program = sys.argv[1:]
     limits = {resource.RLIMIT_CPU: int(cpu), resource.RLIMIT_FSIZE: int(files), resource.RLIMIT_NOFILE: 64}
-    # One byte, and not none: with none, kernels still hand a crashed process to the system's collector of core dumps.
+    # One byte instead of 0: with 0, kernels still pass a crashed process to the system's core dump handler.
     limits[resource.RLIMIT_CORE] = 1
     if sys.platform == "linux":
         limits[resource.RLIMIT_AS] = int(memory)
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        with contextlib.suppress(OSError):  # where memory runs out, this ends first, and not the training
+        with contextlib.suppress(OSError):  # out of memory, this is killed before the training
             _write("/proc/self/oom_score_adj", "1000")
     if where == "apart":
         _enter_namespaces()
         _end_with_parent()
         _become_child()
         _make_file_system(*([folder for folder in folders.split(":") if folder] for folders in (hidden, kept)))
-        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody looks into this process
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no other process may inspect this one
         _become_child()
         os.setsid()
         os.chdir(_empty_folder())
@@ -98,25 +99,25 @@ def _end_with_parent() -> None:
 
 
 def _become_child() -> None:
-    """Goes on in a child that ends with this process, which waits for it and ends as it does."""
+    """Continues in a child that ends with this process, which waits for it and exits with its code."""
     child = os.fork()
     if not child:
         _end_with_parent()
         return
     while True:
-        pid, status = os.wait()  # the first process of a namespace also gets orphans
+        pid, status = os.wait()  # the first process of a namespace also adopts orphans
         if pid == child:
             os._exit(os.waitstatus_to_exitcode(status) % 256)
 
 
 def _enter_namespaces() -> None:
-    """Enters new namespaces, of which children are part. Users of the new one are written down from outside of it."""
+    """Enters new namespaces, to which children belong. A helper outside of them writes the user mapping."""
     if sys.platform != "linux":
         sys.exit(f"{sys.platform} has no namespaces, Linux has")
     is_ready, ready = os.pipe()
     helper = os.fork()
     if not helper:
-        os.close(ready)  # else it would wait for itself
+        os.close(ready)  # or it would wait for itself
         try:
             if os.read(is_ready, 1):
                 _write_users(os.getppid(), os.geteuid(), os.getegid())
@@ -134,8 +135,8 @@ def _enter_namespaces() -> None:
 
 
 def _write_users(pid: int, user: int, group: int) -> None:
-    """Writes down which users a process's new namespace knows, this user as nobody. For root, whose processes no limit
-    counts, there are root and nobody, where this process may say so: the code then becomes nobody."""
+    """Writes the user mapping of a process's new namespace, with this user as nobody. For root, whose processes no
+    limit counts, it maps root and nobody if permitted: the code then becomes nobody."""
     folder = f"/proc/{pid}"
     if user == 0 and group == 0:
         with contextlib.suppress(OSError):
@@ -144,7 +145,7 @@ def _write_users(pid: int, user: int, group: int) -> None:
             return
     with contextlib.suppress(OSError):
         _write(f"{folder}/setgroups", "deny")
-    with contextlib.suppress(OSError):  # groups may be written already
+    with contextlib.suppress(OSError):  # may be written already
         _write(f"{folder}/gid_map", f"{NOBODY} {group} 1\n")
     _write(f"{folder}/uid_map", f"{NOBODY} {user} 1\n")
 
@@ -158,14 +159,14 @@ def _write(path: str, text: str) -> None:
 
 
 def _make_file_system(hidden: Sequence[str], kept: Sequence[str]) -> None:
-    """Makes all files read-only, and hides folders under empty ones. Only those for temporary files can be written."""
+    """Makes all files read-only except in temporary folders, and mounts empty folders over hidden ones."""
     sources = {folder: os.open(folder, os.O_PATH) for folder in kept}
     devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
     mount("", "/", "", MS_REC | MS_PRIVATE)
     is_read_only = _set_attributes("/", set_=MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV)
     covered = []
     for folder in ("/dev", *hidden):
-        if folder not in WRITABLE and os.path.isdir(folder):  # those within others are gone already
+        if folder not in WRITABLE and os.path.isdir(folder):  # nested ones are already hidden
             mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=64k")
             covered.append(folder)
     _make_devices(devices, MOUNT_ATTR_NODEV if is_read_only else 0)
@@ -180,12 +181,12 @@ def _make_file_system(hidden: Sequence[str], kept: Sequence[str]) -> None:
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
     try:
         mount("proc", "/proc", "proc", flags)
-    except OSError:  # a container covers parts of its own, and then no whole one is given
+    except OSError:  # refused in containers that mask parts of /proc
         mount("tmpfs", "/proc", "tmpfs", flags, "size=4k")
 
 
 def _empty_folder() -> str:
-    """A new folder in which the code starts. The interpreter's own may be beside it."""
+    """Creates the code's working folder under an unused name: the interpreter's own folder may be beside it."""
     folder = os.path.join(WRITABLE[0], "code")
     while os.path.exists(folder):
         folder += "_"
@@ -195,7 +196,7 @@ def _empty_folder() -> str:
 
 
 def _make_devices(devices: Mapping[str, int], forbidden: int) -> None:
-    """Puts devices, given by descriptors, into the new /dev, without an attribute that forbids to use them."""
+    """Bind-mounts devices, given by descriptors, into the new /dev, without the attribute that forbids their use."""
     for name, device in devices.items():
         os.close(os.open(f"/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
         mount(f"/proc/self/fd/{device}", f"/dev/{name}", "", MS_BIND)
@@ -205,7 +206,6 @@ def _make_devices(devices: Mapping[str, int], forbidden: int) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2). Raises OSError."""
     arguments = [text.encode() if text else None for text in (source, target, kind)]
     if libc.mount(*arguments, ctypes.c_ulong(flags), options.encode() if options else None):
         number = ctypes.get_errno()
@@ -213,15 +213,15 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def _set_attributes(path: str, set_: int = 0, clear: int = 0) -> bool:
-    """mount_setattr(2) with all mounts below. Returns whether the system has done it."""
+    """Calls mount_setattr(2) on all mounts below a path. Returns whether it succeeded."""
     attributes = struct.pack("=4Q", set_, clear, 0, 0)
     arguments = (path.encode(), ctypes.c_uint(AT_RECURSIVE), attributes, ctypes.c_size_t(len(attributes)))
     return libc.syscall(ctypes.c_long(SYS_MOUNT_SETATTR), ctypes.c_long(AT_FDCWD), *arguments) == 0
 
 
 def _give_up_rights() -> None:
-    """Becomes nobody, if this process is root. It keeps the right to read files, without which an interpreter in a
-    folder of root would not start. A program that is started has no other right, whoever starts it."""
+    """Becomes nobody, if this process is root. Keeps the right to read files, without which an interpreter in a folder
+    of root would not start. Programs that it starts have no other right, whoever owns them."""
     if os.getuid() != 0:
         return
     libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
@@ -235,7 +235,6 @@ def _give_up_rights() -> None:
 
 
 def _install_filter(program: bytes) -> None:
-    """Installs a filter of system calls, if the system has such."""
     if program:
         instructions = ctypes.create_string_buffer(program, len(program))
         description = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))

@@ -1,11 +1,11 @@
-"""A filter of system calls, which a process cannot take off again (seccomp(2)).
+"""Filter of system calls that a process cannot remove (seccomp(2)).
 
-It refuses what namespaces and limits do not reach:
+It refuses what namespaces and limits do not cover:
 
-- unix sockets, whose names are files: a read-only file system does not keep a process from connecting to them. Pairs of
-  connected sockets are allowed.
-- namespaces inside the sandbox: in one of its own a process may mount file systems that fill the memory.
-- shared memory and messages of System V: no limit counts them.
+- unix sockets, which have file names: a read-only file system does not prevent connections to them. Pairs of connected
+  sockets are allowed.
+- namespaces inside the sandbox: in its own one, a process may mount file systems that fill the memory.
+- System V shared memory and messages: no limit counts them.
 - io_uring, whose requests no filter sees.
 """
 
@@ -19,12 +19,12 @@ AF_UNIX, SOCK_DGRAM, SOCK_KIND, CLONE_NEWUSER = 1, 2, 0xF, 0x10000000
 
 @dataclass(frozen=True)
 class Machine:
-    """Numbers of a kind of machine.
+    """Constants of an architecture.
 
     Attributes:
         audit: its number in `struct seccomp_data`.
-        calls: numbers of its system calls.
-        foreign: the first number of calls of another kind that it also takes.
+        calls: its system call numbers.
+        foreign: first system call number of another ABI that it also accepts.
     """
 
     audit: int
@@ -34,14 +34,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class RefusedCall:
-    """A call that is refused.
+    """A refused system call.
 
     Attributes:
-        call: its name.
-        error: the error that it gets.
-        argument: the place of an argument that decides; None refuses every call.
-        mask: the bits of the argument that decide.
-        value: the value of these bits with which the call is refused.
+        error: the errno that it returns.
+        argument: index of an argument to test; None refuses every call.
+        mask: tested bits of the argument.
+        value: the call is refused if these bits equal it.
     """
 
     call: str
@@ -62,10 +61,10 @@ MACHINES = {
 
 RULES = (
     RefusedCall("socket", argument=0, mask=0xFFFFFFFF, value=AF_UNIX),
-    RefusedCall("socketpair", argument=1, mask=SOCK_KIND, value=SOCK_DGRAM),  # it sends to names
+    RefusedCall("socketpair", argument=1, mask=SOCK_KIND, value=SOCK_DGRAM),  # can send to named sockets
     RefusedCall("unshare"),
     RefusedCall("clone", argument=0, mask=CLONE_NEWUSER, value=CLONE_NEWUSER),
-    RefusedCall("clone3", errno.ENOSYS),  # its arguments are in memory; libc then takes clone
+    RefusedCall("clone3", errno.ENOSYS),  # its arguments are in memory; libc falls back to clone
     RefusedCall("shmget"),
     RefusedCall("msgget"),
     RefusedCall("io_uring_setup", errno.ENOSYS),
@@ -74,15 +73,12 @@ RULES = (
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 REFUSE, ALLOW = 0x00050000, 0x7FFF0000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
-"""Places in `struct seccomp_data`. Only the low half of an argument is looked at: kernels ignore the other one."""
+"""Offsets in `struct seccomp_data`. Only the low half of an argument is tested: kernels ignore the other one."""
 
 
 def filter_program(machine: str = "") -> bytes:
-    """The filter as an array of `struct sock_filter`; empty on a kind of machine that it does not know.
-
-    Args:
-        machine: the kind of machine, as `platform.machine()` names it; empty for this one.
-    """
+    """Returns the filter as an array of `struct sock_filter`; empty on an unknown architecture. `machine` is a name of
+    `platform.machine()`; empty for this one."""
     known = MACHINES.get(machine or platform.machine())
     if known is None:
         return b""

@@ -1,4 +1,4 @@
-"""Tools: functions that the model may call. What they return is answered, and so is what they raise."""
+"""Tools: functions that the model may call. Their results and errors are the answers."""
 
 import inspect
 import json
@@ -16,22 +16,20 @@ from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 from automodel_rl.rollout.episodes.python_tool import run_python
 
 PYTHON = "python"
-"""The name of the built-in tool that runs code."""
+"""Name of the built-in tool that runs code."""
 
 FAILED, TIMED_OUT = "failed_calls", "timed_out_calls"
-"""Names of metrics of calls."""
 
 
 def load_tools(paths: Sequence[str], is_sandboxed: bool, seconds: float) -> dict[str, Callable[..., Any]]:
-    """The functions at import paths, by their names.
+    """Imports functions, and returns them by name.
 
     Args:
         paths: import paths, or `python` for the built-in tool.
-        is_sandboxed: whether the built-in tool must be protected.
-        seconds: time limit of a call.
+        is_sandboxed, seconds: settings of the built-in tool.
 
     Raises:
-        InputError: a path names no function, two functions have one name, or one has no type hints and docstring.
+        InputError: a path names no function, two functions have one name, or one lacks type hints or a docstring.
     """
     tools: dict[str, Callable[..., Any]] = {}
     for path in paths:
@@ -52,13 +50,10 @@ def load_tools(paths: Sequence[str], is_sandboxed: bool, seconds: float) -> dict
 
 
 def schemas_of(tools: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
-    """The JSON schemas of tools."""
     return [get_json_schema(function) for function in tools.values()]
 
 
 def _python(is_sandboxed: bool, seconds: float) -> Callable[..., Any]:
-    """The built-in tool `python`."""
-
     def python(code: str) -> str:
         """Runs Python code and returns what it prints.
 
@@ -71,12 +66,7 @@ def _python(is_sandboxed: bool, seconds: float) -> Callable[..., Any]:
 
 
 class ToolEnvironment:
-    """Runs the calls of each turn. A conversation ends with a turn that calls nothing.
-
-    Args:
-        tools: the functions, by name.
-        seconds: time limit of a call, as long as it is in Python.
-    """
+    """Runs the calls of each turn. A turn without calls ends the conversation. `seconds` limits Python code only."""
 
     def __init__(self, tools: Mapping[str, Callable[..., Any]], seconds: float):
         self.tools, self.seconds = tools, seconds
@@ -95,10 +85,10 @@ class ToolEnvironment:
         return Outcome(messages, done=not messages, metrics=metrics)
 
     def close(self) -> None:
-        """Does nothing: functions hold nothing."""
+        """Does nothing."""
 
     def _answer(self, name: str, arguments: Any) -> tuple[str, str]:
-        """What a call is answered, and the metric that counts its problem."""
+        """Returns the answer to a call, and the metric of its failure."""
         if name not in self.tools:
             return f"error: no tool is called {name}: use {' or '.join(self.tools)}", FAILED
         if not isinstance(arguments, dict):
@@ -116,7 +106,7 @@ class ToolEnvironment:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in Python code that takes too long. It needs the main thread."""
+    """Raises TimeoutError in Python code that takes too long. Works in the main thread only."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError

@@ -1,4 +1,4 @@
-"""The tokens of an episode, exactly as the generator read and wrote them."""
+"""Tokens of an episode, exactly as the generator read and wrote them."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,14 @@ from automodel_rl.generators.protocol import Completion, KeptRoutes
 
 
 class Transcript:
-    """A prompt and what followed it.
-
-    Args:
-        prompt: the prompt's tokens, ready for the first turn.
+    """A prompt and the tokens after it.
 
     Attributes:
-        token_ids: the tokens after the prompt.
-        logprobs: their log-probabilities; 0 where they were not sampled.
-        sampled: whether each of them was sampled by the generator. Only those are trained.
-        turns: the completions of the turns, in order.
-        ends: number of tokens up to the end of each turn, the prompt's included.
+        token_ids: tokens after the prompt.
+        logprobs: 0 where a token was not sampled.
+        sampled: whether a token was sampled. Only those are trained.
+        turns: completions.
+        ends: number of tokens up to the end of each turn, with the prompt.
     """
 
     def __init__(self, prompt: Sequence[int]):
@@ -29,24 +26,23 @@ class Transcript:
 
     @property
     def opening(self) -> list[int]:
-        """All tokens so far: the prompt of the next turn."""
         return self.prompt + self.token_ids
 
     @property
     def versions(self) -> tuple[int, int] | None:
-        """Oldest and newest version of the weights that wrote its turns; None if they are not known."""
+        """Oldest and newest weight version of its turns; None if unknown."""
         known = [turn.versions for turn in self.turns if turn.versions is not None]
         return (min(old for old, _ in known), max(new for _, new in known)) if known else None
 
     @property
     def num_routed(self) -> int:
-        """Number of tokens whose experts its turns have told. The last token of a turn was never computed by it."""
+        """Number of tokens whose routes its turns have. A turn's last token was sampled, but never computed."""
         return self.ends[-1] - 1 if self.ends else 0
 
     @property
     def routes(self) -> list[KeptRoutes] | None:
-        """The experts of all tokens, as reported by the turn that sampled the token or read it first; None if routes
-        are not kept."""
+        """Routes of all tokens, as reported by the turn that sampled a token or read it first; None if routes are not
+        kept."""
         pieces, start = [], 0
         for turn, end in zip(self.turns, self.ends, strict=True):
             if turn.routes is None:
@@ -57,13 +53,11 @@ class Transcript:
         return pieces
 
     def add_turn(self, completion: Completion) -> None:
-        """Adds the tokens of a turn as they were sampled."""
         self.turns.append(completion)
         self._add(completion.token_ids, completion.logprobs, is_sampled=True)
         self.ends.append(len(self.prompt) + len(self.token_ids))
 
     def add_suffix(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens that the chat template wrote after a turn."""
         self._add(token_ids, [0.0] * len(token_ids), is_sampled=False)
 
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, is_sampled: bool) -> None:

@@ -1,4 +1,4 @@
-"""The endpoint that an evaluation calls: OpenAI's API, answered by the program's thread."""
+"""HTTP endpoint for evaluation harnesses: OpenAI's API. The program's thread samples the answers."""
 
 import asyncio
 import queue
@@ -25,20 +25,13 @@ from automodel_rl.rollout.sampled import PromptScoring, Refused, Sampled, Sample
 from automodel_rl.rollout.seeds import turn_seed
 
 MODEL = "policy"
-"""The name of the model; any other is taken as well."""
+"""Name of the model; any other is accepted as well."""
 
 Body = TypeVar("Body", bound=BaseModel)
 
 
 @dataclass(eq=False)
 class AskedPrompts:
-    """Prompts of a request, which the program's thread answers.
-
-    Attributes:
-        prompts: the prompts.
-        answers: gets the answer to each.
-    """
-
     prompts: list[SamplePrompt]
     answers: "Future[Sequence[Sampled | Refused]]" = field(default_factory=Future)
 
@@ -47,14 +40,12 @@ class EvaluationEndpoint:
     """A server on this machine.
 
     Args:
-        tokenizer: the model's tokenizer.
-        ends: the tokens that end a completion.
         longest: most tokens of a prompt with its completion.
-        seed: the seed of requests that have none.
+        seed: for requests that have none.
 
     Attributes:
-        url: the URL of the API, ending with `/v1`.
-        asked: what is to be answered.
+        url: ends with `/v1`.
+        asked: requests to be answered.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: set[int], longest: int, seed: int):
@@ -126,7 +117,7 @@ class EvaluationEndpoint:
                 raise InputError(f"a prompt has token {max(tokens)}: ids are 0 to {self.vocab_size - 1}")
             most = max(1, min(room, room if max_tokens is None else max_tokens))
             sampling = Sampling(most, body.temperature, body.top_p, max(body.top_k, 0), stop)
-            if body.seed is None:  # a prompt that is asked again is sampled anew
+            if body.seed is None:  # a repeated prompt is sampled anew
                 digest = tuple(tokens)
                 seed = turn_seed(self.seed, tokens, self._num_asked[digest])
                 self._num_asked[digest] += 1

@@ -1,4 +1,4 @@
-"""Runs evaluations: starts a harness, answers what it asks, and reads its results."""
+"""Runs evaluations: starts a harness, answers its requests, and reads its results."""
 
 import contextlib
 import os
@@ -26,29 +26,21 @@ from automodel_rl.rollout.evaluations.harnesses import (
 from automodel_rl.rollout.sampler import Sampler
 
 LOOK_SECONDS = 0.5
-"""Seconds between two looks whether a harness has ended."""
+"""Polling interval for the end of a harness."""
 
 PAUSE_SECONDS = 0.05
-"""How long further requests are waited for, so that they are answered together."""
+"""Time to wait for further requests, to answer them together."""
 
 KEY = "a key that nobody checks"
-"""What harnesses send as the endpoint's key."""
 
 
 class Evaluations:
-    """Measures the model that generators have.
+    """Evaluates the generators' current model.
 
     Args:
-        config: the harnesses and their tasks.
-        policy: scores texts.
-        fleet: writes completions.
-        tokenizer: the model's tokenizer.
-        ends: the tokens that end a completion.
         longest: most tokens of a prompt with its completion.
-        seed: the run's seed.
         folder: the model's folder, where harnesses find the tokenizer.
-        logs: the folder for what harnesses print.
-        say: prints a line.
+        logs: folder for the harnesses' output.
 
     Raises:
         InputError: a harness is not installed.
@@ -76,11 +68,10 @@ class Evaluations:
 
     @property
     def are_asked_for(self) -> bool:
-        """Whether there is something to measure."""
         return self.config.lm_eval is not None or self.config.inspect is not None
 
     def measure(self) -> dict[str, float]:
-        """The metrics of all tasks, under `val/`. A harness that fails costs its own metrics, and a line."""
+        """Returns the metrics of all tasks, under `val/`. Reports a harness that fails, and omits its metrics."""
         found: dict[str, float] = {}
         if self.config.lm_eval is not None:
             found |= self._run("lm_eval", self.config.lm_eval)
@@ -109,7 +100,7 @@ class Evaluations:
                 try:
                     is_quiet = self._answer(process, endpoint, config.quiet_minutes)
                 finally:
-                    with contextlib.suppress(ProcessLookupError):  # with what it has started
+                    with contextlib.suppress(ProcessLookupError):  # with its children
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             try:
@@ -137,7 +128,7 @@ class Evaluations:
             endpoint.close()
 
     def _answer(self, process: "subprocess.Popen[bytes]", endpoint: EvaluationEndpoint, quiet_minutes: float) -> bool:
-        """Answers what a harness asks until it has ended. Returns whether it is quiet for too long."""
+        """Answers the requests of a harness until it ends. Returns True if it is quiet for too long."""
         heard = time.monotonic()
         while process.poll() is None:
             if time.monotonic() - heard > 60 * quiet_minutes:
@@ -164,7 +155,6 @@ class Evaluations:
 
 
 def _check_installed(config: LmEvalConfig | InspectConfig, module: str) -> None:
-    """Raises InputError if an interpreter has no such module."""
     try:
         done = subprocess.run([config.python, "-c", f"import {module}"], capture_output=True, text=True, check=False)
     except OSError as error:
@@ -175,6 +165,5 @@ def _check_installed(config: LmEvalConfig | InspectConfig, module: str) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Environment variables of a harness."""
     local = {name: ",".join(filter(None, (os.environ.get(name), "127.0.0.1"))) for name in ("no_proxy", "NO_PROXY")}
     return {**os.environ, **local, "OPENAI_API_KEY": KEY, "RUN_API_KEY": KEY}

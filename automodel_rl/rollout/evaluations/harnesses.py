@@ -1,4 +1,4 @@
-"""The commands of evaluation harnesses, and what their results say."""
+"""Commands and results of evaluation harnesses."""
 
 import json
 import os
@@ -10,19 +10,10 @@ from automodel_rl.errors import InputError
 from automodel_rl.rollout.evaluations.endpoint import MODEL
 
 AT_ONCE = 32
-"""Most requests of a harness at once."""
+"""Most concurrent requests of a harness."""
 
 
 def lm_eval_command(config: LmEvalConfig, url: str, tokenizer: str, longest: int, folder: Path) -> list[str]:
-    """The command of lm-eval.
-
-    Args:
-        config: what is evaluated.
-        url: the endpoint's URL.
-        tokenizer: the folder of the model's tokenizer.
-        longest: most tokens of a prompt with its completion.
-        folder: where results go.
-    """
     settings = {"model": MODEL, "num_concurrent": AT_ONCE, "max_length": longest, "max_retries": 1, "timeout": 3600}
     if config.chat:
         kind, path = "local-chat-completions", "chat/completions"
@@ -37,14 +28,7 @@ def lm_eval_command(config: LmEvalConfig, url: str, tokenizer: str, longest: int
 
 
 def lm_eval_results(folder: Path) -> dict[str, float]:
-    """The metrics of lm-eval, by task and name.
-
-    Args:
-        folder: where results are.
-
-    Raises:
-        InputError: there are none.
-    """
+    """Reads the metrics of lm-eval, as `TASK/METRIC`. Raises InputError if there are none."""
     found: dict[str, float] = {}
     for task, metrics in _newest(folder, "results_*.json")["results"].items():
         for name, value in metrics.items():
@@ -56,13 +40,6 @@ def lm_eval_results(folder: Path) -> dict[str, float]:
 
 
 def inspect_command(config: InspectConfig, url: str, folder: Path) -> list[str]:
-    """The command of inspect-ai.
-
-    Args:
-        config: what is evaluated.
-        url: the endpoint's URL.
-        folder: where results go.
-    """
     command = [config.python, "-m", "inspect_ai", "eval", *map(_relative, config.tasks)]
     command += ["--model", f"openai-api/run/{MODEL}", "--model-base-url", url]
     command += ["--log-dir", str(folder), "--log-format", "json", "--display", "plain"]
@@ -70,14 +47,8 @@ def inspect_command(config: InspectConfig, url: str, folder: Path) -> list[str]:
 
 
 def inspect_results(folder: Path) -> dict[str, float]:
-    """The metrics of inspect-ai, by task, score and name.
-
-    Args:
-        folder: where results are.
-
-    Raises:
-        InputError: there are none, or a task did not come to its end.
-    """
+    """Reads the metrics of inspect-ai, as `TASK/SCORE_METRIC`. Raises InputError if there are none, or a task
+    failed."""
     found: dict[str, float] = {}
     logs = [json.loads(file.read_text()) for file in sorted(folder.rglob("*.json"))]
     for log in (log for log in logs if "eval" in log):
@@ -94,7 +65,7 @@ def inspect_results(folder: Path) -> dict[str, float]:
 
 
 def _relative(task: str) -> str:
-    """A task whose file, if it has one, begins here: inspect-ai takes no other path."""
+    """Makes the path of a task relative, as inspect-ai requires."""
     return os.path.relpath(task) if os.path.isabs(task) else task
 
 

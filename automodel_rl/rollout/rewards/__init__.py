@@ -1,1 +1,1 @@
-"""Rewards: functions that score completions, each in a process of its own."""
+"""Rewards: functions that score completions, each in its own process."""

@@ -1,4 +1,4 @@
-"""What is counted of rewards: their metrics and their error rates, and warnings about errors."""
+"""Statistics of rewards: metrics, error rates, and warnings about errors."""
 
 import math
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from automodel_rl.config import RewardConfig
 from automodel_rl.rollout.rewards.scorer import Score
 
 WORSE = 2
-"""Factor by which a reward's error rate must grow before the next warning about it."""
+"""Factor by which a reward's error rate must grow before the next warning."""
 
 
 def error_rates(scores: Sequence[Score], names: Sequence[str]) -> dict[str, float]:
-    """The share of each reward's calls that failed, by name."""
+    """Returns the share of each reward's calls that failed, by name."""
     calls = zip(*(score.errors for score in scores), strict=True)
     return {name: sum(map(bool, errors)) / len(errors) for name, errors in zip(names, calls, strict=True)}
 
 
 def metric_means(scores: Sequence[Score], names: Sequence[str]) -> dict[str, float]:
-    """The mean of every metric that rewards returned, over the completions that have it, as `metric_REWARD_NAME`."""
+    """Returns the mean of each metric of rewards, over the completions that have it, as `metric_REWARD_NAME`."""
     values: dict[str, list[float]] = {}
     for score in scores:
         for reward, metrics in zip(names, score.metrics, strict=bool(score.metrics)):
@@ -27,23 +27,14 @@ def metric_means(scores: Sequence[Score], names: Sequence[str]) -> dict[str, flo
 
 
 class ErrorWatch:
-    """Warns of rewards whose calls fail: once, and again when it gets clearly worse.
-
-    Args:
-        rewards: the rewards of the config.
-    """
+    """Warns of rewards whose calls fail: once, and again when the rate grows by `WORSE`."""
 
     def __init__(self, rewards: Sequence[RewardConfig]):
         self.rewards = rewards
         self.named_at = [0.0] * len(rewards)
 
     def warnings(self, scores: Sequence[Score], where: str) -> list[str]:
-        """New warnings, at most one line for each reward.
-
-        Args:
-            scores: scores of completions.
-            where: the place they come from, such as a step, for the text.
-        """
+        """Returns new warnings, at most one line per reward. `where` names the source, such as a step."""
         lines = []
         for place, reward in enumerate(self.rewards):
             errors = [score.errors[place] for score in scores if score.errors[place]]

@@ -1,4 +1,4 @@
-"""Reward functions: (completion, example) -> score. Imports nothing heavy, as every reward has its own process."""
+"""Reward functions: (completion, example) -> score. Imports are light, as every reward has its own process."""
 
 import logging
 import re
@@ -13,27 +13,27 @@ Example = Mapping[str, Any]
 RewardFn = Callable[..., Any]
 
 QUOTIENT = re.compile(r"(x\s*=\s*)?-?(\\[dt]?frac\{-?\d+\}\{-?\d+\}|\d+\s*(/|\\div)\s*\d+)")
-"""A fraction of integers, of which math-verify gives the result where it is one."""
+"""A fraction of integers, which math-verify evaluates if the result is an integer."""
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def exact_match(completion: str, example: Example) -> float:
-    """1 if the completion is the answer, apart from surrounding whitespace."""
+    """Returns 1 if the completion equals the answer, apart from surrounding whitespace."""
     return float(completion.strip() == str(example["answer"]).strip())
 
 
 def last_number(completion: str, example: Example) -> float:
-    """1 if the last number of the completion is the last number of the answer."""
+    """Returns 1 if the last number of the completion equals the last number of the answer."""
     written, expected = _last_number(completion), _last_number(str(example["answer"]))
     return float(written is not None and written == expected)
 
 
 def math(completion: str, example: Example) -> float:
-    """1 if math-verify says that the completion's result equals the answer.
+    """Returns 1 if math-verify finds the completion's result equal to the answer.
 
-    A result that is still a calculation scores 0, such as 15 - 26 for -11. Otherwise a policy learns within some twenty
-    steps to repeat the problem.
+    An unevaluated calculation scores 0, such as 15 - 26 for -11. Otherwise a policy learns within some twenty steps to
+    repeat the problem.
     """
     from math_verify import parse, verify
 
@@ -47,24 +47,24 @@ def math(completion: str, example: Example) -> float:
 
 
 def format(completion: str, example: Example, pattern: str) -> float:
-    """1 if the whole completion matches a regular expression, in which . also matches newlines."""
+    """Returns 1 if the whole completion matches a regular expression, in which . also matches newlines."""
     return float(re.fullmatch(pattern, completion.strip(), re.DOTALL) is not None)
 
 
 def length(completion: str, example: Example, longest: int) -> float:
-    """0 up to `longest` words, then linearly less: -1 at twice as many."""
+    """Returns 0 up to `longest` words, then linearly less: -1 at twice as many."""
     return min(0.0, 1 - len(completion.split()) / longest)
 
 
 def reward_model(
     completions: Sequence[str], examples: Sequence[Example], path: str, device: str = "cpu", dtype: str = "auto"
 ) -> list[float]:
-    """The scores of a trained reward model, which its process opens once."""
+    """Returns the scores of a reward model, opened once per process."""
     return open_reward_model(path, device, dtype)([*completions], [*examples])
 
 
 def environment(completion: str, example: Example) -> float:
-    """The sum of the rewards that the conversation's environment gave."""
+    """Returns the sum of the rewards of the conversation's environment."""
     return float(example["environment_reward"])
 
 
@@ -78,7 +78,7 @@ BUILT_IN: dict[str, RewardFn] = {
     "reward_model": reward_model,
     "served_reward_model": served_reward_model,
 }
-"""The built-in reward functions, by their names in a config."""
+"""Built-in reward functions, by their names in a config."""
 
 
 def _math_answer(completion: str) -> str | None:
@@ -93,17 +93,17 @@ ANSWERS: dict[str, Callable[[str], Any]] = {
     "last_number": lambda completion: _last_number(completion),
     "math": _math_answer,
 }
-"""Functions that give the answer of a completion, for a vote over several, by the names of built-in rewards."""
+"""Functions that extract a completion's answer, for majority votes, by names of built-in rewards."""
 
 OPENED: dict[str, Callable[..., object]] = {"reward_model": open_reward_model}
-"""What the process of a built-in reward does before its first call, with the reward's options."""
+"""Functions that a built-in reward's process calls at its start, with the reward's options."""
 
 ANSWER = "answer"
 """Name of the metric that is a text: the completion's answer."""
 
 
 def find_reward(name: str) -> RewardFn:
-    """The reward function with a built-in name or an import path `package.module:function`."""
+    """Returns the reward function of a built-in name or an import path `package.module:function`."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
@@ -112,13 +112,13 @@ def find_reward(name: str) -> RewardFn:
 
 
 def _is_calculation(result: Any, text: str = "") -> bool:
-    """Whether a number, also one in a set, a tuple or on the right of an equation, is written as a sum, as a product of
-    numbers or as a quotient without remainder. Other fractions, percentages, powers and scientific notation are
-    results.
+    """Returns whether a number, also in a set, a tuple or on the right of an equation, is written as a sum, as a
+    product of numbers or as a quotient without remainder. Other fractions, percentages, powers and scientific notation
+    are results.
 
     Args:
-        result: what math-verify reads, which leaves sums and products as they are written.
-        text: where it reads it, for it divides fractions of LaTeX.
+        result: the parsed result, in which math-verify leaves sums and products unevaluated.
+        text: its source, as math-verify evaluates fractions of LaTeX.
     """
     from sympy import Add, Equality, FiniteSet, Integer, Mul, Pow, Tuple
 

@@ -1,4 +1,4 @@
-"""Checks the options of a reward function: their names for every function, their values for built-in ones."""
+"""Checks the options of a reward function: names for every function, values for built-in ones."""
 
 import inspect
 import re
@@ -27,20 +27,14 @@ RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "reward_model": {"path": (lambda value: isinstance(value, str), "the folder of a model, or its hub id")},
     "length": {"longest": (_is_above_0, "a number above 0")},
 }
-"""Rules for the options of built-in rewards: a check, and its text for error messages."""
+"""Rules for options of built-in rewards: a check, and its description for error messages."""
 
 
 def check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises InputError if the function cannot be called as function(completion, example, **options).
-
-    Args:
-        name: the function's name in the config.
-        function: the reward function.
-        options: the options in the config.
-    """
+    """Raises InputError if the function does not accept (completion, example, **options)."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # functions written in C may not say what they take
+    except ValueError:  # functions written in C may have no signature
         return
     except TypeError:
         raise InputError(f"rewards.function={name}: is no function but {function!r:.60}: name a function") from None

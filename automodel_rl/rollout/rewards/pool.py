@@ -1,4 +1,4 @@
-"""The processes of one reward: they take calls from a queue, as many at once as there is room for."""
+"""Processes of one reward. They take calls from a queue, as many at a time as they have capacity for."""
 
 import contextlib
 import dataclasses
@@ -18,23 +18,23 @@ from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
 from automodel_rl.rollout.rewards.worker import ASYNC, BATCH
 
 START_SECONDS = 120.0
-"""Time limit for importing a reward function's module."""
+"""Timeout for importing a reward function's module."""
 
 GRACE_SECONDS = 5.0
-"""Seconds that a process of async calls may be late. It ends its calls itself, unless one of them blocks it."""
+"""Extra time of a process of async calls. It ends late calls itself, unless one of them blocks it."""
 
 LOOK_SECONDS, ROOM_SECONDS = 0.5, 0.02
-"""Seconds between two looks whether the pool is closed, and for more calls while a process has room for some."""
+"""Polling intervals: for the closing of the pool, and for more calls while a process has capacity."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a call gave.
+    """Result of a call.
 
     Attributes:
-        score: the score; as `on_error` says if the call failed, nan for none.
-        error: why the call failed; empty if it went well.
-        metrics: further numbers that the function returned, by name, and its text `answer`.
+        score: that of `on_error` if the call failed; nan for none.
+        error: empty on success.
+        metrics: further numbers that the function returned, and its text `answer`.
     """
 
     score: float
@@ -44,12 +44,7 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call, or the calls of a batch.
-
-    Attributes:
-        results: gets a `Result` for each of them.
-        is_alone: whether no other call may run beside it in its process.
-    """
+    """One call, or the calls of a batch. `is_alone`: no other call may run beside it in its process."""
 
     completions: list[str]
     examples: list[dict[str, Any]]
@@ -58,13 +53,7 @@ class _Call:
 
 
 class RewardPool:
-    """Runs one reward in processes of its own. A process whose call runs out of time is ended, and another is started.
-
-    Args:
-        config: the reward.
-
-    Attributes:
-        takes_batches: whether the function takes lists of completions.
+    """Runs one reward in its own processes. A process whose call times out is replaced.
 
     Raises:
         InputError: the function cannot be imported or called.
@@ -85,13 +74,13 @@ class RewardPool:
             thread.start()
 
     def submit(self, completions: Sequence[str], examples: Sequence[dict[str, Any]]) -> "Future[list[Result]]":
-        """Queues a call: one completion with its example or, if the function takes batches, several."""
+        """Queues a call for one completion or, if the function takes batches, for several."""
         call = _Call(list(completions), list(examples))
         self._calls.put(call)
         return call.results
 
     def close(self) -> None:
-        """Ends the processes. Calls that have not finished get no result."""
+        """Ends the processes. Unfinished calls get no result."""
         self._is_closed = True
         for _ in self._threads:
             self._calls.put(None)
@@ -102,11 +91,11 @@ class RewardPool:
                 process.close()
 
     def _work(self, place: int) -> None:
-        """Serves one process: gives it calls and takes its results, until the pool is closed."""
+        """Serves one process until the pool is closed."""
         room = self.config.concurrency if self._is_async else 1
-        with contextlib.suppress(InputError):  # then its first call says so
+        with contextlib.suppress(InputError):  # reported by its first call
             self._processes[place] = self._processes[place] or _Process(self.config)
-        held: _Call | None = None  # goes alone, and waits until the process has nothing else to do
+        held: _Call | None = None  # must run alone: waits until the process is idle
         while not self._is_closed:
             while len(self._running(place)) < room and not self._runs_one_alone(place):
                 call = held or self._next(wait=not self._running(place))
@@ -125,7 +114,6 @@ class RewardPool:
         return any(call.is_alone for call, _ in self._running(place).values())
 
     def _next(self, wait: bool) -> _Call | None:
-        """The next call, or None if there is none now or the pool is closed."""
         try:
             return self._calls.get(block=wait)
         except queue.Empty:
@@ -155,19 +143,14 @@ class RewardPool:
                 self._call_again([waited], f"blocked its process for longer than time_limit={self.config.time_limit} s")
 
     def _lose(self, place: int, error: str, calls: Sequence[_Call] = ()) -> None:
-        """Ends a process that is of no use any more.
-
-        Args:
-            place: the process's place.
-            error: what is wrong with it.
-            calls: calls that it did not even take.
-        """
+        """Ends a process that has failed, and retries its calls and `calls`, which could not be sent to it."""
         running = [call for call, _ in self._running(place).values()]
         self._end(place)
         self._call_again(list(dict.fromkeys([*running, *calls])), error)
 
     def _call_again(self, calls: Sequence[_Call], error: str) -> None:
-        """Calls again, each alone, what was under way together. A call that was alone is to blame, and has failed."""
+        """Retries calls, each alone, as any of those that ran together may have caused the failure. A call that was
+        alone has failed."""
         for call in calls:
             if call.is_alone or (len(calls) == 1 and not self._is_async):
                 of_completion = f" (completion {call.completions[0]!r:.80})" if len(call.completions) == 1 else ""
@@ -183,25 +166,14 @@ class RewardPool:
 
 
 def scored_on_error(config: RewardConfig, is_of_completion: bool) -> float:
-    """What a failed call scores; nan if its completion is left out.
-
-    Args:
-        config: the reward.
-        is_of_completion: whether the error comes from what the completion is.
-    """
+    """Returns the score of a failed call, nan to exclude its completion. `is_of_completion`: the completion caused the
+    error."""
     if isinstance(config.on_error, str):
         return 0.0 if config.on_error == "auto" and is_of_completion else math.nan
     return config.on_error
 
 
 class _Process:
-    """One process of a reward.
-
-    Attributes:
-        kind: how the function is called, one of the worker's kinds.
-        running: the calls that it works on, each with its deadline.
-    """
-
     def __init__(self, config: RewardConfig):
         self.config, self.count = config, 0
         self.running: dict[int, tuple[_Call, float]] = {}
@@ -222,13 +194,11 @@ class _Process:
         self.child.send((self.count, call.completions, call.examples))
 
     def take_result(self, seconds: float) -> _Call | None:
-        """Waits for a result for at most `seconds`.
-
-        Returns:
-            A call that ran out of time because another one blocked the process; None if there is none.
+        """Waits at most `seconds` for a result. Returns a call that timed out because another one blocked the process,
+        if any.
 
         Raises:
-            TimeoutError: a call has run out of time.
+            TimeoutError: a call has timed out.
             ChildEndedError: the process is gone.
         """
         left = max(0.0, min(deadline for _, deadline in self.running.values()) - time.monotonic())

@@ -1,7 +1,7 @@
-"""A trained reward model as a reward: in the reward's own process, or behind a server of vLLM.
+"""Reward model as a reward: in the reward's own process, or behind a vLLM server.
 
-The model judges the whole chat, written by its own chat template, by the score after its last token. It may be of
-another family than the policy, with another tokenizer.
+The model's score after the last token judges the whole chat, written by its own chat template. It may differ from the
+policy in family and tokenizer.
 """
 
 import asyncio
@@ -14,25 +14,19 @@ from typing import Any
 from automodel_rl.errors import InputError
 
 PROMPT = "prompt_messages"
-"""Key of an example with the messages of its prompt."""
+"""Key of an example for its prompt's messages."""
 
 MESSAGES = "messages"
-"""Key of an example with the whole conversation, if it has several turns."""
+"""Key of an example for the whole conversation, if it has several turns."""
 
 ANSWER_SECONDS = 60.0
-"""Most seconds that a server may take for one chat, so that no thread waits for ever."""
+"""Timeout of a request to the server, so that no thread waits forever."""
 
 BATCH_TOKENS = 8192
-"""Most tokens of the rows that the model reads at once, padded."""
+"""Most tokens of a forward pass, with padding."""
 
 
 def judged_chat(completion: str, example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages that a reward model judges.
-
-    Args:
-        completion: the completion's text, or that of the conversation's last turn.
-        example: the record of the prompt, as rewards get it.
-    """
     messages = example.get(MESSAGES)
     if "environment_reward" in example and messages:
         return list(messages)
@@ -43,9 +37,8 @@ class RewardModel:
     """Scores chats with a sequence classifier of transformers.
 
     Args:
-        path: the folder or hub id of the model.
-        device: where it computes.
-        dtype: its precision; "auto" for that of its checkpoint.
+        path: folder or hub id of the model.
+        dtype: "auto" is that of the checkpoint.
 
     Raises:
         InputError: it cannot be opened, gives several scores, or has no chat template.
@@ -71,12 +64,6 @@ class RewardModel:
             raise InputError(f"rewards.model={path}: its tokenizer has no chat template to write a chat with: add one")
 
     def __call__(self, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]) -> list[float]:
-        """The score of each completion.
-
-        Args:
-            completions: texts of completions.
-            examples: the records of their prompts.
-        """
         chats = [judged_chat(*pair) for pair in zip(completions, examples, strict=True)]
         rows = [self.tokenizer.apply_chat_template(chat, return_dict=False) for chat in chats]
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
@@ -89,8 +76,8 @@ class RewardModel:
         return scores
 
     def _score(self, rows: Sequence[list[int]]) -> list[float]:
-        """The score after the last token of each row. Which token that is, is known here: transformers would look for
-        the last one that is no padding, and rows may end with the token that pads."""
+        """Returns the score after the last token of each row. Does not use transformers' search for the last token
+        that is not padding: rows may end with the padding token."""
         import torch
 
         longest, device = max(map(len, rows)), self.model.device
@@ -108,21 +95,18 @@ class RewardModel:
 
 @functools.cache
 def open_reward_model(path: str, device: str = "cpu", dtype: str = "auto") -> RewardModel:
-    """A reward model, opened once in a process. The arguments are those of `RewardModel`."""
     return RewardModel(path, device, dtype)
 
 
 async def served_reward_model(completion: str, example: Mapping[str, Any], url: str, name: str, path: str) -> float:
-    """The score of a completion by a reward model behind `vllm serve MODEL --runner pooling`.
+    """Returns a completion's score by a reward model behind `vllm serve MODEL --runner pooling`.
 
-    The chat is tokenised here, for vLLM gives templates another form of messages than transformers does.
+    The chat is tokenised here: vLLM passes messages to templates in another form than transformers.
 
     Args:
-        completion: the completion's text.
-        example: the record of its prompt.
         url: the server's address, such as http://host:8000.
-        name: the model's name there.
-        path: the folder or hub id of the model's tokenizer.
+        name: the model's name on the server.
+        path: folder or hub id of its tokenizer.
     """
     ids = _tokenizer(path).apply_chat_template(judged_chat(completion, example), return_dict=False)
     body = {"model": name, "input": [ids], "use_activation": False}

@@ -1,4 +1,4 @@
-"""Scores completions with reward functions that may fail, run too long or return nonsense."""
+"""Scores completions with reward functions that may fail, time out or return nonsense."""
 
 import itertools
 import math
@@ -14,14 +14,14 @@ from automodel_rl.rollout.rewards.pool import Result, RewardPool
 
 @dataclass(frozen=True)
 class Score:
-    """The rewards of one completion.
+    """Rewards of one completion.
 
     Attributes:
-        total: weighted sum of all rewards' scores; nan if the completion is left out.
-        parts: each reward's score, in the order of the config; nan where a failed call leaves the completion out.
-        errors: the error text of each reward's call that failed; empty if the call went well.
-        metrics: further numbers that each reward returned, by name.
-        answers: the answer of the completion that each reward has seen; None if it told none.
+        total: weighted sum; nan if the completion is excluded.
+        parts: each reward's score; nan where a failed call excludes the completion.
+        errors: each reward's error; empty on success.
+        metrics: further numbers of each reward.
+        answers: the completion's answer as reported by each reward.
     """
 
     total: float
@@ -32,7 +32,6 @@ class Score:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether a failed call leaves the completion out, so that it has no reward."""
         return math.isnan(self.total)
 
 
@@ -41,8 +40,7 @@ class Scoring:
     """A completion whose rewards are being computed.
 
     Attributes:
-        completion, example: the completion, and the record of its prompt.
-        results: the result of each reward; None for a reward that takes batches, which starts when scores are taken.
+        results: of each reward; None for a reward that takes batches, which starts in `Scorer.take`.
     """
 
     completion: str
@@ -50,29 +48,21 @@ class Scoring:
     results: list["Future[list[Result]] | None"]
 
     def when_done(self, tell: Callable[[], None]) -> None:
-        """Calls a function, from any thread, when the last of the results that have begun is there."""
+        """Calls `tell`, in any thread, once all started results are available."""
         begun = [result for result in self.results if result is not None]
-        left = itertools.count(len(begun) - 1, -1)  # its steps are atomic
+        left = itertools.count(len(begun) - 1, -1)  # next() is atomic
         for result in begun:
             result.add_done_callback(lambda _: None if next(left) else tell())
 
 
 def check_rewards(rewards: Sequence[RewardConfig]) -> None:
-    """Starts every reward once with its options, to find errors before anything else starts.
-
-    Raises:
-        InputError: a reward cannot be started.
-    """
+    """Starts every reward once, to find errors early. Raises InputError if one does not start."""
     for reward in rewards:
         RewardPool(reward.model_copy(update={"workers": 1})).close()
 
 
 class Scorer:
-    """Runs each reward in processes of its own, and all of them at the same time.
-
-    Args:
-        rewards: the rewards of the config.
-    """
+    """Runs all rewards of a config concurrently, each in its own processes."""
 
     def __init__(self, rewards: Sequence[RewardConfig]):
         self.rewards = rewards
@@ -80,18 +70,15 @@ class Scorer:
 
     @property
     def takes_batches(self) -> bool:
-        """Whether a reward scores completions together, once they are taken."""
         return any(pool.takes_batches for pool in self.pools)
 
     def submit(self, completion: str, example: Mapping[str, Any]) -> Scoring:
-        """Begins to score a completion."""
         record = dict(example)
         results = [None if pool.takes_batches else pool.submit([completion], [record]) for pool in self.pools]
         return Scoring(completion, record, results)
 
     def take(self, scorings: Sequence[Scoring]) -> list[Score]:
-        """The scores of completions that were submitted. Rewards that take batches get all of them, in one call for
-        each of their processes."""
+        """Waits for the scores of completions. Rewards that take batches get all of them, in one call per process."""
         by_reward = [
             self._together(pool, scorings)
             if pool.takes_batches
@@ -113,7 +100,7 @@ class Scorer:
             for reward, result in zip(self.rewards, results, strict=True)
         ]
         pairs = [(reward.weight, result.score) for reward, result in zip(self.rewards, results, strict=True)]
-        total = sum(weight * score for weight, score in pairs if weight)  # one of weight 0 leaves nothing out
+        total = sum(weight * score for weight, score in pairs if weight)  # weight 0 excludes nothing
         parts, answers = tuple(result.score for result in results), tuple(r.metrics.get(ANSWER) for r in results)
         metrics = tuple({name: value for name, value in r.metrics.items() if name != ANSWER} for r in results)
         return Score(total, parts, tuple(errors), metrics, answers)

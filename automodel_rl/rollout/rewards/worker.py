@@ -1,11 +1,11 @@
-"""A process that runs a reward function, so that a function that never returns can be ended.
+"""Process of a reward function, so that a function that never returns can be ended.
 
-python -m automodel_rl.rollout.rewards.worker FUNCTION DESCRIPTOR
+    python -m automodel_rl.rollout.rewards.worker FUNCTION DESCRIPTOR
 
-Everything goes over the connection with that file descriptor. The process first receives (options, time limit) and
-sends (kind, error). Then it receives (number, completions, examples) and sends (number, results), again and again. A
-result is (score, error, metrics), in which the metric `answer` is a text. Results are None for an async call that ran
-out of time because another one blocked the process.
+On the connection with that file descriptor, the process receives (options, time limit) and sends (kind, error). Then
+it repeatedly receives (number, completions, examples) and sends (number, results). A result is (score, error,
+metrics), where the metric `answer` is a text. Results are None for an async call that timed out because another one
+blocked the process.
 """
 
 import asyncio
@@ -28,11 +28,10 @@ from automodel_rl.rollout.rewards.options import check_options
 PR_SET_PDEATHSIG = 1
 
 PLAIN, ASYNC, BATCH = "plain", "async", "batch"
-"""Kinds of reward functions: called one after the other, many at once, or with lists of completions."""
+"""Kinds of reward functions: called one at a time, many concurrently, or with lists of completions."""
 
 Scored = tuple[float | None, str, dict[str, Any]]
-"""A score, an error text and metrics. If there is an error the score is None, or UNSCORED if the error tells nothing of
-the completion."""
+"""Score, error and metrics. With an error the score is None, or UNSCORED if the completion did not cause it."""
 
 UNSCORED = math.nan
 
@@ -45,18 +44,17 @@ OF_THE_COMPLETION = (
     TypeError,
     ValueError,
 )
-"""Errors that come from what a function was given. Others, such as OSError or those of a client of a judge, come from
-the world outside."""
+"""Errors that a function's input causes. Others, such as OSError or those of a judge's client, have external causes."""
 
 LARGEST = 1e18
-"""Largest score or metric. Squares of larger ones would overflow in deviations, and advantages in float32."""
+"""Largest score or metric. Squares of larger ones would overflow in standard deviations, and advantages in float32."""
 
 BEAT_SECONDS = 0.1
-"""Seconds between two looks of an async process at its clock, to know how long calls have blocked it."""
+"""Period of the timer that measures how long calls block an async process."""
 
 
 def main() -> None:
-    if sys.platform == "linux":  # a reward that never returns must not outlive the job
+    if sys.platform == "linux":  # a reward that hangs must not outlive the job
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(int(sys.argv[2]))
     name = sys.argv[1]
@@ -87,7 +85,7 @@ def main() -> None:
 
 
 def _with_answer(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A built-in reward that also tells the completion's answer, if it compares answers."""
+    """Makes a built-in reward that compares answers also return the completion's answer."""
     answer_of = ANSWERS.get(name)
     if answer_of is None:
         return function
@@ -100,12 +98,12 @@ def _with_answer(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kind_of(function: Callable[..., Any]) -> str:
-    """The kind of a reward function. One whose first parameter is called `completions` takes lists."""
+    """Returns the kind of a reward function. It is BATCH if the first parameter is called `completions`."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return ASYNC
     try:
         parameters = [*inspect.signature(function).parameters]
-    except ValueError:  # functions written in C may not say what they take
+    except ValueError:  # functions written in C may have no signature
         return PLAIN
     return BATCH if parameters[:1] == ["completions"] else PLAIN
 
@@ -113,7 +111,7 @@ def kind_of(function: Callable[..., Any]) -> str:
 async def _serve_together(
     connection: Connection, function: Callable[..., Any], options: dict[str, Any], time_limit: float
 ) -> None:
-    """Answers calls of an async function, each as soon as it has finished."""
+    """Runs calls of an async function concurrently."""
 
     clock = _Clock(asyncio.get_running_loop())
 
@@ -122,7 +120,7 @@ async def _serve_together(
         try:
             value = await asyncio.wait_for(function(completion, example, **options), time_limit)
         except SystemExit as error:
-            os._exit(error.code if isinstance(error.code, int) else 1)  # asyncio's threads would hold up the end
+            os._exit(error.code if isinstance(error.code, int) else 1)  # asyncio's threads would delay the exit
         except Exception as error:
             seconds = clock.now() - started
             is_late = isinstance(error, TimeoutError) and seconds >= time_limit
@@ -142,16 +140,12 @@ async def _serve_together(
         except EOFError:
             return
         task = asyncio.create_task(answer(number, completions[0], examples[0]))
-        running.add(task)  # asyncio itself keeps no strong reference
+        running.add(task)  # asyncio keeps no strong reference
         task.add_done_callback(running.discard)
 
 
 class _Clock:
-    """Measures how long calls have blocked an event loop.
-
-    Attributes:
-        blocked: seconds so far.
-    """
+    """Measures how many seconds calls have blocked an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self.now, self.blocked = loop, loop.time, 0.0
@@ -165,7 +159,6 @@ class _Clock:
 
 
 def score(function: Callable[..., Any], completion: str, example: dict[str, Any], options: dict[str, Any]) -> Scored:
-    """The result of one call."""
     try:
         value = function(completion, example, **options)
     except Exception as error:
@@ -176,7 +169,7 @@ def score(function: Callable[..., Any], completion: str, example: dict[str, Any]
 def score_batch(
     function: Callable[..., Any], completions: list[str], examples: list[dict[str, Any]], options: dict[str, Any]
 ) -> list[Scored]:
-    """The results of one call for several completions. If it fails, it fails for all of them."""
+    """Returns the results of one call for several completions, which fail together."""
     try:
         values = [*function(completions, examples, **options)]
     except Exception as error:
@@ -187,7 +180,7 @@ def score_batch(
 
 
 def checked(value: Any) -> Scored:
-    """A returned value as a result: a finite number, or a number and a mapping of metrics."""
+    """Converts a returned value: a finite number, or a number and a mapping of metrics."""
     given, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     number = _number(given)
     if number is None or not isinstance(metrics, Mapping):
@@ -201,7 +194,7 @@ def checked(value: Any) -> Scored:
 
 
 def _number(value: Any) -> float | None:
-    """A number of at most `LARGEST` as a float, else None. NumPy's and torch's count, without importing these."""
+    """Converts a number of at most `LARGEST`, also NumPy's or torch's, to float, else returns None."""
     try:
         number = float(value if isinstance(value, numbers.Real) else value.item())
     except Exception:  # not a number: no `item`, several items, or an item that is not a number
@@ -210,7 +203,7 @@ def _number(value: Any) -> float | None:
 
 
 def _blamed(error: Exception) -> float | None:
-    """What a call scores that raised: None, or UNSCORED. An OSError is of the world outside, whatever else it is."""
+    """Returns the score of a call that raised. An OSError always has an external cause."""
     return None if isinstance(error, OF_THE_COMPLETION) and not isinstance(error, OSError) else UNSCORED
 
 
@@ -219,7 +212,7 @@ def _explain(function: Callable[..., Any], error: Exception) -> str:
 
 
 def _place(function: Callable[..., Any], error: Exception) -> str:
-    """The place of an error: the innermost frame in the function's own file, since that is the user's code."""
+    """Returns the location of an error: the innermost frame in the function's own file."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     try:
         file = inspect.getfile(inspect.unwrap(function))

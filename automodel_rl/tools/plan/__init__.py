@@ -1,1 +1,1 @@
-"""`automodel-rl plan`: the memory that a layout needs, computed without GPUs and without weights."""
+"""`automodel-rl plan`: memory and time of a layout, computed without GPUs or weights."""

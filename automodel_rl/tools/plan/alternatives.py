@@ -1,4 +1,4 @@
-"""Other layouts for the same run: those that fit, the fastest first by the estimate."""
+"""Other layouts for the same run that fit, fastest first by estimate."""
 
 import itertools
 import math
@@ -21,10 +21,9 @@ from automodel_rl.tools.plan.packing import PlannedPacking, microbatches
 from automodel_rl.tools.plan.speed import Work, rough_bubble, step_seconds, tokens_of
 
 MOST_TRIED = 150
-"""Most layouts whose memory is computed."""
+"""Maximum number of layouts whose memory is computed."""
 
 BEST = 3
-"""Number of layouts that are shown."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,9 @@ class Choice:
     """A layout that fits.
 
     Attributes:
-        changes: what it changes of the config, as overrides.
+        changes: its changes to the config, as overrides.
         peak: bytes on the fullest rank.
-        seconds: estimated time of a step.
-        tokens_per_second: estimated, over all GPUs.
+        seconds, tokens_per_second: estimates, the latter over all GPUs.
     """
 
     changes: tuple[str, ...]
@@ -51,14 +49,11 @@ class Choice:
 
 
 class Search:
-    """Searches layouts of a run.
+    """Search over the layouts of a run.
 
     Args:
-        model: the model, with the config's microbatches.
-        description: describes it.
-        config: the run's config.
-        packing: how the data pack into microbatches.
-        device: the card.
+        model: memory model with the config's microbatches.
+        packing: packing of the data into microbatches.
         capacity: bytes that a step may fill.
     """
 
@@ -78,17 +73,13 @@ class Search:
         self.work = Work(self.num_tokens, attention / max(1, sum(packing.lengths)))
 
     def seconds(self, model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, bubble: float) -> float:
-        """The estimated time of a step on a layout.
-
-        Args:
-            model: the model, with microbatches of any capacity.
-            parallel, memory: the layout.
-            bubble: share of the ranks' time that the pipeline's schedule leaves idle.
-        """
+        """Estimates the step time of a layout. `model` may have any microbatch capacity; `bubble` as in
+        `step_seconds`."""
         return step_seconds(model, parallel, memory, self.work, bubble, self.device)
 
     def best(self, world_size: int) -> list[Choice]:
-        """The fastest layouts on so many GPUs that fit. Where none does, also with smaller microbatches."""
+        """Returns the fastest layouts on `world_size` GPUs that fit, with smaller microbatches if none fits
+        otherwise."""
         capacity = self.config.batch.capacity
         longest = self.config.longest_sequence or 1024
         for tokens in (capacity, capacity // 2, capacity // 4):
@@ -121,7 +112,7 @@ class Search:
     def _tried(
         self, model: MemoryModel, num_tokens: int, candidates: list[tuple[float, ParallelConfig, MemoryConfig]]
     ) -> list[Choice]:
-        """Some of the first candidates that fit."""
+        """Returns up to 2 x `BEST` of the first candidates that fit."""
         found: list[Choice] = []
         tried = 0
         for _, parallel, memory in candidates:
@@ -137,12 +128,12 @@ class Search:
                 if num_tokens != self.config.batch.capacity:
                     changes.append(f"batch.microbatch_tokens {num_tokens}")
                 found.append(Choice(tuple(changes), step.peak, seconds, self.num_tokens / seconds))
-            if len(found) == 2 * BEST or tried == MOST_TRIED:  # the rough order is nearly the final one
+            if len(found) == 2 * BEST or tried == MOST_TRIED:  # the first ranking is nearly final
                 break
         return found
 
     def _count(self, parallel: ParallelConfig, num_tokens: int) -> int:
-        """Number of microbatches of a data rank, each of at most so many tokens."""
+        """Number of microbatches per data rank, each of at most `num_tokens` tokens."""
         more = self.config.batch.capacity / num_tokens
         return math.ceil(more * microbatches(self.packing, parallel))
 
@@ -189,10 +180,6 @@ def _changes(old: ParallelConfig, new: ParallelConfig, old_memory: MemoryConfig,
 
 
 def with_layout(config: AnyRun, parallel: ParallelConfig, memory: MemoryConfig) -> AnyRun:
-    """The config with another layout.
-
-    Raises:
-        InputError: the config does not allow this layout.
-    """
+    """Returns the config with another layout. Raises InputError if the config does not allow it."""
     changed = {"parallel": parallel.model_dump(), "memory": memory.model_dump()}
     return check_config(type(config), config.model_dump() | changed)

@@ -1,4 +1,4 @@
-"""The command: plans a config's layout and prints it as tables or JSON."""
+"""Plans a config's layout and prints it as tables or JSON."""
 
 import json
 from dataclasses import asdict
@@ -24,24 +24,22 @@ from automodel_rl.tools.plan.encoders import EncoderMemory, plan_encoders
 from automodel_rl.tools.plan.packing import PlannedPacking, measure_packing, microbatches
 
 USABLE = 0.92
-"""Share of a device's memory that a step may fill. The rest is for CUDA's context, NCCL's buffers and gaps."""
+"""Share of device memory that a step may fill. The rest is for the CUDA context, NCCL buffers and fragmentation."""
 
 
 MULTIPLES = (1, 2, 4, 8, 16)
-"""Multiples of the given number of GPUs on which layouts are tried, until some fit."""
+"""Multiples of the GPU count on which layouts are searched, until some fit."""
 
 FASTER = 0.9
-"""A layout is shown as a faster one if its estimated time is at most this share of the given layout's."""
+"""Largest estimated time of a layout shown as faster, relative to the given layout."""
 
 
 def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool) -> None:
     """Prints the plan.
 
     Args:
-        config: the run's config.
-        num_gpus: number of GPUs to fill by changing dp_shard; None takes the layout as it is.
-        device: the card.
-        as_json: print one JSON object in place of tables.
+        num_gpus: number of GPUs to fill by changing dp_shard; None keeps the layout.
+        as_json: prints one JSON object instead of tables.
 
     Raises:
         InputError: the layout is not supported, or does not divide the GPUs.
@@ -94,7 +92,6 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
 
 
 def _figures(config: RunConfig, peak: int, lasting: int, phases: RolloutPhases) -> dict[str, float]:
-    """The sizes of a plan, for JSON."""
     return {
         "microbatch_tokens": config.batch.capacity,
         "world_size": config.world_size,
@@ -121,7 +118,7 @@ def _beside_text(lasting: int, busiest: int) -> str:
 
 
 def _misfit(peak: float, capacity: float, rollouts: float | None, device: Device) -> str:
-    """The verdict that training does not fit, or rollouts, if their bytes are given."""
+    """Returns the verdict that training does not fit, or, given the bytes of `rollouts`, that rollouts do not."""
     if rollouts is None:
         return (
             f"verdict: does not fit: {peak / GIB:.1f} GiB on the fullest rank, and {device.name} has "
@@ -146,7 +143,8 @@ def _phases_text(phases: RolloutPhases) -> str:
 
 
 def _others(search: Search, parallel: ParallelConfig, fits: bool, seconds: float) -> list[tuple[str, str]]:
-    """Other layouts, each with why it is shown: it fits where this one does not, perhaps on more GPUs, or is faster."""
+    """Returns other layouts, each with its reason: it is faster, or fits where this one does not, possibly on more
+    GPUs."""
     if fits:
         faster = [choice for choice in search.best(parallel.world_size) if choice.seconds < FASTER * seconds]
         return [("faster by the estimate", str(choice)) for choice in faster]
@@ -160,7 +158,7 @@ def _others(search: Search, parallel: ParallelConfig, fits: bool, seconds: float
 
 
 def _peak(step: StepPlan, encoders: dict[str, EncoderMemory], components: ComponentsConfig | None) -> int:
-    """Bytes on the fullest rank. A rank that has several components needs the sum of them."""
+    """Bytes on the fullest rank: the sum of all components on it."""
     if components is None:
         return step.peak
     beside = sum(encoder.peak for name, encoder in encoders.items() if components.is_colocated(name))
@@ -182,7 +180,6 @@ def _encoders_table(encoders: dict[str, EncoderMemory], components: ComponentsCo
 
 
 def _on_gpus(config: AnyRun, num_gpus: int | None) -> AnyRun:
-    """The config on so many GPUs, by another dp_shard; as it is for None."""
     if num_gpus is None:
         return config
     if config.components is not None:

@@ -1,4 +1,4 @@
-"""Cards that plan knows: their memory, speed and link."""
+"""Memory, speed and interconnect of known GPUs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,14 +9,13 @@ from automodel_rl.estimate.fit import GIB
 
 @dataclass(frozen=True)
 class Device:
-    """A card.
+    """A GPU model.
 
     Attributes:
-        name: its name.
-        gib: its memory as the driver reports it.
-        bf16_tflops: dense bf16 matrix products, by its maker's data sheet.
-        memory_gb_per_s: bandwidth of its memory, by the same sheet.
-        link_gb_per_s: bandwidth to its neighbours on the same host, one direction: NVLink, or PCIe where there is none.
+        gib: memory as reported by the driver.
+        bf16_tflops: dense bf16 matrix products, from the data sheet.
+        memory_gb_per_s: memory bandwidth, from the data sheet.
+        link_gb_per_s: one-way bandwidth to GPUs of the same host: NVLink, or PCIe without it.
     """
 
     name: str
@@ -45,18 +44,17 @@ _KNOWN = (
 )
 
 DEVICES = {device.name: device for device in _KNOWN}
-"""Cards by name."""
 
 
 def find_device(name: str | None, gib: float | None = None) -> Device:
-    """The card with a name, in upper or lower case, with or without RTX or dashes.
+    """Looks a GPU up by name, ignoring case and dashes; "RTX" may be omitted.
 
     Args:
-        name: the card's name; None for an H200, or for a card of `gib`.
-        gib: its memory, for a card that is not known; it then counts as fast as an H100.
+        name: None for an H200, or for an unknown GPU with `gib` of memory.
+        gib: overrides the memory; an unknown GPU then counts as fast as an H100.
 
     Raises:
-        InputError: there is no such card and no memory is given.
+        InputError: the name is unknown and no memory is given.
     """
     plain = {_plain(known): known for known in DEVICES}
     name = name or ("H200" if gib is None else f"{gib:g} GiB")

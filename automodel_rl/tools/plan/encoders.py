@@ -1,8 +1,8 @@
-"""Memory of one rank of a multimodal model's encoder in one training step.
+"""Memory of one rank of a multimodal model's encoder in a training step.
 
-Where an encoder and the language model share ranks, all media of a step are encoded before the language model's
-schedule, and their activations are kept until its end, beside the language model's. An encoder on ranks of its own
-keeps those of the microbatches that it has encoded ahead. The extra memory of one layer's backward is left out.
+An encoder that shares ranks with the language model encodes all media of a step before the language model's
+schedule, and its activations stay until the schedule ends. An encoder on separate ranks keeps the activations of the
+microbatches that it has encoded ahead. The temporary memory of one layer's backward is not counted.
 """
 
 import functools
@@ -30,7 +30,8 @@ from automodel_rl.parallel.pipeline.timeline import encoded_ahead
 from automodel_rl.tools.plan.packing import PlannedPacking, microbatches
 
 STAND_IN = "automodel_rl_plan_flash"
-"""Name of the attention stand-in. It contains "flash", so encoders pass all media in one call (model/varlen.py)."""
+"""Name of the attention stand-in. It contains "flash" so that encoders process all media in one call
+(model/varlen.py)."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class EncoderMemory:
     """Bytes on the fullest encoder rank.
 
     Attributes:
-        parameters: number of the parameters of the whole encoder, not bytes.
+        parameters: parameter count of the whole encoder, not bytes.
         weights: master copies of its shards.
-        moments: the optimizer's moments of the trained shards.
+        moments: optimizer moments of the trained shards.
         gathered: whole weights in the compute dtype.
-        gradients: whole gradients in the master dtype.
-        activations: activations of its media, kept until the language model's schedule is done.
+        gradients: whole gradients in the gradient dtype.
+        activations: kept until the language model's schedule ends.
     """
 
     parameters: int
@@ -55,7 +56,6 @@ class EncoderMemory:
 
     @property
     def peak(self) -> int:
-        """The most memory in use at one time."""
         return self.weights + self.moments + self.gathered + self.gradients + self.activations
 
 
@@ -67,15 +67,12 @@ def plan_encoders(
     packing: PlannedPacking,
     optimizer: OptimizerConfig,
 ) -> dict[str, EncoderMemory]:
-    """The memory that each encoder needs on its fullest rank.
+    """Returns the memory of each encoder on its fullest rank.
 
     Args:
-        config: the whole model's config.
-        model: the config section with its precision and what is frozen.
-        memory: the config section on recomputation and offloading.
+        config: config of the whole model.
         components: the layout.
-        packing: the microbatches of a step, and what their media are for encoders.
-        optimizer: the optimizer's config.
+        packing: the step's microbatches and media positions.
     """
     AttentionInterface.register(STAND_IN, functools.partial(attention_stand_in, ParallelConfig()))
     count = microbatches(packing, components.language.parallel)
@@ -105,14 +102,7 @@ def _memory_of(
     positions: int,
     optimizer: OptimizerConfig,
 ) -> EncoderMemory:
-    """The memory that a rank with an encoder needs.
-
-    Args:
-        part: the encoder.
-        model, memory, optimizer: as in `plan_encoders`.
-        component: the encoder's layout.
-        positions: number of positions in its layers whose activations it keeps at once.
-    """
+    """Returns the memory of a rank with an encoder that keeps the activations of `positions` positions at once."""
     compute, master, gradient = dtypes_of(model)
     sizes = [_size(part, name, p, component) for name, p in part.named_parameters()]
     trained = [size for size in sizes if size.is_trained]
@@ -130,12 +120,10 @@ def _memory_of(
 
 
 def _is_kept(part: EncoderPart) -> bool:
-    """Whether a backward goes through the encoder's layers."""
     return any(parameter.requires_grad for layer in encoder_layers(part) for parameter in layer.parameters())
 
 
 def _size(part: EncoderPart, name: str, parameter: nn.Parameter, component: EncoderComponent) -> ParameterSize:
-    """The size of an encoder's parameter on one rank."""
     module, _, kind = name.rpartition(".")
     shape = list(parameter.shape)
     dim = split_dim(part.family.tp_style(module), kind)
@@ -145,7 +133,8 @@ def _size(part: EncoderPart, name: str, parameter: nn.Parameter, component: Enco
 
 
 def _kept(part: EncoderPart, positions: int, memory: MemoryConfig, dtype: torch.dtype) -> int:
-    """Bytes that the encoder's layers keep for so many positions until their backward. Ignores that tp splits some."""
+    """Returns the bytes of activations that the encoder's layers keep for `positions` positions. Ignores tensor
+    parallelism."""
     layers = encoder_layers(part)
     layer: Any = layers[0]
     config = encoder_config(part.config, part.name)

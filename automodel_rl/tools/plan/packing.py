@@ -1,4 +1,4 @@
-"""The number of microbatches in a step, estimated by packing a sample of the user's data."""
+"""Number of microbatches per step, estimated by packing a sample of the user's data."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from automodel_rl.families.known import encoder_families
 from automodel_rl.hf.opened_model import OpenedModel
 
 SAMPLE = 512
-"""Number of examples that are tokenised and packed."""
+"""Number of examples that are tokenized and packed."""
 
 
 NO_DATA = "no data to look at"
@@ -19,15 +19,15 @@ NO_DATA = "no data to look at"
 
 @dataclass(frozen=True)
 class PlannedPacking:
-    """The packing of the user's data into microbatches.
+    """Packing of the user's data into microbatches.
 
     Attributes:
-        microbatches: number of microbatches of a step, over all data ranks.
-        efficiency: tokens / (microbatches x capacity); None if there is nothing to measure.
-        positions: number of positions that the media of a step take in the layers of each encoder, by its name; none if
-            there is nothing to measure.
-        lengths: tokens of some sequences, for the work of attention; without data, of one that fills a microbatch.
-        lacks: why lengths are not measured; empty if they are.
+        microbatches: count per step, over all data ranks.
+        efficiency: tokens / (microbatches x capacity); None if nothing was measured.
+        positions: positions per step in each encoder's layers, by encoder name; empty if nothing was measured.
+        lengths: token counts of sample sequences, for the attention estimate; without data, one that fills a
+            microbatch.
+        lacks: why lengths were not measured; empty if they were.
     """
 
     microbatches: int
@@ -38,9 +38,10 @@ class PlannedPacking:
 
 
 def measure_packing(config: RunConfig, opened: OpenedModel) -> PlannedPacking:
-    """Packs a sample of the training data. Without data or a tokenizer, assumes that every sequence fills a microbatch.
+    """Packs a sample of the training data. Without data or a tokenizer, assumes that every sequence fills a
+    microbatch.
 
-    Where completions are generated, assumes that every prompt and completion is as long as it may get.
+    Runs that generate completions are assumed to have prompts and completions of maximum length.
     """
     capacity, count = config.batch.capacity, config.sequences_per_step
     if config.generation is not None:
@@ -78,5 +79,5 @@ def measure_packing(config: RunConfig, opened: OpenedModel) -> PlannedPacking:
 
 
 def microbatches(packing: PlannedPacking, parallel: ParallelConfig) -> int:
-    """The number of microbatches of a data rank: at least one for each pipeline rank."""
+    """Number of microbatches per data rank: at least one per pipeline rank."""
     return max(parallel.pp, math.ceil(packing.microbatches / parallel.num_data_ranks))

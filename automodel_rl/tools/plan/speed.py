@@ -1,10 +1,10 @@
-"""The time of a step on a layout, estimated from matrix products, attention, messages and the pipeline's bubble.
+"""Step time of a layout, estimated from matrix products, attention, communication and the pipeline bubble.
 
-It ranks layouts; it does not replace a measurement. A step on one device takes the time of its matrix products and that
-of the memory traffic between them. Both are fitted to what was measured (benchmarks/README.md): a dense model of 1.5B
-reaches 51% to 55% of the peak of an H200 and 44% to 46% of that of an H100, which has as many FLOP/s and 0.7 of the
-bandwidth; a mixture of 3.2B reaches 32% and 25%. Messages count with the bandwidth of the link that their group spans:
-NVLink within a host, the network between hosts.
+The estimate ranks layouts; it does not replace a measurement. One device's step is the time of its matrix products
+plus that of the memory traffic between them, both fitted to measurements (benchmarks/README.md): a dense 1.5B model
+reaches 51% to 55% of the peak of an H200 and 44% to 46% of that of an H100, which has the same FLOP/s and 0.7 of the
+bandwidth; a 3.2B mixture reaches 32% and 25%. Communication counts with the bandwidth of the link that its group
+spans: NVLink within a host, the network between hosts.
 """
 
 import math
@@ -18,31 +18,31 @@ from automodel_rl.support.description import experts_per_token
 from automodel_rl.tools.plan.devices import Device
 
 PRODUCTS = {"dense": 1.25, "mixture": 1.8}
-"""Time of a step's matrix products and attention, in units of that at a device's peak, by kind of model."""
+"""Time of a step's matrix products and attention, as a multiple of the time at the device's peak, by model type."""
 
 TRAFFIC = {"dense": 0.0032, "mixture": 0.0063}
-"""Time of its memory traffic in the same units, for each FLOP/s of the peak per byte/s of the memory's bandwidth."""
+"""Time of a step's memory traffic in the same unit, per ratio of peak FLOP/s to memory bandwidth in byte/s."""
 
 WAIT = {"tp": 3e-3, "cp": 3e-3, "ep": 8e-3}
-"""Seconds for which the messages inside of a layer hold it up in the forward and backward of a microbatch, however
-short they are. With ep, the host has to learn how many tokens come."""
+"""Seconds of latency that a layer's communication adds to a microbatch's forward and backward, whatever its size. ep
+is slowest, as the host must learn how many tokens arrive."""
 
 NETWORK_GB_PER_S = 50.0
-"""Bandwidth between hosts for each GPU: 400 Gbit/s."""
+"""Bandwidth between hosts per GPU: 400 Gbit/s."""
 
 PCIE_GB_PER_S = 50.0
-"""Bandwidth to the host's memory, for moments that are kept there."""
+"""Bandwidth to host memory, for offloaded optimizer moments."""
 
 GPUS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step.
+    """Work of a step.
 
     Attributes:
         num_tokens: tokens of the global batch.
-        attention: FLOPs of attention for each token, forward and backward.
+        attention: attention FLOPs per token, forward and backward.
     """
 
     num_tokens: float
@@ -52,16 +52,8 @@ class Work:
 def step_seconds(
     model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, work: Work, bubble: float, device: Device
 ) -> float:
-    """The estimated time of a training step.
-
-    Args:
-        model: the model.
-        parallel: the layout.
-        memory: what is recomputed or offloaded.
-        work: tokens of the global batch, and the work of attention.
-        bubble: share of the ranks' time that the pipeline's schedule leaves idle.
-        device: the card.
-    """
+    """Estimates the time of a training step. `bubble` is the share of the ranks' time that the pipeline schedule
+    leaves idle."""
     kind = "mixture" if model.active_parameters < 0.9 * model.parameters else "dense"
     attention = work.attention * (RECOMPUTED["full"] if model.recomputes_attention(parallel, memory) else 1.0)
     flops = (6 * model.active_parameters * RECOMPUTED[memory.recomputed] + attention) * work.num_tokens
@@ -76,7 +68,7 @@ def step_seconds(
     of_all = share * (ranks - 1) / ranks / _link(parallel, "dp", device)
     sharded = of_all * ((2 if parallel.reshards else 1) * model.compute + model.gradient)
     moments = 2 * 2 * model.gradient * share / parallel.fsdp_size if memory.offloads_optimizer else 0.0
-    if parallel.reduces_each:  # messages of each microbatch, beside layers that compute
+    if parallel.reduces_each:  # each microbatch communicates, overlapped with compute
         busy = max(
             SHARDED["reshard" if parallel.reshards else "reduce"] * busy, sharded * own_tokens / model.microbatch_tokens
         )
@@ -87,12 +79,12 @@ def step_seconds(
 def _of_layers(
     model: MemoryModel, parallel: ParallelConfig, memory: MemoryConfig, own_tokens: float, device: Device
 ) -> float:
-    """Seconds for the messages inside of layers, of all layers of a rank."""
+    """Returns a rank's time for communication inside layers, over all its layers."""
     config = model.config
     layers, passes = config.num_hidden_layers / parallel.pp, 3 if memory.recomputed in RECOMPUTE_ALL else 2
     hidden = own_tokens / parallel.cp * config.hidden_size * model.compute
     seconds = 0.0
-    if parallel.tp > 1:  # two all-reduces a layer and pass
+    if parallel.tp > 1:  # two all-reduces per layer and pass
         seconds += 2 * passes * 2 * hidden * (parallel.tp - 1) / parallel.tp / _link(parallel, "tp", device)
     if parallel.cp > 1:
         head_dim = model.values.get("head_dim") or config.hidden_size // config.num_attention_heads
@@ -103,7 +95,7 @@ def _of_layers(
             away = own_tokens / parallel.cp * (parallel.cp - 1) / parallel.cp
             sent = passes * 2 * away * (config.num_attention_heads + kv_heads)
         seconds += sent * head_dim * model.compute / _link(parallel, "cp", device)
-    if parallel.ep > 1:  # a token goes once to each other rank with experts of its own, and a sum comes back
+    if parallel.ep > 1:  # a token is sent once to each other rank with chosen experts, and a sum returns
         met = (parallel.ep - 1) * (1 - (1 - 1 / parallel.ep) ** experts_per_token(config))
         seconds += 2 * passes * met * hidden / _link(parallel, "ep", device)
     waits = sum(wait for axis, wait in WAIT.items() if getattr(parallel, axis) > 1)
@@ -111,7 +103,7 @@ def _of_layers(
 
 
 def _link(parallel: ParallelConfig, axis: str, device: Device) -> float:
-    """Bytes a second that a group of ranks exchanges: tp has neighbouring ranks, then cp with dp_shard."""
+    """Returns the bandwidth of a group in byte/s. tp ranks are adjacent, then cp with dp_shard."""
     span = {
         "tp": parallel.tp,
         "cp": parallel.tp * parallel.cp,
@@ -122,17 +114,17 @@ def _link(parallel: ParallelConfig, axis: str, device: Device) -> float:
 
 
 def rough_bubble(parallel: ParallelConfig, num_microbatches: int) -> float:
-    """The textbook's bubble of a schedule with equal stages, for a first order of many layouts."""
+    """The textbook bubble of a schedule with equal stages, for a first ranking of many layouts."""
     extra = (parallel.pp - 1) / parallel.virtual_stages
     return extra / (max(num_microbatches, 1) + extra)
 
 
 def tokens_of(microbatches: int, capacity: int, efficiency: float | None) -> float:
-    """Tokens of the global batch.
+    """Returns the tokens of the global batch.
 
     Args:
-        microbatches: number of microbatches of all data ranks.
-        capacity: most tokens of a microbatch.
-        efficiency: share of it that is filled; None counts full ones.
+        microbatches: count over all data ranks.
+        capacity: maximum tokens of a microbatch.
+        efficiency: filled share of it; None counts full microbatches.
     """
     return math.ceil(microbatches * capacity * (efficiency or 1.0))

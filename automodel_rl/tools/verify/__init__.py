@@ -1,1 +1,1 @@
-"""`automodel-rl verify`: compares a layout with one process of plain transformers."""
+"""`automodel-rl verify`: compares a layout with plain transformers in one process."""

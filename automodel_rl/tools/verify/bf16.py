@@ -1,7 +1,7 @@
-"""Compares one step in bf16, with the kernels and compiled layers that a run takes, with the exact numbers.
+"""Compares one bf16 step, with the kernels and compiled layers of a real run, against float64.
 
-Errors of bf16 grow with a model's depth, so no fixed tolerance fits all models. Plain transformers in bf16 shows what
-is due to rounding: the layout may be twice as far from the numbers in float64.
+bf16 errors grow with model depth, so no fixed tolerance fits all models. Plain transformers in bf16 sets the scale:
+the layout's error may be twice as large.
 """
 
 from collections.abc import Iterable
@@ -23,26 +23,25 @@ from automodel_rl.tools.verify.comparison import Case, counted, microbatches_of,
 from automodel_rl.tools.verify.one_process import OneProcess
 
 ALLOWED = 2.0
-"""The largest error that counts as rounding, as a multiple of the error of plain transformers in bf16."""
+"""Largest error that counts as rounding, as a multiple of that of plain transformers in bf16."""
 
 LEAST = {"log-probabilities": 0.02, "loss": 0.005, "gradients": 0.03, "worst gradient": 0.06}
-"""What counts as rounding in any case, as plain transformers may be right by chance."""
+"""Error that always counts as rounding, as plain transformers may be accurate by chance."""
 
 LEAST_SHARE = 1e-3
-"""A tensor with less of the gradient norm is not judged alone."""
+"""Tensors with a smaller share of the gradient norm are not judged individually."""
 
 Squares = tuple[float, float]
-"""The squared norms of a difference and of the exact numbers, over all tensors."""
+"""Squared norms of a difference and of the exact values."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What is compared.
+    """Values that are compared.
 
     Attributes:
-        logprobs: log-probabilities of each of this data rank's sequences, [n].
-        loss: the loss of the step.
-        gradients: gradients by the parameters' names.
+        logprobs: one tensor [n] for each sequence of this data rank.
+        gradients: by parameter name.
     """
 
     logprobs: list[Tensor]
@@ -51,16 +50,16 @@ class Numbers:
 
 
 def compare_bf16(case: Case, memory: MemoryConfig, model: ModelConfig, folder: Path) -> dict[str, tuple[float, float]]:
-    """Runs a step in bf16 on the layout, and in bf16 and float64 in one process. A collective.
+    """Runs one step in bf16 on the layout, and in bf16 and float64 in one process. A collective.
 
     Args:
-        case: the comparison, of whose settings layout, weight of the auxiliary loss and optimizer matter here.
-        memory: the run's config section, with its compilation.
-        model: the run's config section, with its attention.
-        folder: the small checkpoint's folder.
+        case: only its layout, auxiliary-loss weight and optimizer matter here.
+        memory: the run's section, with its compilation setting.
+        model: the run's section, with its attention setting.
+        folder: the small checkpoint.
 
     Returns:
-        For each kind the error of the layout, relative to the exact numbers, and the tolerance.
+        By kind, the layout's error relative to the exact values, and the tolerance.
     """
     asked = model_of(case, folder).model_copy(update={"dtype": "bfloat16", "attention": model.attention})
     with ModelHandle.from_pretrained(asked, case.parallel, memory) as handle:
@@ -69,7 +68,7 @@ def compare_bf16(case: Case, memory: MemoryConfig, model: ModelConfig, folder: P
 
 def _compared(handle: ModelHandle, case: Case, folder: Path) -> dict[str, tuple[float, float]]:
     layout, ranks = handle.layout, range(handle.layout.parallel.num_data_ranks)
-    # Tokens of a mixture follow routes: rounding makes a router choose other experts now and then, which is no error.
+    # Tokens of a mixture follow fixed routes: rounding may change a router's choice, which is not an error.
     of_ranks = [microbatches_of(0, rank, 3, handle, replay=True) for rank in ranks]
     mine = of_ranks[layout.data_rank]
     everywhere = [microbatch for rank in of_ranks for microbatch in rank if microbatch]
@@ -126,7 +125,7 @@ def _errors(handle: ModelHandle, found: Numbers, exact: Numbers) -> dict[str, fl
 
 
 def _above_rounding(squares: dict[str, Squares]) -> list[Squares]:
-    """Those of all tensors but the few whose gradient is nothing but rounding, as of a bias that a softmax cancels."""
+    """Drops tensors whose gradient is only rounding, such as a bias that a softmax cancels."""
     total = sum(exact for _, exact in squares.values())
     return [(difference, exact) for difference, exact in squares.values() if exact > LEAST_SHARE**2 * total]
 

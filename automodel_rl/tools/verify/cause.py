@@ -1,4 +1,4 @@
-"""The likeliest cause of differences: the first thing in a step that differs, because later ones follow from it."""
+"""Likeliest cause of differences: the first thing in a step that differs, as later differences follow from it."""
 
 import itertools
 import re
@@ -17,16 +17,15 @@ ALONE = {
     "reference log-probabilities": "the reference weights: not every part is swapped, or not swapped back",
     "exported tensors": "the export: names, gathering or merging of tensors",
 }
-"""Causes of kinds of differences that are compared by themselves, outside of steps."""
+"""Causes of differences in quantities that are compared outside of steps."""
 
 
 def likeliest_cause(found: Differences, is_equal: Callable[[str, int, float], bool], parallel: ParallelConfig) -> str:
-    """A line that says where to look for the cause.
+    """Returns a line that says where to look for the cause.
 
     Args:
-        found: the differences.
         is_equal: whether (kind, step, difference) counts as equal.
-        parallel: the language model's layout.
+        parallel: layout of the language model.
     """
     steps = sorted({step for by_step in found.found.values() for step in by_step} - {NO_STEP})
     for step in steps:
@@ -44,7 +43,6 @@ def likeliest_cause(found: Differences, is_equal: Callable[[str, int, float], bo
 
 
 def _cause(different: dict[str, set[str]], found: Differences, step: int, parallel: ParallelConfig) -> str:
-    """The cause of a step's differences, found by going through them in the order in which a step computes things."""
     gradients = {kind: names for kind, names in different.items() if kind.startswith("gradient of ")}
     if "log-probabilities" in different:
         if step == 1:
@@ -83,7 +81,7 @@ def _cause_of_gradients(gradients: dict[str, set[str]], found: Differences, step
 
 
 def _stages(names: Collection[str], found: Differences, parallel: ParallelConfig) -> str:
-    """A text with the stages of tensors; empty if they are of all stages."""
+    """Text with the stages of the named tensors; empty if all stages are affected."""
     layers = _layers(names)
     if parallel.pp == 1 or not layers:
         return ""

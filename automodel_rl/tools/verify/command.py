@@ -1,4 +1,4 @@
-"""The command: verifies a config's layout on a small model of the same architecture, and prints a verdict."""
+"""Verifies a config's layout on a small model of the same architecture, and prints a verdict."""
 
 import json
 import math
@@ -27,25 +27,22 @@ from automodel_rl.tools.verify.small_model import save_random_model, shrink, shr
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest differences that count as equal.
+    """Largest differences that count as equal.
 
     Attributes:
         numbers: for everything but weights.
-        weights: for weights; None if rounding grows too much over optimizer steps to judge them.
+        weights: None if rounding grows too much over optimizer steps to judge them.
     """
 
     numbers: float
     weights: float | None
 
     def of(self, kind: str) -> float | None:
-        """The tolerance of a kind of differences; None if it is not judged."""
         return self.weights if kind == "weights" else self.numbers
 
     def judge(self, kind: str, step: int, difference: float) -> bool:
-        """Whether a difference in a step counts as equal.
-
-        If rounding grows over optimizer steps, differences of later steps always do, except those of the learning rate.
-        """
+        """Whether a difference counts as equal. Where rounding grows over optimizer steps, all later steps do,
+        except for the learning rate."""
         grows = self.weights is None and step > 1 and kind != "learning rate"
         tolerance = self.of(kind)
         return grows or tolerance is None or difference <= tolerance
@@ -53,7 +50,7 @@ class Tolerances:
 
 FLOAT64 = Tolerances(numbers=1e-9, weights=1e-8)
 FLOAT32 = Tolerances(numbers=1e-5, weights=None)
-"""Tolerances for classes that compute parts in fp32. Only the first step is judged."""
+"""Tolerances for models that compute parts in fp32. Only the first step is judged."""
 
 CAUSE_IN_BF16 = (
     "what only runs in bf16: the fused attention (model.attention=sdpa is another) or compiled layers "
@@ -62,11 +59,11 @@ CAUSE_IN_BF16 = (
 
 
 def verify(config: RunConfig, as_json: bool) -> None:
-    """Compares the config's layout with one process, and prints a verdict. A collective of the layout's ranks.
+    """Compares the config's layout with one process, and prints a verdict. A collective.
 
     Raises:
         InputError: the layout is not supported, or the model cannot be read.
-        VerificationError: the layout does not compute the numbers of one process.
+        VerificationError: the results differ.
     """
     opened = OpenedModel.open(config.model)
     components = config.components
@@ -115,7 +112,7 @@ def verify(config: RunConfig, as_json: bool) -> None:
 def case_of(
     config: RunConfig, full: PretrainedConfig, parallel: ParallelConfig, dtype: Dtype
 ) -> tuple[Case, list[str]]:
-    """The comparison for a config, and the settings left out because plain transformers has nothing like them."""
+    """Returns the comparison for a config, and the settings left out because plain transformers has no equivalent."""
     model, memory = config.model, config.memory
     left_out = ["weights of the checkpoint", *([] if in_bf16(config, full) else _of_bf16(config, full))]
     attention = model.attention
@@ -139,7 +136,7 @@ def case_of(
         left_out.append("model.num_labels (the vocabulary's head is compared)")
     case = Case(
         parallel,
-        # The last step has so many microbatches that every stage has several in flight, all of one shape.
+        # The last step has enough microbatches for several in flight on every stage, all of one shape.
         microbatches=(3, 1, max(4, 2 * parallel.num_stages + 1)),
         dtype=dtype,
         implementation=model.implementation,
@@ -157,14 +154,13 @@ def case_of(
 
 
 def in_bf16(config: RunConfig, full: PretrainedConfig) -> bool:
-    """Whether a step in bf16 is compared as well: on CUDA, where runs have kernels and compiled layers of their own."""
+    """Whether a bf16 step is also compared: on CUDA, where runs use other kernels and compiled layers."""
     model = config.model
     plain = model.implementation == "transformers" and describe_model(full).multimodal is None
     return torch.cuda.is_available() and model.dtype == "bfloat16" and plain
 
 
 def _of_bf16(config: RunConfig, full: PretrainedConfig) -> list[str]:
-    """What is left out if no step in bf16 is compared."""
     model, memory = config.model, config.memory
     left_out = [f"model.dtype={model.dtype}"]
     if model.attention != "auto" and ATTENTION[model.attention].needs_cuda:
@@ -177,7 +173,6 @@ def _of_bf16(config: RunConfig, full: PretrainedConfig) -> list[str]:
 
 
 def precision(model: ModelConfig, whole: PretrainedConfig, tp: int) -> tuple[Dtype, Tolerances]:
-    """The dtype in which a model is compared, and the tolerances."""
     if model.implementation == "nemo_automodel":
         return "float32", FLOAT32
     return "float64", FLOAT64 if is_exact(whole, tp) else FLOAT32
@@ -188,11 +183,9 @@ class Row:
     """One line of the table.
 
     Attributes:
-        kind: the kind of differences.
-        difference: the largest difference.
-        tolerance: the largest difference that counts as equal; None if the kind is not judged.
-        is_equal: whether all differences of the kind count as equal.
-        first_step: the first step in which the kind differs, from 1; None if there is none.
+        kind: kind of difference.
+        tolerance: None if the kind is not judged.
+        first_step: first step in which the kind differs, from 1; None if there is none.
     """
 
     kind: str
@@ -203,7 +196,6 @@ class Row:
 
 
 def judge(found: Differences, tolerances: Tolerances) -> list[Row]:
-    """A line for every kind of differences, from the steps that are judged."""
     rows = []
     for kind, by_step in found.found.items():
         judged = [step for step in by_step if not tolerances.judge(kind, step, math.inf)] or [*by_step]

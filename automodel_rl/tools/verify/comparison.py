@@ -1,4 +1,4 @@
-"""Compares a layout with one process: trains both on the same microbatches, and finds the largest differences."""
+"""Trains a layout and one process on the same microbatches, and records the largest differences."""
 
 import math
 import re
@@ -28,28 +28,22 @@ from automodel_rl.tools.verify.one_process import OneProcess, Training
 from automodel_rl.tools.verify.routes import RouteCheck, with_routes
 
 EPS, BETAS, WEIGHT_DECAY = 1e-3, (0.8, 0.9), 0.1
-"""Settings of the optimizer. None is a default, and all of them matter: eps is of the size of the gradients."""
+"""Optimizer settings. None is a default and each has an effect: eps is of the size of the gradients."""
 
 NO_STEP = 0
-"""The step of things that are compared once, after training."""
+"""Step number of quantities that are compared once, after training."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: the layout and everything else that is compared.
+    """One comparison.
 
     Attributes:
-        parallel: the layout.
-        microbatches: number of microbatches of each data rank in each step. The last step has an empty microbatch in
-            addition.
-        dtype, implementation, attention: settings of the model.
-        memory: the config section on recomputation and offloading.
-        replay: whether tokens of a mixture follow routes.
-        components: meshes for the components of a multimodal model, in place of `parallel`.
-        frozen: what `model.frozen` names, which is not trained.
+        microbatches: microbatches per data rank in each step. The last step has an additional empty one.
+        replay: whether a mixture's tokens follow given routes.
+        components: layout of a multimodal model, instead of `parallel`.
+        frozen: as in `model.frozen`.
         aux_loss: weight of a mixture's load-balancing loss.
-        optimizer: the optimizer's name.
-        muon: the settings of Muon.
         master_dtype: as in `ModelConfig`.
     """
 
@@ -69,7 +63,6 @@ class Case:
 
     @property
     def training(self) -> Training:
-        """The settings with which both sides train."""
         steps = len(self.microbatches)
         return Training(
             lr=1e-3,
@@ -87,14 +80,14 @@ class Case:
 
 @dataclass
 class Differences:
-    """The largest difference of every kind, by step and by tensor.
+    """Largest difference of each kind, by step and tensor.
 
-    Most are relative to the number, or to the largest entry of the tensor. "weights", "exported tensors" and "reference
-    log-probabilities" are absolute. "choices of experts" is the number of choices that were not the route's. "treatment
-    of weights" is 1 for a weight that another optimizer trains, or that decays otherwise.
+    Most are relative to the value, or to the largest entry of the tensor. "weights", "exported tensors" and
+    "reference log-probabilities" are absolute. "choices of experts" counts choices that deviate from the route.
+    "treatment of weights" is 1 for a weight with another optimizer or weight decay.
 
     Attributes:
-        found: the differences by kind, step (from 1, or `NO_STEP`) and name of the tensor ("" if there is none).
+        found: by kind, step (from 1, or `NO_STEP`) and tensor name ("" if there is none).
     """
 
     found: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
@@ -113,23 +106,21 @@ class Differences:
         return self
 
     def largest(self, kind: str, step: int | None = None) -> float:
-        """The largest difference of a kind in a step, or in any step."""
         steps = self.found[kind].values() if step is None else [self.found[kind][step]]
         return max(max(by_name.values()) for by_name in steps)
 
     @property
     def all(self) -> dict[str, float]:
-        """The largest difference of every kind in any step."""
         return {kind: self.largest(kind) for kind in self.found}
 
     @property
     def first(self) -> dict[str, float]:
-        """The largest difference of every kind in the first step, before rounding can grow over optimizer steps."""
+        """Largest difference of each kind in the first step, before rounding errors grow over optimizer steps."""
         return {kind: self.largest(kind, 1) for kind, by_step in self.found.items() if 1 in by_step}
 
 
 def make_sequences(num_sequences: int, seed: int, vocab_size: int, longest: int = 18) -> list[TokenSequence]:
-    """Random sequences of different lengths with random loss masks, at least one trained token in each."""
+    """Random sequences of different lengths and loss masks, each with at least one trained token."""
     generator = torch.Generator().manual_seed(seed)
     sequences = []
     for _ in range(num_sequences):
@@ -141,15 +132,12 @@ def make_sequences(num_sequences: int, seed: int, vocab_size: int, longest: int 
 
 
 def compare(case: Case, folder: Path, scratch: Path) -> Differences:
-    """Trains on the layout and in one process, and compares both in every step. A collective.
+    """Trains on the layout and in one process, and compares every step. A collective. Returns the largest
+    differences on any rank.
 
     Args:
-        case: the comparison to make.
-        folder: the checkpoint's folder.
+        folder: the checkpoint.
         scratch: a folder that all ranks share, for the export.
-
-    Returns:
-        The largest differences on any rank.
     """
     asked = model_of(case, folder)
     with (
@@ -181,7 +169,7 @@ def _compare(case: Case, handle: ModelHandle, folder: Path, scratch: Path) -> Di
         found.note("choices of experts", check.num_wrong if check.num_right or not handle.router_layers else math.inf)
     found.note("reference log-probabilities", swap.largest_difference())
     _compare_export(engine, scratch, found)
-    for step in range(case.training.total_steps or 0):  # also beyond the trained steps, because the rate falls further
+    for step in range(case.training.total_steps or 0):  # also beyond the trained steps, as the rate keeps falling
         rate, right = learning_rate(engine.config, step, engine.total_steps), case.training.rate(step)
         found.note("learning rate", abs(rate - right) / right)
     return Differences().merge(gather_objects(found, handle.layout.world_control))
@@ -204,11 +192,11 @@ def model_of(case: Case, folder: Path) -> ModelConfig:
 def microbatches_of(
     step: int, rank: int, num_microbatches: int, handle: ModelHandle, replay: bool
 ) -> list[list[TokenSequence]]:
-    """The sequences of a data rank's microbatches; an empty microbatch has none.
+    """Returns the sequences of a data rank's microbatches; an empty microbatch has none.
 
-    Numbers and lengths of sequences differ between ranks and microbatches, with an exception: in the first step every
-    second microbatch has the lengths of the one before, and in later steps all microbatches have the same lengths. So a
-    mix-up of microbatches of equal shape shows, too. In the first step, the last microbatch of odd ranks is empty.
+    Counts and lengths differ between ranks and microbatches, with two exceptions, so that mixed-up microbatches of
+    equal shape are detected: in the first step every second microbatch repeats the lengths of the one before, and in
+    later steps all have the same lengths. In the first step, the last microbatch of odd ranks is empty.
     """
     vocab, shape = handle.config.vocab_size, handle.router_shape
     microbatches = []
@@ -244,14 +232,13 @@ def _compare_step(
     expected: OneProcess,
     found: Differences,
 ) -> None:
-    """Trains one step on both sides and notes the differences.
+    """Trains one step on both sides and records the differences.
 
     Args:
-        step: number of the step, from 1.
-        of_ranks: the sequences of every microbatch of every data rank.
+        step: from 1.
+        of_ranks: sequences, by data rank and microbatch.
         engine: the layout's side.
-        expected: the side of one process.
-        found: the differences noted so far.
+        expected: the reference.
     """
     handle = engine.handle
     mine = [] if handle.layout.is_outsider else of_ranks[handle.layout.data_rank]
@@ -278,9 +265,9 @@ def _compare_step(
 
 
 def _compare_treatments(step: int, engine: Engine, expected: OneProcess, found: Differences) -> None:
-    """Compares which optimizer trains each weight, and its decay. Classes that compute in fp32 show it in no number."""
+    """Compares each weight's optimizer and weight decay, which differences in fp32 may be too coarse to show."""
     own = _treatments(engine.optimizer.optimizers, id)
-    right = _treatments(expected.optimizers, _storage)  # the matrices of a stack are views of it
+    right = _treatments(expected.optimizers, _storage)  # matrices of a stack are views of it
     trained = {name: parameter for name, parameter in expected.parameters() if parameter.grad is not None}
     for name, parameter in engine.handle.named_parameters():
         if name in trained and id(parameter) in own:
@@ -295,7 +282,7 @@ def _storage(tensor: Tensor) -> int:
 def _treatments(
     optimizers: Sequence[torch.optim.Optimizer], key: Callable[[Tensor], int]
 ) -> dict[int, tuple[bool, float]]:
-    """Whether AdamW trains a parameter, and its weight decay, by the parameter's key."""
+    """Maps each parameter's key to whether AdamW trains it, and its weight decay."""
     return {
         key(parameter): (isinstance(optimizer, torch.optim.AdamW), group["weight_decay"])
         for optimizer in optimizers
@@ -305,18 +292,17 @@ def _treatments(
 
 
 def packed(of_microbatches: list[list[TokenSequence]]) -> list[Microbatch]:
-    """Microbatches of these sequences; one without sequences is empty."""
     return [pack_microbatch(sequences) if sequences else empty_microbatch() for sequences in of_microbatches]
 
 
 def counted(everywhere: list[list[TokenSequence]]) -> dict[Denominator, int]:
-    """Counts of a step. The engine does not make them, because its counts are under test, too."""
+    """Token counts of a step, made independently because the engine's own counts are under test."""
     return count([pack_microbatch([sequence for microbatch in everywhere for sequence in microbatch])])
 
 
 def _backward(expected: OneProcess, microbatches: list[list[TokenSequence]], layout: Layout) -> float:
-    """The loss of one process, with its gradients in `expected`. The first rank computes both and hands them to the
-    others, which have the same weights. A collective."""
+    """Returns the reference loss and sets gradients in `expected`. The first rank computes both for all, as all have
+    the same weights. A collective."""
     is_first = layout.world_control.rank() == 0
     loss = expected.backward(microbatches) if is_first else 0.0
     gradients = {name: p.grad.cpu() for name, p in expected.parameters() if p.grad is not None} if is_first else {}
@@ -335,7 +321,7 @@ def _compare_gradients(
 ) -> None:
     handle = engine.handle
     counts = counted(everywhere)
-    # A linear loss gets its gradients in the head's forward, others in the backward.
+    # A linear loss computes its gradients in the head's forward, other losses in the backward.
     loss: LossFn = sft_loss if step % 2 else lambda outputs, microbatch: sft_loss(outputs, microbatch)
     engine.runner.forward_backward(microbatches, loss, Readout(), counts)
     right = expected.gradients()
@@ -349,7 +335,7 @@ def _compare_gradients(
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             difference = _largest(gather_whole(gradient, component.layout), right[name])
             kind = re.sub(r"^model\.|(layers|blocks)\.\d+\.", "", name)
-            # A gradient that should be zero, as of a bias that a softmax cancels, is nothing but rounding.
+            # A gradient that should be zero, as for a bias that a softmax cancels, is only rounding.
             scale = max(right[name].abs().max().item(), least)
             found.note(f"gradient of {kind}", difference / scale, step, name)
     handle.zero_grad()
@@ -359,12 +345,13 @@ LEAST_GRADIENT = 1e-6
 """A gradient whose largest entry is below this is rounding. Others are larger by orders of magnitude."""
 
 SMALL_GRADIENT = 0.1
-"""Share of the model's largest gradient, relative to which smaller ones are compared in float32. What they are summed
-from is rounded as that of larger ones: by this alone, transformers' own gpt_oss differs by 1e-4 of a bias."""
+"""Share of the model's largest gradient that is the smallest scale of relative differences in float32, as the
+summands of small gradients are rounded like those of large ones: this alone makes transformers' own gpt_oss differ
+by 1e-4 in a bias."""
 
 
 class _SwapCheck:
-    """Checks that reference weights give the log-probabilities of the start again, and are swapped back afterwards."""
+    """Checks that reference weights reproduce the initial log-probabilities, and are swapped back afterwards."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -393,7 +380,7 @@ def _compare_export(engine: Engine, scratch: Path, found: Differences) -> None:
 
 
 def _one_microbatch(handle: ModelHandle, seed: int) -> list[Microbatch]:
-    """A microbatch of two sequences, the same on every data rank. An outsider gets none."""
+    """A microbatch of two sequences, the same on every data rank; none on ranks outside the layout."""
     return [] if handle.layout.is_outsider else [pack_microbatch(_two_sequences(handle, seed))]
 
 

@@ -1,18 +1,15 @@
-"""Chooses the layout to verify. Imports nothing heavy, because the launcher asks it how many ranks to start."""
+"""Chooses the layout to verify. Imports are light, as the launcher needs the number of ranks before starting them."""
 
 from automodel_rl.config import ParallelConfig, RunConfig
 from automodel_rl.errors import InputError
 
 MOST_RANKS = 16
-"""Most local ranks that verify starts. Larger layouts lose data ranks, because more than two show nothing new."""
+"""Maximum number of local ranks. Larger layouts lose data ranks, as more than two reveal nothing new."""
 
 
 def ranks_to_verify(config: RunConfig) -> int:
-    """The number of ranks that a comparison of a config runs on.
-
-    Raises:
-        InputError: `components` names more ranks than one machine should start.
-    """
+    """Returns the number of ranks that the comparison runs on. Raises InputError if `components` needs more than
+    `MOST_RANKS`."""
     if config.components is None:
         return layout_to_verify(config.parallel).world_size
     if config.components.world_size > MOST_RANKS:
@@ -24,7 +21,7 @@ def ranks_to_verify(config: RunConfig) -> int:
 
 
 def layout_to_verify(parallel: ParallelConfig) -> ParallelConfig:
-    """The layout itself, or with fewer data ranks if it has more ranks than one machine should start."""
+    """Removes data ranks while the layout has more ranks than `MOST_RANKS`."""
     while parallel.world_size > MOST_RANKS:
         smaller = _with_fewer_data_ranks(parallel)
         if smaller is None:

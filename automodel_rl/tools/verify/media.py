@@ -1,4 +1,4 @@
-"""Random media for random sequences, with other numbers and sizes on every rank and in every microbatch."""
+"""Random media for random sequences, with different counts and sizes on every rank and in every microbatch."""
 
 import dataclasses
 
@@ -11,23 +11,22 @@ from automodel_rl.families.known import MULTIMODAL_FAMILIES, encoder_families
 from automodel_rl.tools.verify.small_model import SPECIAL_IDS
 
 ENDS = ("start", "end")
-"""The tokens around an image or a clip, in the keys of configs."""
+"""Suffixes of the config keys for the tokens around an image or clip."""
 
 NUM_COUNTS = 3
-"""Number of different counts: a sequence has 0, 1 or 2 images or clips."""
+"""Number of possible counts: a sequence has 0, 1 or 2 media items."""
 
 
 def with_media(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> TokenSequence:
-    """Adds none, one or two random images or clips to a sequence, at random places with text between them.
+    """Inserts up to two random images or clips into a text sequence, at random positions with text between them.
 
-    Tokens that break the rows of an image are text. Sometimes both are the same, which a layout encodes once and the
-    reference twice. Not for Qwen's encoders of images: they turn queries and keys in fp32, so that a sum of gradients
-    is rounded otherwise.
+    Tokens that break the rows of an image count as text. The two items are sometimes identical, which the layout
+    encodes once and the reference twice. This is skipped for encoders with rotary grids (Qwen): they rotate queries
+    and keys in fp32, so a sum of gradients would round differently.
 
     Args:
-        sequence: a sequence of text.
-        config: the whole model's config.
-        seed: the random seed, which also decides the number of images or clips.
+        config: config of the whole model.
+        seed: also determines the number of items.
     """
     generator = torch.Generator().manual_seed(seed)
     encoders = encoder_families(config).values()
@@ -58,11 +57,10 @@ def with_media(sequence: TokenSequence, config: PretrainedConfig, seed: int) -> 
 
 
 def _around(special: dict[str, int], names: tuple[str, ...], end: str) -> list[int]:
-    """The token before or after an item, if configs have one by one of these names."""
+    """The token before or after an item, if the config has one under any of these names."""
     return [special[key] for name in names if (key := f"{name}_{end}_token_id") in special][:1]
 
 
 def clips_of(sequence: TokenSequence) -> tuple[list[Tensor], list[int]]:
-    """The spectrograms of a sequence's clips, and the frames of each."""
     clips = [item for item in sequence.media if isinstance(item, Audio)]
     return [clip.load() for clip in clips], [clip.num_frames for clip in clips]

@@ -1,4 +1,4 @@
-"""A family that is not in the table yet, tried with the facts of one that is."""
+"""Tries an unsupported model family with the properties of a supported one."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from automodel_rl.hf.read import read_config
 
 
 def try_family(folder: Path, like: str) -> None:
-    """Puts a family into this process's table, with the facts of another.
+    """Adds a family to this process's tables, with the properties of another.
 
     Args:
         folder: a folder with the family's config.json.
-        like: the `model_type` whose facts it gets.
+        like: `model_type` of the other family.
 
     Raises:
-        InputError: the family is in the table already, or the other one is not.
+        InputError: the family is already supported, or the other one is not.
     """
     name = read_config(folder).model_type
     if name in FAMILIES:

@@ -1,6 +1,6 @@
-"""The reference of every comparison: plain transformers in one process, one sequence at a time, and plain optimizers.
+"""Reference of every comparison: plain transformers in one process, one sequence at a time, with plain optimizers.
 
-It shares no code with the layout. The optimizers' reference steps are written separately, too.
+It shares no code with the layout; the optimizers' reference steps are also written independently.
 """
 
 import functools
@@ -38,19 +38,19 @@ from automodel_rl.tools.verify.written_routers import routed
 
 
 def rounded(weight: Tensor, step: int, name: str) -> Tensor:
-    """A whole weight after the stochastic rounding of a step.
+    """Rounds a whole weight stochastically to bfloat16 values, as a step does.
 
     Args:
         weight: float64 [..., I].
-        step: the number of the step, from 1.
+        step: step number, from 1.
         name: the weight's name.
 
     Returns:
-        Values of bfloat16, as float64 [..., I].
+        bfloat16 values as float64 [..., I].
     """
     values = weight.detach().cpu().numpy()
     fraction, exponent = np.frexp(values)
-    near_zero = np.trunc(fraction * 2**8)  # bfloat16 has 8 bits, with the one that it does not store
+    near_zero = np.trunc(fraction * 2**8)  # bfloat16 has 8 significant bits, one of them implicit
     share = np.abs(fraction * 2**8 - near_zero)
     goes_away = share + _numbers(values.shape, step, name) / 2**16 >= 1
     found = np.ldexp(near_zero + np.sign(values) * goes_away, exponent - 8)
@@ -58,7 +58,7 @@ def rounded(weight: Tensor, step: int, name: str) -> Tensor:
 
 
 def _numbers(shape: tuple[int, ...], step: int, name: str) -> np.ndarray:
-    """Numbers from 0 to 2^16 - 1 for each place of a weight in a step."""
+    """Random integers in [0, 2^16) for each entry of a weight in a step."""
     is_end = name.endswith(("lm_head.weight", "embed_tokens.weight"))
     key = np.uint32((zlib.crc32(f"{step} {'' if is_end else name}".encode()) + 2**31) % 2**32)
     rows = np.arange(np.prod(shape[:-1], dtype=np.int64), dtype=np.uint32)
@@ -67,17 +67,17 @@ def _numbers(shape: tuple[int, ...], step: int, name: str) -> np.ndarray:
 
 
 def _murmur3(numbers: np.ndarray) -> np.ndarray:
-    """MurmurHash3's finalizer of 32 bits (github.com/aappleby/smhasher), uint32."""
+    """32-bit finalizer of MurmurHash3 (github.com/aappleby/smhasher), uint32."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         numbers = (numbers ^ (numbers >> np.uint32(shift))) * np.uint32(factor)
     return numbers
 
 
 EXAMPLE = 16
-"""Tokens of a sequence that shows what parameters are used for."""
+"""Length of the example sequences that show how parameters are used."""
 
 EXAMPLE_SEEDS = (2, 4)
-"""Seeds with which sequences have media of every kind."""
+"""Seeds for which the examples have media of every kind."""
 
 
 def written_out(
@@ -92,7 +92,8 @@ def written_out(
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention of one sequence, all in its inputs' dtype. transformers' eager attention has its softmax in fp32."""
+    """Attention of one sequence, entirely in the inputs' dtype. transformers' eager attention has its softmax in
+    fp32."""
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
@@ -111,12 +112,15 @@ def written_out(
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule (arXiv:2412.06464, eq. 10) token by token in float64, in the signature of transformers'
-    function, which computes in fp32: queries and keys [1, n, heads, K], values [1, n, heads, V], logs of decays
-    [1, n, heads], or [1, n, heads, K] (Kimi Delta Attention, arXiv:2510.26692), and rates [1, n, heads] to outputs and
-    the last state."""
+    """Gated delta rule (arXiv:2412.06464, eq. 10), token by token in float64, with the signature of transformers'
+    function, which computes in fp32.
+
+    Queries and keys are [1, n, heads, K], values [1, n, heads, V], rates `beta` [1, n, heads]. Log decays `g` are
+    [1, n, heads], or [1, n, heads, K] for Kimi Delta Attention (arXiv:2510.26692). Returns the outputs and the last
+    state.
+    """
     q, k, v, decay, rate = (tensor.double().squeeze(0) for tensor in (query, key, value, g, beta))
-    # Before 5.23 transformers repeats queries and keys for the heads of values outside of the function.
+    # Before 5.23, transformers repeats queries and keys for the value heads outside this function.
     q, k = (tensor.repeat_interleave(v.shape[1] // tensor.shape[1], dim=1) for tensor in (q, k))
     q, k = (tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6) for tensor in (q, k))
     state, outputs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), []
@@ -141,9 +145,12 @@ def state_space(
     return_final_states: bool = False,
     **_: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba-2's state space (arXiv:2405.21060, eq. 2) token by token in float64, in the signature of transformers'
-    function, which computes in fp32: inputs [1, n, heads, P], steps [1, n, heads], decays' rates [heads], B and C
-    [1, n, groups, N] to outputs, and to the last state if it is asked for."""
+    """Mamba-2 state space (arXiv:2405.21060, eq. 2), token by token in float64, with the signature of transformers'
+    function, which computes in fp32.
+
+    Inputs are [1, n, heads, P], steps `dt` [1, n, heads], decay rates `A` [heads], `B` and `C` [1, n, groups, N].
+    Returns the outputs, and the last state if requested.
+    """
     x, step, b, c = (tensor.double().squeeze(0) for tensor in (hidden_states, dt, B, C))
     step = torch.nn.functional.softplus(step + dt_bias.double()).clamp(*dt_limit)
     b, c = (tensor.repeat_interleave(x.shape[1] // tensor.shape[1], dim=1) for tensor in (b, c))
@@ -157,7 +164,8 @@ def state_space(
 
 
 def compute_rule_in_float64(layer: Any) -> None:
-    """Gives a layer of transformers with a state its own forward, with `delta_rule` or `state_space` in it."""
+    """Rebinds the forward of a transformers layer with a recurrent state, so that it calls `delta_rule` or
+    `state_space`."""
     plain = inspect.unwrap(type(layer).forward)
     rules = {
         "torch_chunk_gated_delta_rule": delta_rule,
@@ -170,14 +178,13 @@ def compute_rule_in_float64(layer: Any) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of a training. By default the learning rate is constant.
+    """Training settings. The learning rate is constant by default.
 
     Attributes:
         lr, betas, eps, weight_decay, max_grad_norm, warmup_steps, muon: as in `OptimizerConfig`.
-        optimizer: the optimizer's name.
-        total_steps: the step at which the learning rate, falling linearly after the warm-up, would reach 0; None for a
-            constant rate.
-        aux_loss: weight of the routers' load-balancing loss, which is taken over each microbatch.
+        total_steps: step at which the rate, falling linearly after the warm-up, would reach 0; None for a constant
+            rate.
+        aux_loss: weight of the load-balancing loss, which is computed per microbatch.
     """
 
     lr: float = 1e-3
@@ -193,7 +200,6 @@ class Training:
 
     @property
     def config(self) -> OptimizerConfig:
-        """The same settings for an `Engine`."""
         return OptimizerConfig(
             name=self.optimizer,
             lr=self.lr,
@@ -207,7 +213,7 @@ class Training:
         )
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step; steps are counted from 0."""
+        """Learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.total_steps is None:
@@ -216,14 +222,12 @@ class Training:
 
 
 class OneProcess:
-    """A transformers model that is trained with gradient clipping.
+    """A transformers model trained with gradient clipping.
 
     Args:
-        folder: the checkpoint's folder.
-        dtype: the dtype of weights and computation.
-        training: the settings of the training.
-        device: the device on which it computes. It must be the layout's device for an exact comparison, because
-            transformers' norms and rotary embeddings compute in fp32 even in a float64 model.
+        dtype: dtype of weights and computation.
+        device: must be the layout's device for an exact comparison: transformers computes norms and rotary
+            embeddings in fp32 even in a float64 model.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, training: Training, device: torch.device):
@@ -254,16 +258,16 @@ class OneProcess:
         self.takes_kinds = "token_type_ids" in signature(model.forward).parameters
         self.model, self.device = model.to(device), device
         self.training, self.num_steps = training, 0
-        self._in_bfloat16: dict[Tensor, str] = {}  # their names
+        self._in_bfloat16: dict[Tensor, str] = {}  # the parameters' names
         self._steps_of: Counter[Tensor] = Counter()
         self.routes: Routes | None = None  # routes of the current sequence
-        # Logits and choices of a microbatch's sequences, by layer.
+        # Logits and chosen experts of a microbatch's sequences, by layer.
         self.routed: dict[int, list[tuple[Tensor, Tensor]]] = {}
         body = self.model.get_decoder()
         if self.family.is_moe:
             for number, layer in enumerate(body.layers):
                 block = dict(layer.named_modules()).get(self.family.block)
-                if block is not None and "experts" in dict(block.named_children()):  # no dense layer
+                if block is not None and "experts" in dict(block.named_children()):  # not a dense layer
                     self._follow_routes(number, block.get_submodule(self.family.router), self.family)
 
     def _follow_routes(self, number: int, router: Any, family: Family) -> None:
@@ -272,19 +276,18 @@ class OneProcess:
             ordered = in_order(output)
             if self.routes is not None:
                 ordered = routed(family, module, inputs[0], ordered[2], self.routes.of(number).long())
-            assert ordered[0] is not None  # transformers' routers give their scores
+            assert ordered[0] is not None  # transformers' routers return their scores
             self.routed.setdefault(number, []).append((ordered[0], ordered[2]))
             return in_order_of(output, ordered)
 
         router.register_forward_hook(hook)
 
     def freeze(self, names: set[str]) -> None:
-        """Excludes the named parameters from training."""
         for name, parameter in self.parameters():
             parameter.requires_grad_(name not in names)
 
     def keep_in_bfloat16(self, names: set[str]) -> None:
-        """Gives the named parameters values of bfloat16. Each step rounds them to such values again."""
+        """Keeps the named parameters in bfloat16 values, rounding them again after each step."""
         for name, parameter in self.parameters():
             if name in names:
                 self._in_bfloat16[parameter] = name
@@ -292,11 +295,10 @@ class OneProcess:
 
     @functools.cached_property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """What takes the optimizer steps. It is made when it is first asked for."""
         return OPTIMIZERS[self.training.optimizer].reference(self.model, self.training.config, self.run_examples)
 
     def run_examples(self) -> list[Tensor]:
-        """The logits of sequences in which every parameter takes part."""
+        """Returns the logits of example sequences that involve every parameter."""
         texts = [TokenSequence(torch.arange(EXAMPLE), torch.ones(EXAMPLE, dtype=torch.bool))] * len(EXAMPLE_SEEDS)
         if self.model.config.model_type in MULTIMODAL_FAMILIES:
             pairs = zip(texts, EXAMPLE_SEEDS, strict=True)
@@ -318,7 +320,6 @@ class OneProcess:
         return torch.cat([scores.new_zeros(1), scores])
 
     def _media(self, sequence: TokenSequence) -> dict[str, Any]:
-        """The arguments of transformers' model for a sequence's images and clips."""
         dtype = next(self.model.parameters()).dtype
         found: dict[str, Any] = {}
         if any(isinstance(item, Audio) for item in sequence.media):
@@ -336,7 +337,7 @@ class OneProcess:
             found |= self._images(sequence, images, dtype)
         if not (self.takes_grids and (images or videos)):
             return found
-        # Some models find images and videos by kinds, others by tokens around them that the attention mask lets pass.
+        # Some models locate images and videos by token types, others by surrounding tokens under the attention mask.
         if not self.takes_types:
             return found | {"attention_mask": torch.ones_like(sequence.input_ids)[None].to(self.device)}
         kinds = torch.zeros_like(sequence.input_ids, dtype=torch.int32)
@@ -345,7 +346,7 @@ class OneProcess:
         return found | {"mm_token_type_ids": kinds[None].to(self.device)}
 
     def _clips(self, spectrograms: list[Tensor], num_frames: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Spectrograms filled up to the longest, and where each is heard."""
+        """Spectrograms padded to the longest, and the mask of valid frames."""
         rows = [spectrogram.mT.to(self.device, dtype) for spectrogram in spectrograms]
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).mT
         mask = torch.zeros(len(rows), padded.shape[2], dtype=torch.int64, device=self.device)
@@ -373,8 +374,8 @@ class OneProcess:
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}
 
     def _placed(self, sequence: TokenSequence, images: list[Image], pixels: list[Tensor]) -> dict[str, Any]:
-        """Embeddings of patches with their places along width and height. Each image is encoded alone: in a batch it
-        would be rounded otherwise, which many layers make a difference that shows."""
+        """Encodes patches at their x and y positions. Each image is encoded alone: batching changes the rounding,
+        which many layers amplify."""
         embeddings = []
         for image, patches in zip(images, pixels, strict=True):
             places = [(x, y) for y in range(image.grid[1]) for x in range(image.grid[2])]
@@ -387,8 +388,9 @@ class OneProcess:
         }
 
     def _masks(self, sequence: TokenSequence, images: list[Image]) -> dict[str, Tensor]:
-        """The keys that each query sees, [1, 1, n, n], by kind of layers. Only layers with windows see an image's later
-        tokens, as in Google's own code; transformers 5.18's class of the unified model lets all layers see them."""
+        """Masks [1, 1, n, n] of the keys that each query sees, by layer type. Only sliding-window layers see later
+        tokens of the same image, as in Google's code; in transformers 5.18 the class of the unified model lets all
+        layers do so."""
         place = torch.arange(len(sequence))
         ahead = place[None] - place[:, None]
         image_of = torch.full((len(sequence),), -1)
@@ -400,7 +402,7 @@ class OneProcess:
         return {kind: mask[None, None].to(self.device) for kind, mask in masks.items()}
 
     def backward(self, microbatches: list[list[TokenSequence]]) -> float:
-        """Computes gradients, and returns the loss: the mean over all trained tokens of all microbatches."""
+        """Computes gradients. Returns the loss: the mean over all trained tokens of all microbatches."""
         sequences = [sequence for microbatch in microbatches for sequence in microbatch]
         num_tokens = sum(int(s.loss_mask[1:].sum()) for s in sequences)
         total = 0.0
@@ -424,9 +426,9 @@ class OneProcess:
         return -self.logprobs(sequence)[counted].sum()
 
     def _load_balancing(self) -> Tensor:
-        """The load-balancing loss of a microbatch, summed over layers (Fedus et al., arXiv:2101.03961, eq. 4, times the
-        number of tokens): E times the sum over experts of their share of choices times their probability, summed over
-        tokens."""
+        """Load-balancing loss of a microbatch, summed over layers: E * sum over experts of (share of choices *
+        probability), with probabilities summed over tokens (Fedus et al., arXiv:2101.03961, eq. 4, times the token
+        count)."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for of_sequences in self.routed.values():
             logits = torch.cat([logits for logits, _ in of_sequences])
@@ -438,7 +440,7 @@ class OneProcess:
         return total
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients by the parameters' names. A tied head has both of its names. A parameter that takes no part in the
+        """Gradients by parameter name. A tied head appears under both names. A parameter without influence on the
         loss, such as an encoder's last layer, has zeros."""
         return {
             name: self._as_in_files(name, torch.zeros_like(p) if p.grad is None else p.grad.clone())
@@ -446,16 +448,12 @@ class OneProcess:
         }
 
     def take_gradients(self, gradients: dict[str, Tensor]) -> None:
-        """Takes the gradients that another process with the same weights has computed.
-
-        Args:
-            gradients: gradients by the parameters' names; a parameter that is not named has none.
-        """
+        """Sets gradients computed by another process with the same weights. Unnamed parameters get None."""
         for name, parameter in self.parameters():
             parameter.grad = gradients[name].to(self.device) if name in gradients else None
 
     def step(self) -> float:
-        """Clips, takes the optimizer step, drops the gradients, and returns the gradient norm before clipping."""
+        """Clips, takes an optimizer step and clears the gradients. Returns the gradient norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.max_grad_norm)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -474,12 +472,12 @@ class OneProcess:
         return {name: self._as_in_files(name, p.detach()) for name, p in self.parameters()}
 
     def _as_in_files(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor with the dims that it has in files and on the layout."""
+        """Converts a tensor to the dimension order of files and of the layout, or back."""
         is_turned = self.turns_experts and ".experts." in name and tensor.ndim == 3
         return tensor.mT if is_turned else tensor
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        """Parameters with the names that the layout uses: the language model is named as if it were the whole model."""
+        """Parameters under the layout's names, in which the language model is named like a whole model."""
         named = self.model.named_parameters(remove_duplicate=False)
         return [(name_in_layout(name), parameter) for name, parameter in named]
 

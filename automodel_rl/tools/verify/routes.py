@@ -1,4 +1,4 @@
-"""Routes computed from a token's id, position and layer, so that they can be checked wherever the token is."""
+"""Routes computed from a token's id, position and layer, so that they can be checked on any rank."""
 
 import dataclasses
 import functools
@@ -14,16 +14,14 @@ from automodel_rl.mixture.routers import RouterOutput, in_order
 from automodel_rl.model.handle import ModelHandle
 
 NUM_ROUTES = 97
-"""Number of different routes. It is a prime, so that ids, positions and layers all matter."""
+"""Number of distinct routes. A prime, so that ids, positions and layers all matter."""
 
 
 def route_of(ids: Tensor, positions: Tensor, layer: int, shape: RouterShape) -> Tensor:
     """Experts of every token in a layer, int64 [n, K]. About one token in `NUM_ROUTES` has none.
 
     Args:
-        ids, positions: ids and positions of the tokens, [n].
-        layer: the layer's number.
-        shape: the shape of the model's routes.
+        ids, positions: of the tokens, [n].
     """
     generator = torch.Generator().manual_seed(0)
     table = torch.rand(NUM_ROUTES, shape.num_experts, generator=generator).argsort(1)[:, : shape.top_k]
@@ -32,7 +30,6 @@ def route_of(ids: Tensor, positions: Tensor, layer: int, shape: RouterShape) -> 
 
 
 def with_routes(sequence: TokenSequence, shape: RouterShape) -> TokenSequence:
-    """The sequence with a route for every token but the last."""
     positions = torch.arange(len(sequence))
     experts = torch.stack([route_of(sequence.input_ids, positions, n, shape) for n in shape.layers], 1)
     experts[-1] = MISSING
@@ -40,11 +37,7 @@ def with_routes(sequence: TokenSequence, shape: RouterShape) -> TokenSequence:
 
 
 class RouteCheck:
-    """Counts the choices of experts that differ from `route_of`, in all passes and layers of this rank.
-
-    Args:
-        handle: a mixture.
-    """
+    """Counts expert choices that differ from `route_of`, over all passes and layers of this rank of a mixture."""
 
     def __init__(self, handle: ModelHandle):
         self.shape, self.num_wrong, self.num_right = handle.router_shape, 0, 0

@@ -1,4 +1,4 @@
-"""A small model of the same architecture: keeps everything that a layout depends on, and shrinks the rest."""
+"""A small model of the same architecture: keeps everything that a layout depends on and shrinks the rest."""
 
 import math
 from pathlib import Path
@@ -15,19 +15,18 @@ from automodel_rl.support.description import experts_per_token
 
 HEAD_DIM = 8
 WINDOW = 6
-"""Size of a sliding window: shorter than most sequences, so that it matters."""
+"""Sliding-window size, shorter than most sequences, so that it has an effect."""
 
 ORIGINAL_CONTEXT = 8
-"""Position from which scaled rotary embeddings are scaled: lower than most sequences' length, so that it matters."""
+"""Position from which rotary scaling applies, below the length of most sequences, so that it has an effect."""
 
 PATCH = 4
-"""Side of the encoder's patches in pixels."""
 
 MROPE_SECTION = [1, 1, 2]
 """Shares of time, height and width in half a head."""
 
 MOST_EXPERTS = 16
-"""Number of experts that are kept, since more would only take time. Raised if ep or the routing needs more."""
+"""Number of experts kept: more would only take time. Raised if ep or the routing needs more."""
 
 
 SIZES_OF_HEADS = ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "query_pre_attn_scalar")
@@ -48,7 +47,7 @@ SPECIAL_IDS = (
     "audio_start_token_id",
     "audio_end_token_id",
 )
-"""Keys of configs with ids of tokens that have a meaning."""
+"""Config keys with ids of special tokens."""
 
 
 DRAWN_BUFFERS = {
@@ -60,19 +59,17 @@ DRAWN_BUFFERS = {
     "put_min": (-1.0, -0.5),
     "put_max": (0.5, 1.0),
 }
-"""Ends of names of buffers that checkpoints hold, with bounds. They are drawn at random, for a wrong reading of zeros
-would not show."""
+"""Suffixes of persistent buffers, with bounds. They are drawn at random, as errors in reading zeros would not show."""
 
 
 def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool = False) -> PretrainedConfig:
-    """A config with the same layers, kinds of layers, grouping of heads, routing, tying and scalings.
+    """Returns a config with the same layers, layer types, head grouping, routing, weight tying and scalings.
 
-    Widths, vocabulary, window and the number of experts shrink to the least that the layout can split.
+    Widths, vocabulary, window and expert count shrink to the least that the layout can split.
 
     Args:
-        config: the config of a language model.
-        parallel: the model's layout.
-        whole_heads: whether heads keep their size, on which it depends what attention kernels there are.
+        config: config of a language model.
+        whole_heads: keep the size of heads, which decides the available attention kernels.
     """
     values = config.to_dict()
     head_dim = values.get("head_dim") or config.hidden_size // config.num_attention_heads
@@ -81,7 +78,7 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
     heads = kv_heads * min(group, 2)
     small = {
         "hidden_size": heads * (head_dim if whole_heads else HEAD_DIM),
-        # DeepSeek's config means the rotary part.
+        # In DeepSeek's config this is the rotary part.
         "head_dim": HEAD_DIM // 2 if values.get("qk_rope_head_dim") else HEAD_DIM,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads if group > 1 else heads,
@@ -118,7 +115,7 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if values.get(key):
             changed[key] = _num_experts(config, key, parallel)
-    # Small ids of special tokens, for a config class that insists on them.
+    # Small ids of special tokens, for config classes that require them.
     named = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {key: place if isinstance(values.get(key), int) else None for place, key in enumerate(named)}
     kept = {key: value for key, value in values.items() if key not in ("model_type", "architectures", "dtype")}
@@ -126,24 +123,19 @@ def shrink(config: PretrainedConfig, parallel: ParallelConfig, whole_heads: bool
 
 
 def _of_some_layers(values: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
-    """The small config's settings of single layers, and of parts that few models have.
-
-    Args:
-        values: the config's entries.
-        small: the sizes of all layers.
-    """
+    """Settings of individual layers and of rare modules in the small config. `small` holds the sizes of all layers."""
     changed: dict[str, Any] = {}
     if by_layer := values.get("num_attention_heads_per_layer"):
         fewest, heads = min(by_layer), small["num_attention_heads"]
         changed["num_attention_heads_per_layer"] = [heads * min(2, count // fewest) for count in by_layer]
-    if values.get("mamba_n_heads"):  # as many as their widths together are the inner width
+    if values.get("mamba_n_heads"):  # the heads' widths must add up to the inner width
         changed["mamba_n_heads"] = int(values["mamba_expand"] * small["hidden_size"]) // HEAD_DIM
         changed["mamba_n_groups"] = min(values["mamba_n_groups"], 2)
         changed |= {"mamba_d_ssm": changed["mamba_n_heads"] * HEAD_DIM} if values.get("mamba_d_ssm") else {}
     if values.get("linear_num_heads"):
         changed |= {"linear_num_heads": small["linear_num_key_heads"], "linear_head_dim": HEAD_DIM}
-        changed["linear_attn_config"] = {}  # where published configs have these sizes
-    if values.get("index_topk"):  # with few heads many scores are 0, and equal
+        changed["linear_attn_config"] = {}  # published configs have these sizes here
+    if values.get("index_topk"):  # with fewer heads many scores would tie at 0
         changed |= {"index_topk": WINDOW, "index_head_dim": HEAD_DIM, "index_n_heads": 32}
     if values.get("hidden_size_per_layer_input"):
         changed |= {"hidden_size_per_layer_input": HEAD_DIM, "vocab_size_per_layer_input": small["vocab_size"]}
@@ -157,7 +149,7 @@ def _of_some_layers(values: dict[str, Any], small: dict[str, Any]) -> dict[str, 
 
 
 def _rotary(values: dict[str, Any]) -> dict[str, Any]:
-    """The small config's settings of rotary embeddings. Scaled ones are scaled within short sequences already."""
+    """Rotary settings of the small config. Scaling sets in within short sequences."""
     rope = values.get("rope_parameters") or {}
     kinds = {name: kind for name, kind in rope.items() if isinstance(kind, dict)} or {"": rope}
     longest, changed = values.get("max_position_embeddings"), {}
@@ -165,7 +157,7 @@ def _rotary(values: dict[str, Any]) -> dict[str, Any]:
         if kind.get("mrope_section"):
             kind["mrope_section"] = MROPE_SECTION
             if kind.get("partial_rotary_factor", 1.0) < 1.0 and not kind.get("mrope_interleaved"):
-                kind |= {"partial_rotary_factor": 0.75, "mrope_section": [1, 1, 1]}  # the least with all three axes
+                kind |= {"partial_rotary_factor": 0.75, "mrope_section": [1, 1, 1]}  # smallest with all three axes
         if kind.get("rope_type", "default") != "default" and longest:
             original = kind.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
             changed["max_position_embeddings"] = ORIGINAL_CONTEXT * max(1, round(longest / (original or longest)))
@@ -177,12 +169,12 @@ def _rotary(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrink_multimodal(config: PretrainedConfig, parallel: ParallelConfig, tp: int) -> PretrainedConfig:
-    """A multimodal config whose components are small, but keep their numbers of layers.
+    """Shrinks every component of a multimodal config except its number of layers.
 
     Args:
-        config: the whole model's config.
-        parallel: the language model's layout.
-        tp: number of ranks that split the layers of the encoder of images.
+        config: config of the whole model.
+        parallel: layout of the language model.
+        tp: tensor-parallel size of the image encoder.
     """
     language = shrink(language_config(config), parallel)
     heads = math.lcm(2, tp)
@@ -220,7 +212,7 @@ def shrink_multimodal(config: PretrainedConfig, parallel: ParallelConfig, tp: in
     for name in encoder_families(config):
         encoder = encoder_config(config, name).to_dict()
         smaller = {key: size for key, size in small.items() if encoder.get(key) is not None}
-        if "downsample_ratio" in values and name == "vision":  # sides of an even number of patches
+        if "downsample_ratio" in values and name == "vision":  # an even number of patches per side
             smaller["image_size"] = 4 * PATCH
             kept["image_seq_length"] = int(4 * values["downsample_ratio"]) ** 2
         changed[f"{name}_config"] = {**encoder, **smaller}
@@ -228,7 +220,7 @@ def shrink_multimodal(config: PretrainedConfig, parallel: ParallelConfig, tp: in
 
 
 def _num_experts(config: PretrainedConfig, key: str, parallel: ParallelConfig) -> int:
-    """A number of experts that is enough for the routing and divisible by ep and by the groups of experts."""
+    """An expert count sufficient for the routing and divisible by ep and the number of expert groups."""
     values = config.to_dict()
     unit = math.lcm(parallel.ep, (values.get("n_group") or 1) * 2)
     needed = max(MOST_EXPERTS, 2 * experts_per_token(config) * (values.get("n_group") or 1))
@@ -236,7 +228,7 @@ def _num_experts(config: PretrainedConfig, key: str, parallel: ParallelConfig) -
 
 
 def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
-    """Writes a checkpoint with livelier weights than the default initialisation, so that differences show."""
+    """Writes a checkpoint with larger random weights than the default initialization, so that differences show."""
     generator = torch.Generator().manual_seed(0)
     kind = AutoModelForMultimodalLM if encoder_families(config) else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float64)
@@ -252,12 +244,6 @@ def save_random_model(config: PretrainedConfig, folder: Path, dtype: torch.dtype
 
 
 def draw_buffers(model: nn.Module, generator: torch.Generator) -> None:
-    """Draws the buffers that checkpoints hold, in place.
-
-    Args:
-        model: a model of transformers.
-        generator: the random numbers.
-    """
     for name, buffer in model.named_buffers():
         for bounds in (bounds for end, bounds in DRAWN_BUFFERS.items() if name.endswith(end)):
             nn.init.uniform_(buffer, *bounds, generator=generator)

@@ -1,6 +1,6 @@
-"""Routers of transformers whose tokens follow routes, written out for each kind.
+"""Replay of routes for each kind of transformers router, written out.
 
-They are a part of the reference, and share no code with the replay that it checks.
+This is part of the reference and shares no code with the replay that it checks.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,13 @@ Weighed = tuple[Tensor, Tensor]
 
 
 def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A router's output if tokens follow their routes.
+    """Computes a router's output when tokens follow given routes.
 
     Args:
-        family: the model's family.
-        router: transformers' module.
-        hidden: the tokens' hidden states, [1, n, H] or [n, H].
-        live: the experts that the router would choose, [n, K]; taken where the route has -1.
-        route: the experts of the route, [n, K].
+        router: the transformers module.
+        hidden: hidden states, [1, n, H] or [n, H].
+        live: experts that the router would choose, [n, K]; used where the route is negative.
+        route: experts of the route, [n, K].
 
     Returns:
         Logits, weights of the chosen experts, and the chosen experts.
@@ -35,7 +34,6 @@ def routed(family: Family, router: Any, hidden: Tensor, live: Tensor, route: Ten
 
 
 def _kind(family: Family, router: Any) -> Callable[[Any, Tensor, Tensor], Weighed]:
-    """How a router weighs experts, by what it has."""
     own = {*dict(router.named_parameters()), *vars(router)}
     by_sign: tuple[tuple[bool, Callable[[Any, Tensor, Tensor], Weighed]], ...] = (
         ("per_expert_scale" in own, _gemma),
@@ -52,7 +50,7 @@ def _kind(family: Family, router: Any) -> Callable[[Any, Tensor, Tensor], Weighe
 
 
 def _gemma(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
-    """Gemma 4: its scores are probabilities."""
+    """Gemma 4: scores are probabilities."""
     scores = (router.norm(hidden) * router.scale * router.scalar_root_size) @ router.proj.weight.T
     weights = scores.float().softmax(1).gather(1, chosen)
     weights = weights / weights.sum(1, keepdim=True) * router.per_expert_scale[chosen]
@@ -60,7 +58,7 @@ def _gemma(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
 
 
 def _granite(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
-    """Granite: over the chosen alone."""
+    """Granite: softmax over the chosen experts only."""
     logits = (hidden @ router.weight.T).float()
     return logits, logits.gather(1, chosen).softmax(1).to(hidden.dtype)
 
@@ -72,14 +70,14 @@ def _hunyuan(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
 
 
 def _ernie(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
-    """ERNIE: without the bias, which only affects the choice."""
+    """ERNIE: excludes the bias, which only affects the choice."""
     logits = hidden.float() @ router.weight.float().T
     weights = logits.softmax(1).gather(1, chosen)
     return logits, (weights / weights.sum(1, keepdim=True).clamp(min=router.norm_min)).to(hidden.dtype)
 
 
 def _lfm(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
-    """LFM2: sigmoids in the tokens' dtype, without the bias."""
+    """LFM2: sigmoids in the hidden states' dtype, without the bias."""
     logits = hidden @ router.weight.T
     weights = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
@@ -88,7 +86,7 @@ def _lfm(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
 
 
 def _sigmoids(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
-    """Sigmoids, as in DeepSeek-V3, without the bias, which only affects the choice."""
+    """Sigmoids as in DeepSeek-V3, without the bias, which only affects the choice."""
     own, settings = dict(router.named_parameters()), vars(router)
     names = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
     scale = next((settings[name] for name in names if name in settings), None)
@@ -111,7 +109,7 @@ def _scaled_softmax(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
 
 
 def _cohere(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
-    """Cohere: among the chosen alone."""
+    """Cohere: over the chosen experts only."""
     logits = hidden @ router.weight.T
     weights = logits.gather(1, chosen)
     if router.expert_selection_fn == "softmax":
@@ -121,7 +119,7 @@ def _cohere(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
 
 
 def _gpt_oss(router: Any, hidden: Tensor, chosen: Tensor) -> Weighed:
-    """gpt-oss: a softmax over the chosen alone."""
+    """gpt-oss: softmax over the chosen experts only."""
     logits = hidden @ router.weight.T + router.bias
     return logits, logits.gather(1, chosen).softmax(1)
 
