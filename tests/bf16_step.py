@@ -10,7 +10,7 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.tools.verify.bf16 import compare_bf16
 from automodel_rl.tools.verify.comparison import Case
 from automodel_rl.tools.verify.small_model import save_random_model, shrink
-from tests.faults.table import planted
+from tests.faults import planted
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 

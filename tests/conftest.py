@@ -1,17 +1,17 @@
 """Fixtures shared by all tests."""
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.cpu_seconds import QUICK_SECONDS, CpuSeconds
-from tests.faults.table import PLANTED, planted
-from tests.longer import is_longer
+from tests.faults import PLANTED, planted
+from tests.longer import WHOLE_FILES, is_longer
 from tests.rank_pool import RankPool
 from tests.vllm_environment import why_missing
 from tests.warm import start_children_warm
@@ -32,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(config.stash[SECONDS])
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skips files without a test of each commit, whose imports take seconds."""
+    name = str(collection_path.relative_to(UNIT.parent)) if UNIT.parent in collection_path.parents else ""
+    return True if config.option.markexpr == "not longer" and name in WHOLE_FILES else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     record = config.stash[SECONDS].record
     for item in items:
@@ -40,10 +46,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("quick")
         if is_longer(name):
             item.add_marker("longer")
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    of_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpus and not importlib.import_module("torch").cuda.is_available():
+        for item in of_gpus:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish() -> None:

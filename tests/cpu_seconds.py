@@ -38,13 +38,18 @@ class CpuSeconds:
         self.config, self.record = config, read_record()
         self.seconds: Counter[str] = Counter()
         self._problems: list[str] = []
+        self._before = 0.0
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before = seconds_of_tree(os.getpid())
         result = yield
-        self.seconds[item.nodeid.partition("[")[0].removeprefix("tests/")] += seconds_of_tree(os.getpid()) - before
+        now = seconds_of_tree(os.getpid())
+        self.seconds[item.nodeid.partition("[")[0].removeprefix("tests/")] += now - self._before
+        self._before = now
         return result
+
+    def pytest_collection_finish(self) -> None:
+        self._before = seconds_of_tree(os.getpid())
 
     @pytest.hookimpl(trylast=True)  # after those of xdist, which collects what the other processes have measured
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

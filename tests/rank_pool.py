@@ -159,7 +159,7 @@ def _answer(pipe: Connection) -> None:
     from automodel_rl.compat.process_groups import forget_meshes
     from automodel_rl.launch.process_group import leave_process_group
     from automodel_rl.launch.quiet import quiet_libraries
-    from tests.faults.table import PLANTED, planted
+    from tests.faults import PLANTED, planted
 
     quiet_libraries()
     torch.set_num_threads(1)

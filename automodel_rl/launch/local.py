@@ -28,7 +28,9 @@ def is_rank() -> bool:
 def free_port() -> int:
     """Returns a free TCP port. It is likely to stay free until a rank listens on it, as the system assigns none of
     `PORTS` to outgoing connections. Raises OSError if no port is free."""
-    for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
+    first = secrets.randbelow(len(PORTS))
+    for number in range(len(PORTS)):
+        port = PORTS[(first + number) % len(PORTS)]
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
             return port

@@ -7,8 +7,9 @@ import argparse
 import sys
 import time
 
+from tests.faults import planted
 from tests.faults.notice import noticed_by_test, noticed_by_verify
-from tests.faults.table import FAULTS, planted
+from tests.faults.table import FAULTS
 from tests.rank_pool import RankPool
 
 

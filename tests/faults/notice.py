@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.faults import PLANTED, planted
 from tests.faults.fault import Verified
-from tests.faults.table import PLANTED, planted
 from tests.processes import run_command
 
 UNFIT = re.compile(

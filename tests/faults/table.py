@@ -1,7 +1,4 @@
-"""All bugs by name, and the one that is planted."""
-
-import contextlib
-from collections.abc import Iterator
+"""All bugs by name."""
 
 from tests.faults import (
     agents,
@@ -22,9 +19,6 @@ from tests.faults import (
 )
 from tests.faults.fault import Fault
 
-PLANTED = "AUTOMODEL_RL_PLANTED_FAULT"
-"""Environment variable with the fault that tests and their ranks run with."""
-
 FAULTS: dict[str, Fault] = {
     **data_and_batches.FAULTS,
     **attention_and_head.FAULTS,
@@ -42,10 +36,3 @@ FAULTS: dict[str, Fault] = {
     **surroundings.FAULTS,
     **doors.FAULTS,
 }
-
-
-@contextlib.contextmanager
-def planted(fault: str | None) -> Iterator[None]:
-    """Puts a known bug into the package for the length of a block."""
-    with contextlib.nullcontext() if not fault else FAULTS[fault].plant():
-        yield

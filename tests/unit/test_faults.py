@@ -11,8 +11,9 @@ from unittest import mock
 
 import pytest
 
+from tests.faults import planted
 from tests.faults.fault import Verified
-from tests.faults.table import FAULTS, planted
+from tests.faults.table import FAULTS
 from tests.longer import ALL, LONGER, WHOLE_FILES, is_longer
 
 TESTS = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.tools.verify.command import FLOAT64, judge
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
-from tests.faults.table import planted
+from tests.faults import planted
 from tests.needs import needs_nemo
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model, save_tiny_multimodal_model

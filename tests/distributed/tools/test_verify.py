@@ -19,7 +19,7 @@ from automodel_rl.support.model_rules import BY_LENGTH
 from automodel_rl.tools.verify.command import verify
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
 from automodel_rl.tools.verify.layout import MOST_RANKS, layout_to_verify
-from tests.faults.table import planted
+from tests.faults import planted
 from tests.processes import run_command
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model, save_tiny_multimodal_model

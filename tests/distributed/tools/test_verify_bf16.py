@@ -13,7 +13,7 @@ from automodel_rl.tools.verify.command import verify
 from automodel_rl.tools.verify.comparison import Differences
 from tests.bf16_step import errors_in_bf16, wrong
 from tests.distributed.tools.test_verify import config_of
-from tests.faults.table import planted
+from tests.faults import planted
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
