@@ -1,6 +1,6 @@
 """Configs of supervised runs: sft, dpo, kto, reward and distill."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,7 +18,46 @@ from automodel_rl.config.losses import DPOLossConfig, KTOLossConfig, RewardLossC
 from automodel_rl.config.run import Records, RunConfig, refuse_idle_data_ranks
 
 
-class SFTConfig(RunConfig):
+class _OfSequences(RunConfig):
+    """A run whose batches are sequences."""
+
+    data: DataConfig | JudgedDataConfig
+    batch: BatchConfig
+
+    @property
+    def trained_turns(self) -> Literal["all", "last"]:
+        """Assistant turns of a chat that are trained, or that its label applies to."""
+        return self.data.train_on
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Token sequences per optimizer step, over all data ranks."""
+        return self.batch.sequences
+
+    @model_validator(mode="after")
+    def _microbatches_for_every_data_rank(self) -> Self:
+        refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
+        return self
+
+
+class _OfPairs(RunConfig):
+    """A run whose batches are pairs of completions."""
+
+    data: ExamplesConfig
+    batch: PairBatchConfig
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Token sequences per optimizer step, over all data ranks."""
+        return 2 * self.batch.pairs
+
+    @model_validator(mode="after")
+    def _microbatches_for_every_data_rank(self) -> Self:
+        refuse_idle_data_ranks("batch.pairs", self.batch.pairs, self.parallel)
+        return self
+
+
+class SFTConfig(_OfSequences):
     """A supervised fine-tuning run. `automodel-rl sft --help` lists all keys.
 
     Example:
@@ -32,18 +71,12 @@ class SFTConfig(RunConfig):
     """Supervised fine-tuning on chats."""
 
     data: DataConfig
-    batch: BatchConfig
     loss: SFTLossConfig = SFTLossConfig()
 
     @property
     def reads(self) -> Records:
         """Type of the data's records: chats or texts."""
         return "chats"
-
-    @property
-    def trained_turns(self) -> Literal["all", "last"]:
-        """Assistant turns of a chat that are trained."""
-        return self.data.train_on
 
     @property
     def compares_logprobs(self) -> bool:
@@ -55,18 +88,8 @@ class SFTConfig(RunConfig):
         """Whether the loss is the mean negative log-likelihood of the trained tokens."""
         return self.loss_function is None and self.loss.kind == "likelihood"
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Token sequences per optimizer step, over all data ranks."""
-        return self.batch.sequences
 
-    @model_validator(mode="after")
-    def _microbatches_for_every_data_rank(self) -> "SFTConfig":
-        refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
-        return self
-
-
-class DPOConfig(RunConfig):
+class DPOConfig(_OfPairs):
     """A preference-training run. `automodel-rl dpo --help` lists all keys.
 
     Example:
@@ -79,8 +102,6 @@ class DPOConfig(RunConfig):
     algorithm: Literal["dpo"] = "dpo"
     """Preference training on pairs of a chosen and a rejected completion."""
 
-    data: ExamplesConfig
-    batch: PairBatchConfig
     loss: DPOLossConfig = DPOLossConfig()
 
     precompute_reference: bool = False
@@ -97,18 +118,8 @@ class DPOConfig(RunConfig):
         """Whether a reference policy is kept."""
         return self.loss.needs_reference
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Token sequences per optimizer step, over all data ranks."""
-        return 2 * self.batch.pairs
 
-    @model_validator(mode="after")
-    def _microbatches_for_every_data_rank(self) -> "DPOConfig":
-        refuse_idle_data_ranks("batch.pairs", self.batch.pairs, self.parallel)
-        return self
-
-
-class KTOConfig(RunConfig):
+class KTOConfig(_OfSequences):
     """A run of preference training on single completions. `automodel-rl kto --help` lists all keys.
 
     Example:
@@ -122,7 +133,6 @@ class KTOConfig(RunConfig):
     """Preference training on single completions labelled good or bad (Ethayarajh et al., arXiv:2402.01306)."""
 
     data: JudgedDataConfig
-    batch: BatchConfig
     loss: KTOLossConfig = KTOLossConfig()
 
     @property
@@ -131,23 +141,12 @@ class KTOConfig(RunConfig):
         return "judged"
 
     @property
-    def trained_turns(self) -> Literal["all", "last"]:
-        """Assistant turns of a chat that the label applies to."""
-        return self.data.train_on
-
-    @property
     def needs_reference(self) -> bool:
         """True: the loss compares with the reference policy."""
         return True
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Token sequences per optimizer step, over all data ranks."""
-        return self.batch.sequences
-
     @model_validator(mode="after")
-    def _sizes(self) -> "KTOConfig":
-        refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
+    def _prompts_to_compare(self) -> "KTOConfig":
         if self.loss.reference_point == "batch" and self.batch.sequences < 2:
             raise ValueError(
                 "batch.sequences=1: the reference point comes from completions of other prompts: use at least 2, or "
@@ -156,7 +155,7 @@ class KTOConfig(RunConfig):
         return self
 
 
-class RewardModelConfig(RunConfig):
+class RewardModelConfig(_OfPairs):
     """A run that trains a reward model. `automodel-rl reward --help` lists all keys.
 
     Example:
@@ -170,7 +169,6 @@ class RewardModelConfig(RunConfig):
     """A reward model from pairs of a chosen and a rejected completion (Bradley-Terry)."""
 
     data: RankedDataConfig
-    batch: PairBatchConfig
     loss: RewardLossConfig = RewardLossConfig()
 
     @model_validator(mode="before")
@@ -200,18 +198,8 @@ class RewardModelConfig(RunConfig):
         """False: there are no log-probabilities."""
         return False
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Token sequences per optimizer step, over all data ranks."""
-        return 2 * self.batch.pairs
 
-    @model_validator(mode="after")
-    def _microbatches_for_every_data_rank(self) -> "RewardModelConfig":
-        refuse_idle_data_ranks("batch.pairs", self.batch.pairs, self.parallel)
-        return self
-
-
-class DistillConfig(RunConfig):
+class DistillConfig(_OfSequences):
     """A distillation run. `automodel-rl distill --help` lists all keys.
 
     Example:
@@ -225,7 +213,6 @@ class DistillConfig(RunConfig):
     """Distillation of teachers into a student, on chats."""
 
     data: DataConfig
-    batch: BatchConfig
     teachers: Annotated[dict[str, TeacherConfig], Field(min_length=1)]
     """Teachers, by names of your choice. Each teaches the data sources that it lists."""
 
@@ -237,26 +224,11 @@ class DistillConfig(RunConfig):
         return "chats"
 
     @property
-    def trained_turns(self) -> Literal["all", "last"]:
-        """Assistant turns of a chat that are trained."""
-        return self.data.train_on
-
-    @property
     def further_models(self) -> dict[str, FurtherModel]:
         """The teachers on the run's ranks, by name."""
         return local(self.teachers, self.model)
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Token sequences per optimizer step, over all data ranks."""
-        return self.batch.sequences
-
     @model_validator(mode="after")
     def _teachers_can_tell(self) -> "DistillConfig":
         check_can_compare(self.teachers, self.loss, self.loss.temperature)
-        return self
-
-    @model_validator(mode="after")
-    def _microbatches_for_every_data_rank(self) -> "DistillConfig":
-        refuse_idle_data_ranks("batch.sequences", self.batch.sequences, self.parallel)
         return self
