@@ -40,13 +40,17 @@ class Echo(RankGenerator):
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         self.asked += requests
         completions: list[Future[Completion]] = [Future() for _ in requests]
-        self.submitted.append((requests, completions))
         if self.works_alone:
-            threading.Thread(target=self.write, daemon=True).start()
+            threading.Thread(target=self._write, args=(requests, completions), daemon=True).start()
+        else:
+            self.submitted.append((requests, completions))
         return completions
 
     def write(self) -> None:
-        requests, completions = self.submitted.pop(0)
+        while self.submitted:
+            self._write(*self.submitted.pop(0))
+
+    def _write(self, requests: Sequence[Request], completions: "Sequence[Future[Completion]]") -> None:
         try:
             self.complete(requests, lambda place, completion: completions[place].set_result(completion))
         except Exception as error:
