@@ -1,6 +1,7 @@
 """Rewards for tests, in a module that imports little, for a process of its own imports it."""
 
 import os
+import re
 
 
 def vowels(completion: str, example: dict) -> float:
@@ -44,5 +45,6 @@ def vowels_or_error(completion: str, example: dict) -> float:
 def turns(completion: str, example: dict) -> float:
     """The number of turns of a conversation, whose last one is the completion."""
     written = [message["content"] for message in example["messages"] if message["role"] == "assistant"]
-    assert written[-1] == completion
+    plain = re.sub(r"<\|\w+\|>", "", completion)  # contents of messages have no special tokens
+    assert written[-1] == plain, (written[-1], completion)
     return float(len(written))

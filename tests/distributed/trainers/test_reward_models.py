@@ -22,8 +22,8 @@ def make_judge(ranks: RankPool, workspace: Path, tmp_path_factory: pytest.TempPa
 
 def values(workspace: Path, output: Path, judge: Path, **changes: Any) -> Settings:
     rewards = [{"model": str(judge)}]
-    settings = settings_of("grpo", workspace, output, rewards=rewards, loss={}, length={"steps": 8})
-    settings["optimizer"]["lr"] = 3e-3
+    settings = settings_of("grpo", workspace, output, rewards=rewards, loss={}, length={"steps": 12})
+    settings["optimizer"]["lr"] = 1e-2
     settings["rollout"] |= {"prompts": 16, "group_size": 4}
     settings["batch"] = {"microbatch_tokens": 512}
     return settings | changes
