@@ -128,6 +128,6 @@ def unrecorded(seconds: dict[str, float], record: dict[str, float]) -> list[str]
         return []
     return [
         f"tests without a record take {sum(new.values()):.1f} CPU seconds, and at most {MOST_UNRECORDED:.0f} are "
-        "allowed: shorten them, move some to tests/longer.py, or record them with pytest --record-durations MACHINE",
+        "allowed: shorten them, move some to tests/longer.toml, or record them with pytest --record-durations MACHINE",
         *(f"{spent:8.1f} s {name}" for name, spent in sorted(new.items(), key=lambda pair: -pair[1])[:20]),
     ]

@@ -20,8 +20,8 @@ from automodel_rl.generators.joined_members import JoinedMembers, WayIn
 from automodel_rl.generators.joining_messages import IsReading, Leaving, MessageConnection
 from automodel_rl.generators.meeting import Meeting
 from automodel_rl.generators.member import Member, name_of
+from automodel_rl.generators.pending_requests import Assignment, PendingRequest, divide
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.generators.tasks import Assignment, Task, divide
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.background import in_thread
 from automodel_rl.launch.flight import flight
@@ -76,7 +76,7 @@ class Fleet:
         self._news = threading.Condition()  # guards what follows, and all members and submissions
         self._numbers = itertools.count(1)
         self._assignments: dict[int, Assignment] = {}
-        self._held: list[Task] | None = None
+        self._held: list[PendingRequest] | None = None
         self._homes: dict[int, Member] = {}  # who has a conversation's beginning cached
         self._joined: JoinedMembers | None = None
         self._way_in: WayIn | None = None
@@ -175,7 +175,7 @@ class Fleet:
             A future for each request. It raises RolloutError if all members are lost. Its callbacks run in threads of
             the fleet and must not block.
         """
-        tasks = [Task(request) for request in requests]
+        tasks = [PendingRequest(request) for request in requests]
         self._begin(tasks)
         return [task.completion for task in tasks]
 
@@ -245,7 +245,7 @@ class Fleet:
         Args:
             requests: the completions to write.
         """
-        tasks = {member: [Task(request, only=member) for request in requests] for member in self.members}
+        tasks = {member: [PendingRequest(request, only=member) for request in requests] for member in self.members}
         for own in tasks.values():
             self._begin(own)
         for own in tasks.values():
@@ -442,12 +442,12 @@ class Fleet:
                 if member.number in lost:
                     self._lose(member, lost[member.number])
 
-    def _begin(self, tasks: Sequence[Task]) -> None:
+    def _begin(self, tasks: Sequence[PendingRequest]) -> None:
         with self._news:
             self._assign(tasks)
             self._news.notify_all()  # `_write_until_done` may wait for something to write
 
-    def _assign(self, tasks: Sequence[Task]) -> None:
+    def _assign(self, tasks: Sequence[PendingRequest]) -> None:
         """Gives tasks to members. The turns of a conversation stay with its member as long as that is there."""
         if self._held is not None:
             self._held += tasks
@@ -459,7 +459,7 @@ class Fleet:
         if not available:
             self._hold_or_fail(tasks, candidates)
             return
-        shares: dict[Member, list[Task]] = {}
+        shares: dict[Member, list[PendingRequest]] = {}
         fresh = []
         for task in tasks:
             conversation = task.request.conversation
@@ -478,7 +478,7 @@ class Fleet:
             self._assignments[number] = Assignment(member, len(own), dict(enumerate(own)))
             member.ask(number, [task.request for task in own])
 
-    def _hold_or_fail(self, tasks: Sequence[Task], candidates: Sequence[Member]) -> None:
+    def _hold_or_fail(self, tasks: Sequence[PendingRequest], candidates: Sequence[Member]) -> None:
         """Keeps tasks that no member can write until one joins, or fails them if none can."""
         if self._joined is not None and tasks[0].only is None:
             self._joined.hold(tasks)

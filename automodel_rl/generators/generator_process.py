@@ -113,7 +113,7 @@ class GeneratorProcess(RankGenerator):
                 raise NotStartedError(f"it answered {name_of(other)} where start was due")
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
-        """As `Generator.submit`.
+        """See `Generator.submit`.
 
         Raises:
             ChildEndedError: the process is gone.

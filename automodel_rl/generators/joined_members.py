@@ -15,8 +15,8 @@ from automodel_rl.generator_messages import UseVersion
 from automodel_rl.generators.joining import JoiningDoor
 from automodel_rl.generators.joining_messages import MessageConnection, Welcome
 from automodel_rl.generators.member import Member
+from automodel_rl.generators.pending_requests import PendingRequest
 from automodel_rl.generators.run_places import WeightsGiven, run_key
-from automodel_rl.generators.tasks import Task
 from automodel_rl.weight_sync.version_server import VersionServer
 
 LOOKS = 10
@@ -118,7 +118,7 @@ class JoinedMembers:
         self.vocab_size = vocab_size
         self.command = f"{command} --evaluate" if evaluate else command
         self.version: UseVersion | None = None
-        self.waiting: list[Task] = []
+        self.waiting: list[PendingRequest] = []
         self.is_given_up = self.is_closed = False
         self._alone_since = self._waiting_since = time.monotonic()
         self._last_problem = ""
@@ -155,13 +155,13 @@ class JoinedMembers:
         if is_last:
             self._alone_since = time.monotonic()
 
-    def hold(self, tasks: Sequence[Task]) -> None:
+    def hold(self, tasks: Sequence[PendingRequest]) -> None:
         """Keeps tasks until a member joins."""
         if not self.waiting:
             self._waiting_since = time.monotonic()
         self.waiting += tasks
 
-    def give_up(self) -> list[Task]:
+    def give_up(self) -> list[PendingRequest]:
         """Returns the tasks that have waited too long for a member, now that none is there."""
         if time.monotonic() - max(self._alone_since, self._waiting_since) < self.longest_wait:
             return []

@@ -220,7 +220,7 @@ class RankGenerator(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
-        """As `Generator.submit`."""
+        """See `Generator.submit`."""
 
     def write(self) -> None:
         """Writes what was submitted, in the calling thread. Only a generator that does not work alone has to."""

@@ -49,8 +49,7 @@ HOW: dict[Adapters, str] = {"merged": ", with its adapters merged in"}
 
 
 def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters: Adapters = "peft") -> None:
-    """Writes the folder that a run would write as `final/` after the checkpoint's step, or a model with plain
-    weights.
+    """Writes the `final/` that a run would write after the checkpoint's step, or a model with plain weights.
 
     Memory holds one tensor of the model at a time, the contents of one file, and all adapters.
 

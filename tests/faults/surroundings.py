@@ -402,6 +402,10 @@ FAULTS: dict[str, Fault] = {
         _changes_ored,
         "distributed/weight_sync/test_published.py::test_damage_is_noticed_and_an_older_version_is_still_there",
     ),
+    "losses of generators not counted against their requests": Fault(
+        lambda: patch("generators.pending_requests.PendingRequest.count_loss", lambda task, member: True),
+        "unit/generators/test_fleet.py::test_a_request_with_which_generators_are_lost_does_not_take_all_of_them",
+    ),
     "generators that have joined told no new version": Fault(
         lambda: patch("generators.fleet.Fleet._tell_version", lambda *_: None),
         f"{JOINED}::test_requests_are_dealt_and_say_who_wrote_them",

@@ -71,7 +71,7 @@ class Conversations:
         return Episode(request, prompt.messages, environment, self._codec, self._limits)
 
     def submit(self, generator: Generator, episodes: Sequence[Episode]) -> "list[Future[Completion]]":
-        """As `EpisodeDriver.submit`."""
+        """See `EpisodeDriver.submit`."""
         return self._driver.submit(generator, episodes)
 
     def close(self) -> None:

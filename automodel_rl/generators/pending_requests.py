@@ -18,7 +18,7 @@ at any time."""
 
 
 @dataclass(eq=False)
-class Task:
+class PendingRequest:
     """A request and the future of its completion.
 
     Attributes:
@@ -54,7 +54,7 @@ class Assignment:
 
     member: Member
     size: int
-    open: dict[int, Task]
+    open: dict[int, PendingRequest]
     since: float = field(default_factory=time.monotonic)
 
     def silence(self, now: float) -> float:
