@@ -392,7 +392,7 @@ BY_FILE: dict[str, dict[str, tuple[str, ...] | Set[str]]] = {
         "test_it_judges_what_a_policy_writes": ALL,
         "test_a_teacher_behind_vllm_teaches_what_it_does_on_the_ranks": ALL,
         "test_a_teacher_behind_tinkers_api_teaches_what_it_does_on_the_ranks": ALL,
-        "test_bad_input_is_one_line_and_writes_nothing": ("api is for", "servers give", "use tokens_of"),
+        "test_bad_input_is_one_line_and_writes_nothing": ("api is for", "servers return", "use tokens_of"),
         "test_what_servers_cannot_tell_is_one_line": ALL,
     },
     "distributed/trainers/test_resume.py": {
