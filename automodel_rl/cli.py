@@ -250,11 +250,13 @@ def _generate(arguments: list[str]) -> int:
     fraction, rest = _take_positive("--memory-fraction", rest)
     evaluates, rest = _take_flag("--evaluate", rest)
     if joined is None or rest:
-        given = f"generate {rest[0]}: is not known; " if rest else ""
+        given = f"generate {rest[0]}: unknown argument; " if rest else ""
         raise InputError(f"{given}generate takes the folder that a run publishes to: automodel-rl generate --join DIR")
     place, key_file = joined, Path(key) if key else None
     if fraction is not None and (fraction > 1 or python is None):
-        raise InputError(f"--memory-fraction {fraction:g}: is vLLM's share of a GPU's memory, at most 1, with --vllm")
+        raise InputError(
+            f"--memory-fraction {fraction:g}: must be vLLM's share of a GPU's memory, at most 1, with --vllm"
+        )
 
     def work() -> None:
         from automodel_rl.generators.joined import OwnChoice, generate
@@ -273,7 +275,7 @@ LONGEST_WAIT = 30.0
 def _take_resume(arguments: list[str]) -> tuple[str, list[str]]:
     given, rest = _take_option("--resume", arguments)
     if given not in (None, "auto", "never") and not Path(given).is_dir():
-        raise InputError(f"--resume {given}: is neither auto, never nor the folder of a checkpoint")
+        raise InputError(f"--resume {given}: must be auto, never or the folder of a checkpoint")
     return given or "never", rest
 
 
@@ -317,7 +319,7 @@ def _export(arguments: list[str]) -> int:
     merge, arguments = _take_flag("--merge", arguments)
     per_expert, arguments = _take_flag("--per-expert", arguments)
     if merge and per_expert:
-        raise InputError("--merge and --per-expert: a merged model has no adapters: leave one of them out")
+        raise InputError("--merge and --per-expert: a merged model has no adapters: remove one of them")
     if len(arguments) < 2 or arguments[1].startswith("-"):
         raise InputError("export takes a checkpoint and a new folder: automodel-rl export RUN/checkpoints/step_100 OUT")
     hold_lifeline()
@@ -340,7 +342,7 @@ def _verify_checkpoint(arguments: list[str]) -> int:
 def _doctor(arguments: list[str]) -> int:
     python, rest = _take_vllm(arguments)
     if rest:
-        raise InputError(f"doctor {rest[0]}: takes nothing but --vllm PYTHON")
+        raise InputError(f"doctor {rest[0]}: takes only --vllm PYTHON")
     from automodel_rl.tools.doctor import doctor
 
     return EXIT_OK if doctor(python) else EXIT_FAILURE
@@ -368,8 +370,8 @@ def _watch(arguments: list[str]) -> int:
 
     with RunServer([Path(folder) for folder in folders], port) as server:
         for folder in (folder for folder in folders if not Path(folder).is_dir()):
-            print(f"{folder}: not there yet; the page waits for it")
-        print(f"{server.url} shows the runs as they go on; Ctrl-C ends this", flush=True)
+            print(f"{folder}: does not exist yet; the page waits for it")
+        print(f"{server.url} shows the runs as they progress; Ctrl-C exits", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
     return EXIT_OK
@@ -395,7 +397,9 @@ def _verify(arguments: list[str]) -> int:
     on_ray = _chosen_cluster(launcher, config.launch) if launcher == "ray" else None
     if on_ray is not None:
         if as_json:
-            raise InputError("--json with --launcher ray: the driver prints lines of its own between: leave one out")
+            raise InputError(
+                "--json with --launcher ray: the driver prints its own lines in between: remove one of them"
+            )
         return _on_cluster(on_ray, ["verify", *arguments], num_ranks, lambda cluster: cluster.run())
     if not is_rank() and num_ranks > 1:
         return run_local_ranks([sys.executable, "-m", "automodel_rl", "verify", *arguments], num_ranks)
@@ -487,7 +491,7 @@ def _tasks(arguments: list[str]) -> int:
 def _take_vllm(arguments: list[str]) -> tuple[str | None, list[str]]:
     python, rest = _take_option("--vllm", arguments)
     if python is not None and not Path(python).is_file():
-        raise InputError(f"--vllm {python}: is no file: give the interpreter of an environment with vLLM")
+        raise InputError(f"--vllm {python}: is not a file: pass the interpreter of an environment with vLLM")
     return python, rest
 
 

@@ -79,7 +79,7 @@ def check_place(folder: Path, named: str) -> None:
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise InputError(f"{named}: {existing} is not a folder one can write to: choose another")
+        raise InputError(f"{named}: {existing} is not a writable folder: choose another")
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         InputError: the folder exists, or cannot be written.
     """
     if os.path.lexists(folder):
-        raise InputError(f"{folder}: exists already; the command makes its own folder, so name a new one")
+        raise InputError(f"{folder}: already exists; the command creates its own folder, so name a new one")
     check_place(folder, str(folder))
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     try:

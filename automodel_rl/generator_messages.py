@@ -227,7 +227,7 @@ class Call(Message):
 
     def __post_init__(self) -> None:
         if self.verb not in VERBS:
-            raise ProtocolError(f"there is no verb {self.verb}")
+            raise ProtocolError(f"unknown verb {self.verb}")
         names, _ = VERBS[self.verb]
         if len(names) != len(self.arguments):
             raise ProtocolError(
@@ -298,7 +298,7 @@ def receive_start(connection: Connection) -> Start:
 
     Raises:
         ProtocolError: rank and process have different protocols.
-        EOFError: the rank is gone.
+        EOFError: the rank has exited.
     """
     try:
         message = connection.recv()
@@ -311,11 +311,11 @@ def receive_start(connection: Connection) -> Start:
 
 def unknown(message: object) -> ProtocolError:
     """Returns the error for a message that its receiver does not handle, or not at this point."""
-    return ProtocolError(f"the generator got {name_of(message)}, which it does not know, or not at this point")
+    return ProtocolError(f"the generator received an unknown or unexpected message: {name_of(message)}")
 
 
 OTHER_VERSION = (
-    "the rank and its generator's process have different versions of automodel_rl/generator_messages.py: start again"
+    "the rank and its generator's process have different versions of automodel_rl/generator_messages.py: restart"
 )
 
 

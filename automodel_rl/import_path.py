@@ -15,5 +15,5 @@ def import_function(key: str, path: str) -> Callable:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         module, _, _ = module.removesuffix(".py").replace("/", ".").partition(":")
-        hint = f": give {module}:{name}" if path.partition(":")[0] != module else f"; looked in {os.getcwd()} first"
+        hint = f": use {module}:{name}" if path.partition(":")[0] != module else f"; looked in {os.getcwd()} first"
         raise InputError(f"{key}={path}: cannot import it ({error}){hint}") from None

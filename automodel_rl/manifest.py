@@ -73,12 +73,11 @@ def read_manifest(folder: Path) -> dict[str, StoredFile]:
     try:
         values = json.loads(file.read_text())
         if values["hash"] != hash_values(values["files"]):
-            raise ValueError("its hash is another")
+            raise ValueError("hash mismatch")
         return {inner_name(name): StoredFile(**stored) for name, stored in values["files"].items()}
     except FileNotFoundError:
         raise InputError(
-            f"{folder}: no {MANIFEST}, so nothing says what its files were: only folders that a run or export has "
-            "written have one"
+            f"{folder}: no {MANIFEST} to compare the files with: only folders written by a run or export have one"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
@@ -103,8 +102,8 @@ def check_exported(folder: Path, *, whole: bool) -> dict[str, StoredFile]:
     problem = first_difference(folder, files, files, HASHED_AT_START if not whole else None)
     if problem is not None:
         raise InputError(
-            f"{folder / problem[0]}: {problem[1]}: copy it again or, if the change is meant, remove {MANIFEST}, which "
-            "names the files as they were written"
+            f"{folder / problem[0]}: {problem[1]}: copy it again or, if the change is intended, remove {MANIFEST}, "
+            "which lists the files as written"
         )
     return files
 
@@ -125,5 +124,5 @@ def first_difference(
         if size != written.bytes:
             return name, f"has {size} bytes but was written with {written.bytes}"
         if (largest is None or size <= largest) and hash_file(path).hash != written.hash:
-            return name, "differs from what was written (its hash is another)"
+            return name, "differs from what was written (hash mismatch)"
     return None

@@ -35,9 +35,9 @@ def why_foreign(bound: str, host: str, origin: str | None) -> str:
     except ValueError:
         name = None
     if is_loopback(bound) and name not in (*LOOPBACK, bound):
-        return f"the header Host is {host!r:.80}, and this server is 127.0.0.1 or localhost: use that address"
+        return f"the header Host is {host!r:.80}, but this server is 127.0.0.1 or localhost: use that address"
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-        return f"the header Origin is {origin!r:.80}: pages of other sites are not served"
+        return f"the header Origin is {origin!r:.80}: pages of other sites are not allowed"
     return ""
 
 

@@ -105,7 +105,7 @@ class Batch:
             ValueError: the number of entries or the length of a tensor does not match the rows.
         """
         if len(values) != len(self):
-            raise ValueError(f"{name} has {len(values)} entries for {len(self)} rows: give one for each row")
+            raise ValueError(f"{name} has {len(values)} entries for {len(self)} rows: pass one for each row")
         of_rows = zip(values, self.sequences, strict=True)
         pieces = [value.expand(len(sequence)) if value.ndim == 0 else value for value, sequence in of_rows]
         self.sequences = [

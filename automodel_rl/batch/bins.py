@@ -98,7 +98,7 @@ def share_bins(costs: Sequence[float], num_shares: int) -> list[list[int]]:
     data rank, most expensive first."""
     per_share = len(costs) // num_shares
     if per_share * num_shares != len(costs):
-        raise ValueError(f"{len(costs)} bins cannot be dealt evenly to {num_shares} data ranks")
+        raise ValueError(f"{len(costs)} bins cannot be divided evenly among {num_shares} data ranks")
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     heap = [(0.0, rank) for rank in range(num_shares)]
     for place in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -165,7 +165,7 @@ def deal_rows(
     microbatches of each data rank, the same number for all, each as the indices of its sequences. Other arguments and
     errors are those of `pack`."""
     if len(lengths) % together:
-        raise ValueError(f"{len(lengths)} sequences are not whole groups of {together}")
+        raise ValueError(f"{len(lengths)} sequences do not form whole groups of {together}")
     groups = [lengths[start : start + together] for start in range(0, len(lengths), together)]
     of_groups = [*map(sum, groups)]
     for place, length in enumerate(of_groups):

@@ -221,8 +221,8 @@ def check_media(media: Sequence[Media], num_tokens: int) -> None:
     for number, item in enumerate(media):
         if item.start < end or item.num_tokens < 1 or item.start + item.num_tokens > num_tokens:
             raise ValueError(
-                f"media {number} has tokens {item.start} to {item.start + item.num_tokens - 1} of {num_tokens}: "
-                "images and clips lie within the sequence, in order and apart"
+                f"media {number} has tokens {item.start} to {item.start + item.num_tokens - 1} of {num_tokens}: images "
+                "and clips must lie within the sequence, in order and without overlap"
             )
         end = item.start + item.num_tokens
 

@@ -62,10 +62,12 @@ class TokenSequence:
         _check_tensor("loss_mask", self.loss_mask, torch.bool, "True for the tokens that count")
         check_media(self.media, len(self))
         if self.routes is not None and len(self.routes) != len(self):
-            raise ValueError(f"routes have {len(self.routes)} rows for {len(self)} tokens: a row for each is needed")
+            raise ValueError(f"routes have {len(self.routes)} rows for {len(self)} tokens: expected one row per token")
         for name, tensor in {"loss_mask": self.loss_mask, **self.values}.items():
             if not isinstance(tensor, Tensor):
-                raise ValueError(f"{name} is a {type(tensor).__name__}: a torch tensor is needed, one entry a token")
+                raise ValueError(
+                    f"{name} is a {type(tensor).__name__}: expected a torch tensor with one entry per token"
+                )
             if tensor.shape[:1] != self.input_ids.shape or tensor.ndim > 2:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)} but input_ids {tuple(self.input_ids.shape)}: "
@@ -191,18 +193,18 @@ def check_sequences(sequences: Sequence[TokenSequence], places: Sequence[int]) -
     entries per token. `places` are indices for error messages."""
     for place, sequence in zip(places, sequences, strict=True):
         if not len(sequence):
-            raise ValueError(f"sequence {place} has no tokens: leave it out")
+            raise ValueError(f"sequence {place} has no tokens: remove it")
         if sequence.values.keys() != sequences[0].values.keys():
             raise ValueError(
                 f"sequence {place} has values {sorted(sequence.values)} but sequence {places[0]} has "
-                f"{sorted(sequences[0].values)}: sequences that are packed together need values of the same names"
+                f"{sorted(sequences[0].values)}: sequences that are packed together need the same names of values"
             )
         for name, tensor in sequence.values.items():
             like = sequences[0].values[name]
             if tensor.shape[1:] != like.shape[1:]:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)} in sequence {place} but {tuple(like.shape)} in sequence "
-                    f"{places[0]}: sequences that are packed together need as many entries for each token"
+                    f"{places[0]}: sequences that are packed together need equally many entries for each token"
                 )
 
 
@@ -261,7 +263,7 @@ def in_packed_order(results: Sequence[T], microbatches: Sequence[Microbatch]) ->
     places = [place for microbatch in microbatches for place in microbatch.order]
     if len(places) != len(results):
         raise ValueError(
-            f"{len(results)} results for {len(places)} sequences: give one for each sequence of the microbatches"
+            f"{len(results)} results for {len(places)} sequences: pass one for each sequence of the microbatches"
         )
     return [result for _, result in sorted(zip(places, results, strict=True), key=lambda pair: pair[0])]
 

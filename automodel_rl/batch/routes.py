@@ -51,7 +51,7 @@ class RouterShape:
         if payload_layers == len(self.layers):
             return list(range(len(self.layers)))
         raise ValueError(
-            f"routes are of {payload_layers} layers, and the model has {self.num_layers}, {len(self.layers)} of them "
+            f"routes are for {payload_layers} layers, but the model has {self.num_layers}, {len(self.layers)} of them "
             "with a router"
         )
 
@@ -118,8 +118,8 @@ def join_routes(pieces: Sequence[Routes | None]) -> Routes | None:
         return None
     if len(known) < len(pieces):
         raise ValueError(
-            f"{len(pieces) - len(known)} of {len(pieces)} sequences in a microbatch have no routes: give all of them "
-            "some (read_routes(None, ...) where a generator gave none), or none"
+            f"{len(pieces) - len(known)} of {len(pieces)} sequences in a microbatch have no routes: pass routes for "
+            "all of them (read_routes(None, ...) where a generator returned none), or for none"
         )
     return Routes(known[0].layers, torch.cat([piece.experts for piece in known]))
 
@@ -158,14 +158,14 @@ def read_routes(payload: Any, num_prompt: int, num_completion: int, shape: Route
     rows = _joined(payload, num_prompt)
     if rows is not None:
         if rows.ndim != 3 or rows.dtype.kind not in "iu":
-            raise ValueError(f"routes are {rows.dtype} {list(rows.shape)}, and should be integers [rows, layers, K]")
+            raise ValueError(f"routes are {rows.dtype} {list(rows.shape)}, but should be integers [rows, layers, K]")
         if len(rows) not in (num_tokens - 1, num_tokens):
             raise ValueError(
-                f"routes have {len(rows)} rows for {num_prompt} + {num_completion} tokens: one each, or one less, for "
-                "the last token is never computed"
+                f"routes have {len(rows)} rows for {num_prompt} + {num_completion} tokens: expected one each, or one "
+                "less, because the last token is never computed"
             )
         if rows.shape[2] != shape.top_k:
-            raise ValueError(f"routes name {rows.shape[2]} experts of a token, and the model takes {shape.top_k}")
+            raise ValueError(f"routes name {rows.shape[2]} experts per token, but the model uses {shape.top_k}")
         chosen = rows[: num_tokens - 1, shape.columns(rows.shape[1])]
         _check(chosen, shape)
         experts[: num_tokens - 1] = chosen
@@ -195,8 +195,8 @@ def _check(chosen: np.ndarray, shape: RouterShape) -> None:
     """Raises ValueError for the first token and layer with invalid experts."""
     if len(chosen) > 1 and not chosen.any():
         raise ValueError(
-            "routes are all zero: the generator did not note its choices (not all of vLLM's kernels for experts do; "
-            "its option moe_backend=triton chooses one that does)"
+            "routes are all zero: the generator did not record its choices (not all of vLLM's expert kernels do; its "
+            "option moe_backend=triton selects one that does)"
         )
     planes = np.ascontiguousarray(chosen.transpose(2, 0, 1))  # four times faster to compare than strided arrays
     missing = planes == MISSING
@@ -206,9 +206,9 @@ def _check(chosen: np.ndarray, shape: RouterShape) -> None:
     for i, j in combinations(range(shape.top_k), 2):  # ten times faster than sorting every row
         twice |= (planes[i] == planes[j]) & ~missing[i]
     for wrong, rule in (
-        (unknown, f"ids are 0 to {shape.num_experts - 1}"),
-        (partly, "a token's experts are all known or all missing"),
-        (twice, "a token's experts differ"),
+        (unknown, f"ids must be 0 to {shape.num_experts - 1}"),
+        (partly, "a token's experts must be all known or all missing"),
+        (twice, "a token's experts must differ"),
     ):
         if wrong.any():
             row, column = np.argwhere(wrong)[0].tolist()

@@ -32,13 +32,13 @@ def read(body: dict[str, Any], *, counts_only: bool = False) -> ChatCall:
         raise InputError("messages: must be a list of messages: send at least one")
     most = most_tokens(body, "max_tokens")
     if most is None and not counts_only:
-        raise InputError("max_tokens: is missing: send the most tokens of the answer")
+        raise InputError("max_tokens: is missing: send the maximum number of tokens")
     system = text_of(body.get("system"), "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for place, message in enumerate(given):
         messages += _messages(message, f"messages.{place}")
     if messages[-1]["role"] == "assistant":
-        raise InputError("messages: end with one of the assistant, which is not gone on with: end with one of the user")
+        raise InputError("messages: end with an assistant message, which cannot be continued: end with a user message")
     thinking = body.get("thinking")
     return ChatCall(
         with_results_in_order(messages),
@@ -58,7 +58,7 @@ def _check_output(given: Any) -> None:
         raise InputError(f"output_config: is {given!r:.80}: send an object")
     other = next((key for key, value in (given or {}).items() if key != "effort" and value is not None), None)
     if other is not None:
-        raise InputError(f"output_config.{other} is not served: leave it out")
+        raise InputError(f"output_config.{other} is not supported: remove it")
 
 
 def _as_function(tool: Any) -> Any:
@@ -77,7 +77,7 @@ def _messages(message: Any, where: str) -> list[Message]:
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     if not isinstance(blocks, list):
-        raise InputError(f"{where}: content is {content!r:.80}: send a text, or blocks")
+        raise InputError(f"{where}: content is {content!r:.80}: send text or blocks")
     results, texts, thoughts, calls = [], [], [], []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else type(block).__name__
@@ -93,7 +93,9 @@ def _messages(message: Any, where: str) -> list[Message]:
             case "tool_result" if role == "user":
                 results.append(_result(block, where))
             case _:
-                raise InputError(f"{where}: a block of type {kind} is not served: send texts, tool_use and tool_result")
+                raise InputError(
+                    f"{where}: a block of type {kind} is not supported: send text, tool_use and tool_result"
+                )
     told: Message = {"role": role, "content": "".join(texts)}
     if thoughts:
         told["reasoning_content"] = "".join(thoughts)

@@ -38,7 +38,7 @@ def _checked(given: Any, place: int) -> Message:
     if role == "assistant" and given.get("tool_calls"):
         message["tool_calls"] = [_call(call, f"messages.{place}") for call in given["tool_calls"]]
     elif role == "assistant" and given.get("function_call"):
-        raise InputError(f"messages.{place}: function_call is not served: send tool_calls")
+        raise InputError(f"messages.{place}: function_call is not supported: send tool_calls")
     if role == "tool":
         message |= {key: given[key] for key in ("name", "tool_call_id") if isinstance(given.get(key), str)}
     return message
@@ -56,7 +56,7 @@ def text_of(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise InputError(f"{where}: content is {content!r:.80}: send a text, or parts of text")
+        raise InputError(f"{where}: content is {content!r:.80}: send text or text parts")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -65,7 +65,7 @@ def text_of(content: Any, where: str) -> str:
         elif kind in TEXT_PARTS and isinstance(part.get("text"), str):
             texts.append(part["text"])
         else:
-            raise InputError(f"{where}: a part of type {kind} is not served: send texts only")
+            raise InputError(f"{where}: a part of type {kind} is not supported: send text only")
     return "".join(texts)
 
 
@@ -81,11 +81,11 @@ def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, A
         InputError: it has no name, or its arguments are not valid JSON.
     """
     if not isinstance(name, str) or not name:
-        raise InputError(f"{where}: a call has no name of a tool: send its function's name")
+        raise InputError(f"{where}: a call has no tool name: send its function's name")
     try:
         value = json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
     except (ValueError, RecursionError):
-        raise InputError(f"{where}: the arguments of a call of {name} are no JSON: {arguments!r:.80}") from None
+        raise InputError(f"{where}: the arguments of a call of {name} are not valid JSON: {arguments!r:.80}") from None
     check_depth(value, f"{where}: the arguments of a call of {name}")
     function = {"name": name, "arguments": value}
     return {"id": str(identity or ""), "type": "function", "function": function}
@@ -111,7 +111,7 @@ def checked_tools(value: Any, choice: Any = None) -> tuple[dict[str, Any], ...]:
         kind = tool.get("type", "function") if isinstance(tool, dict) else type(tool).__name__
         function = tool.get("function") if isinstance(tool, dict) else None
         if kind != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InputError(f"tools.{place}: a tool of type {kind} is not served: send functions with a name")
+            raise InputError(f"tools.{place}: a tool of type {kind} is not supported: send functions with a name")
         check_depth(function, f"tools.{place}")
         tools.append({"type": "function", "function": _without_nulls(function)})
     return () if choice == "none" else tuple(tools)
@@ -137,7 +137,7 @@ def with_results_in_order(messages: Sequence[Message]) -> list[Message]:
         else:
             ordered.append(message)
             if message.get("tool_calls") and place + 1 < len(messages) and messages[place + 1]["role"] != "tool":
-                raise InputError(f"messages.{place}: has calls, and no result follows: send one for each call")
+                raise InputError(f"messages.{place}: has calls without results: send one for each call")
     return ordered
 
 
@@ -148,7 +148,7 @@ def _results(messages: Sequence[Message], start: int) -> list[Message]:
     ids, given = [call["id"] for call in calls], [message.get("tool_call_id", "") for message in results]
     for place, one in enumerate(given, start):
         if one not in ids or not one:
-            raise InputError(f"messages.{place}: {one!r} is the id of no call before it: send that of its call")
+            raise InputError(f"messages.{place}: {one!r} is not the id of a preceding call: send the id of its call")
         if given.count(one) > 1:
             raise InputError(f"messages.{place}: the call {one!r} has several results: send one for each call")
     missing = [one for one in ids if one not in given]

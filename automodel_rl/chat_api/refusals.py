@@ -107,7 +107,7 @@ def is_neutral(key: str, value: Any, body: Mapping[str, Any]) -> bool:
 
 def refusal(key: str) -> str:
     shown = " or ".join(map(repr, NEUTRAL[key]))
-    return f"{key} is not served: leave it out{f', or give {shown}' if shown else ''}"
+    return f"{key} is not supported: remove it{f', or send {shown}' if shown else ''}"
 
 
 def check_keys(body: Mapping[str, Any], read: Collection[str]) -> None:
@@ -122,12 +122,14 @@ def check_keys(body: Mapping[str, Any], read: Collection[str]) -> None:
         if value is None or key in IGNORED or key in OVERRIDDEN or key in read:
             continue
         if key not in NEUTRAL:
-            raise InputError(f"{key} is not served: leave it out")
+            raise InputError(f"{key} is not supported: remove it")
         if not is_neutral(key, value, body):
             raise InputError(refusal(key))
     kind = choice_of(body)
     if kind is not None and kind not in FREE_CHOICES:
-        raise InputError("tool_choice: a tool that must be called is not served, for the model's own choice is trained")
+        raise InputError(
+            "tool_choice: required tool calls are not supported, because the model's own choice is trained"
+        )
 
 
 def choice_of(body: Mapping[str, Any]) -> Any:
@@ -156,7 +158,7 @@ def most_tokens(body: Mapping[str, Any], *names: str) -> int | None:
         return None
     most = body[name]
     if not isinstance(most, int) or isinstance(most, bool) or not 0 < most < 2**31:
-        raise InputError(f"{name}: is {most!r:.80}: send the most tokens of the answer")
+        raise InputError(f"{name}: is {most!r:.80}: send the maximum number of tokens")
     return most
 
 
@@ -165,7 +167,7 @@ def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     given = body.get(name)
     texts = [given] if isinstance(given, str) else given or []
     if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(one, str) and one for one in texts):
-        raise InputError(f"{name}: is {given!r:.80}: send a text that is not empty, or at most {MOST_STOPS}")
+        raise InputError(f"{name}: is {given!r:.80}: send a non-empty text, or at most {MOST_STOPS} of them")
     return tuple(texts)
 
 

@@ -65,7 +65,7 @@ def _messages(item: Any, where: str) -> list[Message]:
             thoughts = "".join(str(part.get("text") or "") for part in item.get("content") or [])
             return [{"role": "assistant", "content": "", "reasoning_content": thoughts}] if thoughts else []
     raise InputError(
-        f"{where}: an item of type {kind} is not served: send messages, calls of functions and their output"
+        f"{where}: an item of type {kind} is not supported: send messages, function calls and their output"
     )
 
 

@@ -19,7 +19,7 @@ def check_depth(value: Any, what: str) -> None:
         level = list(itertools.chain.from_iterable(inner))
         if not level:
             return
-    raise InputError(f"{what}: is nested deeper than {MOST_DEPTH} objects and lists: send less within one another")
+    raise InputError(f"{what}: is nested deeper than {MOST_DEPTH} objects and lists: flatten it")
 
 
 Text = Annotated[str, Field(max_length=1024)]
@@ -31,7 +31,7 @@ LEAST_TEMPERATURE = 0.01
 
 def _known_temperature(value: float) -> float:
     if 0 < value < LEAST_TEMPERATURE:
-        raise ValueError(f"must be 0, which takes the likeliest token, or at least {LEAST_TEMPERATURE}")
+        raise ValueError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE}")
     return value
 
 

@@ -100,19 +100,21 @@ def read_marker(folder: Path) -> Marker:
     """
     if not folder.is_dir():
         there = sorted(path.name for path in folder.parent.glob("step_*")) if folder.parent.is_dir() else []
-        raise CheckpointError(f"{folder}: no such folder; {folder.parent} has {', '.join(there) or 'no checkpoints'}")
+        raise CheckpointError(
+            f"{folder}: folder does not exist; {folder.parent} has {', '.join(there) or 'no checkpoints'}"
+        )
     if not (folder / MARKER).is_file():
-        raise CheckpointError(f"{folder}: no {MARKER}, so it is not a complete checkpoint: give a step_N folder")
+        raise CheckpointError(f"{folder}: no {MARKER}, so it is not a complete checkpoint: pass a step_N folder")
     values = read_json(folder / MARKER)
     try:
         version = values["format"]
         if version != FORMAT:
             raise CheckpointError(
-                f"{folder}: is of checkpoint format {version}, this version of automodel_rl reads format {FORMAT}: "
+                f"{folder}: has checkpoint format {version}, but this version of automodel_rl reads format {FORMAT}: "
                 "use the version that wrote it"
             )
         if values.pop(OWN_HASH, "") != hash_values(values):
-            raise ValueError("it was changed after it was written: its hash is another")
+            raise ValueError("hash mismatch, it was changed after it was written")
         files = {
             inner_name(name): StoredFile(int(of["bytes"]), str(of["hash"])) for name, of in values["files"].items()
         }
@@ -136,7 +138,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         if path.stat().st_size > JSON_BYTES:
-            raise CheckpointError(f"{path}: is larger than {JSON_BYTES} bytes, which no file of a checkpoint is")
+            raise CheckpointError(f"{path}: is larger than {JSON_BYTES} bytes, the most for a file of a checkpoint")
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):

@@ -31,7 +31,7 @@ def newest_whole(folders: Sequence[Path], group: dist.ProcessGroup, warn: Callab
         try:
             check_whole(folder, group)
         except CheckpointError as error:
-            warn(f"warning: {error}; going back to the one before")
+            warn(f"warning: {error}; falling back to the previous one")
             continue
         return folder
     return None

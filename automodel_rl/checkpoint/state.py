@@ -111,7 +111,7 @@ def _check_optimizer(engine: Engine, parameters: ByComponent, reader: Safetensor
         if key is not None:
             raise CheckpointError(
                 f"{reader.folder.parent}: has no {key}, which optimizer.name={engine.config.name} keeps, so another "
-                f"optimizer wrote it: resume with the optimizer.name that did, one of {', '.join(OPTIMIZERS)}"
+                f"optimizer wrote it: resume with its optimizer.name, one of {', '.join(OPTIMIZERS)}"
             )
 
 

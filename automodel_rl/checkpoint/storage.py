@@ -99,7 +99,7 @@ def _plans(of_ranks: list[list[_Shard] | str]) -> list[WritePlan]:
     found: dict[tuple[str, tuple[int, ...]], _Shard] = {}
     for rank, shards in enumerate(of_ranks):
         if isinstance(shards, str):
-            raise CheckpointError(f"rank {rank} cannot say what it holds: {shards}")
+            raise CheckpointError(f"rank {rank} cannot report what it holds: {shards}")
         for shard in shards:
             place = shard.key, shard.offsets
             holders.setdefault(place, []).append(rank)
@@ -222,7 +222,7 @@ class SafetensorsReader:
         for key, tensor in keys_of(tensors):
             if self.shapes.get(key) != tensor.shape:
                 has = [*self.shapes[key]] if key in self.shapes else "none"
-                raise CheckpointError(f"{self.folder}: {key} of shape {[*tensor.shape]} is not there, but {has}")
+                raise CheckpointError(f"{self.folder}: expected {key} of shape {[*tensor.shape]}, found {has}")
             held, own = local_tensor(tensor).detach(), local_box(tensor)
             for box, file in self._stored(key).chunks if held.numel() else ():
                 met = overlap(own, box)
@@ -254,7 +254,7 @@ def _shape_of(key: str, of: dict[str, Any]) -> torch.Size:
     if sum(math.prod(chunk["shape"]) for chunk in of["chunks"]) != math.prod(shape):
         raise ValueError(f"the shards of {key} do not make up its shape {[*shape]}")
     if of["dtype"] not in DTYPES.values() or any(len(chunk["offsets"]) != len(shape) for chunk in of["chunks"]):
-        raise ValueError(f"{key} is of no dtype or shape that there is")
+        raise ValueError(f"{key} has an unknown dtype or shape")
     return shape
 
 

@@ -65,7 +65,7 @@ def nemo_mixture(class_path: tuple[str, str], config: PretrainedConfig, plain: A
     if other := sorted(dict(shapes.items() ^ of_plain.items())):
         raise InputError(
             f"model.implementation=nemo_automodel: its class and that of transformers differ in {other[0]}, which one "
-            "has otherwise or not at all: use transformers"
+            "of them lacks or has in another shape: use transformers"
         )
     return model
 
@@ -76,9 +76,9 @@ def _what_differs(config: PretrainedConfig) -> str | None:
     if values.get("tie_word_embeddings"):
         return "its mixtures do not tie the head to the embedding"
     if values.get("hidden_act") != "silu":
-        return f"its mixtures have SiLU for hidden_act={values.get('hidden_act')}"
+        return f"its mixtures use SiLU for hidden_act={values.get('hidden_act')}"
     if not values.get("rope_interleave", True):
-        return "its class turns neighbouring dims, for rope_interleave=false"
+        return "its class rotates adjacent dims despite rope_interleave=false"
     if values.get("norm_topk_prob") and values["num_experts_per_tok"] == 1:
         return "its routers do not normalise the weight of a single expert (num_experts_per_tok=1, norm_topk_prob=true)"
     return None

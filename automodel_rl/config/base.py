@@ -57,8 +57,8 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 def _checked_path(text: str) -> str:
     if "\0" in text or len(os.fsencode(text)) > LONGEST_PATH or any(len(n) > LONGEST_NAME for n in _names(text)):
         raise ValueError(
-            f"is no path: it holds a null character, or it or a name in it is longer than {LONGEST_PATH} and "
-            f"{LONGEST_NAME} bytes: give the path of a file or folder"
+            f"is not a path: it contains a null character, is longer than {LONGEST_PATH} bytes, or has a name longer "
+            f"than {LONGEST_NAME} bytes: set the path of a file or folder"
         )
     return os.path.expanduser(text)
 

@@ -17,7 +17,7 @@ def _ranks(value: Any) -> Any:
         return value
     first, dash, last = value.partition("-")
     if not first.isdecimal() or (dash and not last.isdecimal()):
-        raise ValueError(f"{value!r} is no range of ranks: write 0-3 or [0, 1, 2, 3]")
+        raise ValueError(f"{value!r} is not a range of ranks: write 0-3 or [0, 1, 2, 3]")
     return list(range(int(first), int(last or first) + 1))
 
 
@@ -121,40 +121,40 @@ class ComponentsConfig(Section):
     @model_validator(mode="after")
     def _fits(self) -> "ComponentsConfig":
         if not self.encoders:
-            raise ValueError("no encoder is named: give a layout for vision or audio, or leave components out")
+            raise ValueError("no encoder is named: set a layout for vision or audio, or remove components")
         for name, component in self._all.items():
             _check_ranks(name, component.ranks, component.parallel.world_size)
         for name, encoder in self.encoders.items():
             self._check_place(name, encoder)
         missing = sorted({*range(max(self._all_ranks) + 1)} - self._all_ranks)
         if missing:
-            raise ValueError(f"ranks {missing} hold no component: give each rank below the highest one to a component")
+            raise ValueError(f"ranks {missing} hold no component: assign every rank below the highest to a component")
         return self
 
     def _check_place(self, name: str, encoder: EncoderComponent) -> None:
         shared = sorted({*encoder.ranks} & {*self.language.ranks})
         if shared and not self.is_colocated(name):
             raise ValueError(
-                f"ranks {shared} hold both {name} and language and others only one: give both the same ranks, or none "
-                "in common"
+                f"ranks {shared} hold both {name} and language, others only one: assign both the same ranks, or no "
+                "common ranks"
             )
         for other, component in self.encoders.items():
             if other != name and not self.is_colocated(name) and {*encoder.ranks} & {*component.ranks}:
                 raise ValueError(
-                    f"{name} and {other} are on the same ranks beside the language model, and each would wait for the "
-                    "other: give both their own ranks"
+                    f"{name} and {other} share ranks with the language model, and each would wait for the other: "
+                    "assign them separate ranks"
                 )
         lanes, served = encoder.parallel.num_data_ranks, self.language.num_data_ranks
         if lanes % served and served % lanes:
             raise ValueError(
                 f"the {lanes} data ranks of {name} and the {served} of language (dp_shard x dp_replicate): one must "
-                "divide the other, so that each encoder serves as many data ranks: change one of them"
+                "divide the other, so that each encoder serves the same number of data ranks: change one of them"
             )
 
 
 def _check_ranks(name: str, ranks: tuple[int, ...], size: int) -> None:
     if len(set(ranks)) != len(ranks) or list(ranks) != sorted(ranks):
-        raise ValueError(f"{name}.ranks={list(ranks)}: name every rank once, in rising order")
+        raise ValueError(f"{name}.ranks={list(ranks)}: list each rank once, in ascending order")
     if len(ranks) != size:
         raise ValueError(
             f"{name}.ranks={list(ranks)} are {len(ranks)} ranks but its layout has {size}: change one of them"

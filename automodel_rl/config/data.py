@@ -62,7 +62,7 @@ class SourceConfig(Section):
         needed = [name for name in ("role", "content") if name in ignore]
         if needed:
             raise ValueError(
-                f"ignore names {' and '.join(needed)}, and a message needs its role and content: leave it out"
+                f"ignore names {' and '.join(needed)}, but a message needs its role and content: remove it"
             )
         return ignore
 
@@ -101,7 +101,7 @@ class SourcesConfig(Section):
     def _has_room(self) -> "SourcesConfig":
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(
-                f"min_pixels={self.min_pixels} is more than max_pixels={self.max_pixels}: no image has so many"
+                f"min_pixels={self.min_pixels} is greater than max_pixels={self.max_pixels}: no image fits both"
             )
         return self
 
@@ -150,7 +150,7 @@ class DataConfig(ExamplesConfig):
     @model_validator(mode="after")
     def _one_choice(self) -> "DataConfig":
         if self.turns == "split" and self.train_on == "last":
-            raise ValueError("turns=split trains every turn, in an example of its own, and train_on=last only the last")
+            raise ValueError("turns=split trains every turn, in its own example, but train_on=last only the last")
         return self
 
 

@@ -48,7 +48,7 @@ class DistillLossConfig(Section):
     @model_validator(mode="after")
     def _holds_together(self) -> "DistillLossConfig":
         if self.beta != 0.5 and self.divergence not in ("jsd", "mixed"):
-            raise ValueError(f"beta={self.beta} is for jsd and mixed, not {self.divergence}: leave it out")
+            raise ValueError(f"beta={self.beta} is for jsd and mixed, not {self.divergence}: remove it")
         if self.outside == "drop" and self.divergence != "forward_kl":
             raise ValueError(
                 f"outside=drop with divergence={self.divergence}: the student would lower the loss by moving "
@@ -83,6 +83,7 @@ class OnPolicyDistillationConfig(Section):
     def _discounts_advantages(self) -> "OnPolicyDistillationConfig":
         if self.loss is not None and self.discount:
             raise ValueError(
-                f"discount={self.discount:g} is for advantages, and loss has the divergence in the loss: leave one out"
+                f"discount={self.discount:g} is for advantages, but loss adds the divergence to the loss: remove one "
+                "of them"
             )
         return self

@@ -63,20 +63,20 @@ def answer(path: str, kind: type[BaseModel]) -> str | None:
     if row is None:
         return None
     if not row.here:
-        return f"there is no such setting: {row.note}"
+        return f"no equivalent setting: {row.note}"
     known = {key.name for key in describe_keys(kind)}
     own = [key for key in row.here if key in known or any(name.startswith(f"{key}.") for name in known)]
     note = f" ({row.note})" if row.note else ""
     if own:
         return f"did you mean {' or '.join(own)}?{note}"
     algorithm = kind.model_fields["algorithm"].default
-    return f"{algorithm} has no such setting; with other algorithms it is {' or '.join(row.here)}{note}"
+    return f"{algorithm} does not have this setting; in other algorithms it is {' or '.join(row.here)}{note}"
 
 
 def answers(path: str, value: Any, kind: type[BaseModel]) -> list[str]:
     """Returns `key: hint` for every key of a foreign section that has an equivalent, at most MOST_SHOWN."""
     found = [f"{leaf}: unknown key; {text}" for leaf in _leaves(path, value) if (text := answer(leaf, kind))]
-    more = [f"and {len(found) - MOST_SHOWN} keys more, which {TABLE} has"] if len(found) > MOST_SHOWN else []
+    more = [f"and {len(found) - MOST_SHOWN} more keys, listed in {TABLE}"] if len(found) > MOST_SHOWN else []
     return found[:MOST_SHOWN] + more
 
 

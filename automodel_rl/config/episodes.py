@@ -124,8 +124,8 @@ class EpisodeConfig(Section):
     def _turns(self) -> "EpisodeConfig":
         if self.tools and self.environment is not None:
             raise ValueError(
-                f"environment={self.environment} with tools={list(self.tools)}: an environment brings its own tools: "
-                "give one of the two"
+                f"environment={self.environment} with tools={list(self.tools)}: an environment has its own tools: set "
+                "only one of them"
             )
         if self.has_agent:
             self._check_agent()
@@ -135,8 +135,7 @@ class EpisodeConfig(Section):
         idle = next((key for key in ONLY_WITH_TURNS if getattr(self, key) != fields[key].default), None)
         if idle is not None:
             raise ValueError(
-                f"{idle}={getattr(self, idle)} is for conversations of several turns: give tools, an environment or an "
-                "agent"
+                f"{idle}={getattr(self, idle)} is for multi-turn conversations: set tools, an environment or an agent"
             )
         return self
 
@@ -145,11 +144,7 @@ class EpisodeConfig(Section):
         others = {"tools": self.tools, "environment": self.environment}
         given = next((key for key, value in others.items() if value), None)
         if given is not None:
-            raise ValueError(
-                f"agent={self.agent} with {given}={others[given]}: an agent has its own: leave {given} out"
-            )
+            raise ValueError(f"agent={self.agent} with {given}={others[given]}: an agent has its own: remove {given}")
         idle = next((key for key in NOT_WITH_AGENT if getattr(self, key) != fields[key].default), None)
         if idle is not None:
-            raise ValueError(
-                f"{idle}={getattr(self, idle)} with agent={self.agent}: the agent decides it: leave it out"
-            )
+            raise ValueError(f"{idle}={getattr(self, idle)} with agent={self.agent}: the agent decides this: remove it")

@@ -105,9 +105,9 @@ class TeacherConfig(FrozenModelConfig):
         own = [key for key in ("dtype", "attention", "between") if key in changed]
         there = [key for key in ("api", "name") if key in changed]
         if self.is_remote and own:
-            raise ValueError(f"{own[0]} with url={self.url}: the server decides that: leave it out")
+            raise ValueError(f"{own[0]} with url={self.url}: the server decides this: remove it")
         if not self.is_remote and there:
-            raise ValueError(f"{there[0]} is for a teacher behind a server: give its url, or leave it out")
+            raise ValueError(f"{there[0]} is for a teacher behind a server: set its url, or remove it")
         return self
 
 
@@ -131,11 +131,11 @@ def check_can_compare(
     for name, one in teachers.items():
         if one.is_remote and temperature != 1.0:
             raise ValueError(
-                f"teachers.{name}.url with a temperature of {temperature:g}: servers give log-probabilities at 1: "
-                "use 1, or a teacher on the run's ranks"
+                f"teachers.{name}.url with a temperature of {temperature:g}: servers return log-probabilities at "
+                "temperature 1: use 1, or a teacher on the run's ranks"
             )
         if one.is_remote and one.api == "vllm" and loss is not None and loss.tokens_of != "teacher":
             raise ValueError(
-                f"teachers.{name}.url with tokens_of={loss.tokens_of}: vLLM gives log-probabilities of its own "
-                "likeliest tokens: use tokens_of=teacher, or api=tinker"
+                f"teachers.{name}.url with tokens_of={loss.tokens_of}: vLLM returns log-probabilities of its own most "
+                "likely tokens: use tokens_of=teacher, or api=tinker"
             )

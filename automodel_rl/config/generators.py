@@ -18,7 +18,7 @@ Devices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)
 
 def _refuse_twice(devices: tuple[int, ...]) -> None:
     if len(set(devices)) < len(devices):
-        raise ValueError(f"place={list(devices)}: each generator needs a device of its own: name none twice")
+        raise ValueError(f"place={list(devices)}: each generator needs its own device: list each only once")
 
 
 class _StartedByRanks(Section):
@@ -144,8 +144,8 @@ class VllmGeneratorConfig(VllmSamplerConfig):
     def _keeps_drafts(self) -> "VllmGeneratorConfig":
         if self.drafts and self.sleep in (2, "auto"):
             raise ValueError(
-                f"drafts={self.drafts} with sleep={self.sleep}: the layer that drafts would be dropped, and no weight "
-                "sync brings it back: use sleep=1"
+                f"drafts={self.drafts} with sleep={self.sleep}: the drafting layer would be dropped, and weight syncs "
+                "do not restore it: use sleep=1"
             )
         return self
 
@@ -154,18 +154,18 @@ class VllmGeneratorConfig(VllmSamplerConfig):
         _refuse_twice(self.devices)
         if len(self.devices) % self.tensor_parallel:
             raise ValueError(
-                f"place={list(self.devices)}: not whole groups of tensor_parallel={self.tensor_parallel}: list a "
-                "multiple of it"
+                f"place={list(self.devices)}: the number of devices must be a multiple of "
+                f"tensor_parallel={self.tensor_parallel}"
             )
         if self.replicas > 1 and (self.devices or self.tensor_parallel > 1):
             other = f"place={list(self.devices)}" if self.devices else f"tensor_parallel={self.tensor_parallel}"
             raise ValueError(
-                f"replicas={self.replicas} with {other}: several replicas share a rank's device: leave replicas out"
+                f"replicas={self.replicas} with {other}: several replicas share a rank's device: remove replicas"
             )
         if self.devices and self.sleep != "none":
             raise ValueError(
-                f"sleep={self.sleep} with place={list(self.devices)}: the trainer has other devices and could not use "
-                "the memory: leave sleep out"
+                f"sleep={self.sleep} with place={list(self.devices)}: the trainer uses other devices and could not use "
+                "the memory: remove sleep"
             )
         return self
 

@@ -34,7 +34,7 @@ def describe_keys(kind: type[BaseModel], prefix: str = "") -> list[Key]:
         if kinds := kinds_of(info.annotation):
             default = info.get_default(call_default_factory=True).kind
             rows.append(Key(name, default, info.description or "", "|".join(kinds), tuple(kinds)))
-            rows.append(Key(f"{name}.kind", default, "Which of them it is.", "|".join(kinds), tuple(kinds)))
+            rows.append(Key(f"{name}.kind", default, "Which kind to use.", "|".join(kinds), tuple(kinds)))
             rows += _keys_of_kinds(kinds, f"{name}.")
             continue
         section = inner_section(info.annotation)

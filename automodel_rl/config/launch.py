@@ -39,8 +39,8 @@ class RayConfig(Section):
     def _not_a_client(cls, address: str) -> str:
         if "://" in address:
             raise ValueError(
-                f"{address!r} is the address of a Ray client, which cannot place ranks: run on a machine of the "
-                "cluster, with auto or HOST:PORT"
+                f"{address!r} is a Ray client address, which cannot place ranks: run on a machine of the cluster, with "
+                "auto or HOST:PORT"
             )
         return address
 

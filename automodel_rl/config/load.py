@@ -68,7 +68,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
     given = values.get("algorithm", likely)
     if isinstance(given, dict):  # a section of another trainer that has this name
         raise InputError(
-            "; ".join(answers("algorithm", given, ALGORITHMS.get(likely, SFTConfig))) or f"{path}: algorithm: is a text"
+            "; ".join(answers("algorithm", given, ALGORITHMS.get(likely, SFTConfig)))
+            or f"{path}: algorithm: must be a string"
         )
     if not isinstance(given, str) or given not in ALGORITHMS:
         raise InputError(f"{path}: algorithm: {given!r} is not one of {', '.join(ALGORITHMS)}")
@@ -178,7 +179,9 @@ def _parse_value(key: str, text: str) -> Any:
     try:
         return parse_yaml(text)
     except StrictYAMLError as error:
-        raise InputError(f"--{key}: {text!r} is not a YAML value ({error.problem}): quote it if it is a text") from None
+        raise InputError(
+            f"--{key}: {text!r} is not a YAML value ({error.problem}): quote it if it is a string"
+        ) from None
 
 
 def _assign(values: Any, key: str, value: Any, kind: type[BaseModel] = SFTConfig) -> None:
@@ -218,7 +221,7 @@ def _kinds_at(kind: type[BaseModel], path: Sequence[str]) -> Iterable[str]:
 
 def _list_place(key: str, name: str, values: list[Any]) -> int:
     if not name.isdecimal() or int(name) >= len(values):
-        raise InputError(f"--{key}: {name} is not a place in a list of {len(values)}; places count from 0")
+        raise InputError(f"--{key}: {name} is not an index of a list of {len(values)}; indices start at 0")
     return int(name)
 
 
@@ -226,7 +229,7 @@ KINDS = {
     "int": "must be a whole number",
     "float": "must be a number",
     "bool": "must be true or false",
-    "string": "must be a text",
+    "string": "must be a string",
     "list": "must be a list",
     "tuple": "must be a list",
     "dict": "must be a section of keys and values",
@@ -237,8 +240,8 @@ KINDS = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
-    "too_short": "must have at least {min_length} of them",
-    "too_long": "must have at most {max_length} of them",
+    "too_short": "must have a length of at least {min_length}",
+    "too_long": "must have a length of at most {max_length}",
 }
 """Error messages by pydantic's error type or its first part."""
 
@@ -307,8 +310,8 @@ def _kind_rule(detail: Detail, kind: type[BaseModel]) -> str:
     if slip:
         return f"{slip}: unknown key; did you mean kind?"
     fit = [name for name, section in kinds.items() if given.keys() <= section.model_fields.keys()]
-    beside = f", beside {', '.join(map(str, given))}" if given else ""
-    return f"must say its kind, {f'such as kind: {fit[0]}' if given and fit else f'one of {known}'}{beside}"
+    beside = f", in addition to {', '.join(map(str, given))}" if given else ""
+    return f"must set its kind, {f'such as kind: {fit[0]}' if given and fit else f'one of {known}'}{beside}"
 
 
 def _rule(detail: Detail) -> str:
@@ -327,7 +330,7 @@ def _unknown(where: str, detail: Detail, kind: type[BaseModel]) -> str:
     others = _kinds_with(detail["loc"], kind)
     if others:
         own = section.model_fields["kind"].default
-        return f"{where}: is a key of {' and '.join(others)}, and this is {own}; its keys are {', '.join(known)}"
+        return f"{where}: is a key of {' and '.join(others)}, but this is {own}; its keys are {', '.join(known)}"
     close = closest(str(detail["loc"][-1]), known)
     foreign = answers(where, detail["input"], kind)
     if foreign:

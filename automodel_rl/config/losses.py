@@ -145,7 +145,7 @@ class DPOLossConfig(Section):
     def _parts_that_exclude_each_other(self) -> "DPOLossConfig":
         names = [*self.variants]
         if self.mix and self.variant != "dpo":
-            raise ValueError(f"variant={self.variant} and mix: mix names all variants, so leave variant out")
+            raise ValueError(f"variant={self.variant} and mix: mix names all variants: remove variant")
         smoothed = [name for name in names if name in ("dpo", "robust", "exo")]
         if self.label_smoothing and not smoothed:
             raise ValueError(
@@ -157,13 +157,15 @@ class DPOLossConfig(Section):
             raise ValueError(f"alpha={self.alpha} is for simpo, not {names[0]}: set it to 0")
         if self.divergence != "reverse_kl":
             if not self.needs_reference:
-                raise ValueError(f"divergence={self.divergence} is from a reference, and {names[0]} has none here")
+                raise ValueError(
+                    f"divergence={self.divergence} is measured from a reference, but {names[0]} has none here"
+                )
             if others := [name for name in names if name not in OF_MARGIN]:
                 raise ValueError(f"divergence={self.divergence} is for {', '.join(OF_MARGIN)}, not {others[0]}")
         if self.tau != 0.05 and "discopop" not in names:
-            raise ValueError(f"tau={self.tau} is for discopop, not {names[0]}: leave it out")
+            raise ValueError(f"tau={self.tau} is for discopop, not {names[0]}: remove it")
         if self.sft_mean == "token" and not self.weight_of_sft:
-            raise ValueError("sft_mean=token averages the loss of sft_weight, which is 0: give sft_weight")
+            raise ValueError("sft_mean=token averages the loss of sft_weight, which is 0: set sft_weight")
         return self
 
 
@@ -376,19 +378,19 @@ class PolicyLossConfig(Section):
         if self.surrogate in ("gmpo", "sapo") and self.normalise != "sequence":
             raise ValueError(f"surrogate={self.surrogate} is a mean over completions: set normalise=sequence")
         if self.clip_low > 1 and self.surrogate in ("clip", "cispo", "dppo_tv"):
-            raise ValueError(f"clip_low={self.clip_low}: a ratio is never negative, so at most 1: lower it")
+            raise ValueError(f"clip_low={self.clip_low}: ratios are never negative, so it must be at most 1: lower it")
         if self.surrogate in ("sapo", "vespo") and (self.clip_low, self.clip_high) != (0.2, 0.2):
-            raise ValueError(f"surrogate={self.surrogate} clips nothing: leave clip_low and clip_high out")
+            raise ValueError(f"surrogate={self.surrogate} does not clip: remove clip_low and clip_high")
         if self.surrogate != "sapo" and self.soft_temperatures != (1.0, 1.05):
-            raise ValueError(f"soft_temperatures are for surrogate=sapo, not {self.surrogate}: leave them out")
+            raise ValueError(f"soft_temperatures are for surrogate=sapo, not {self.surrogate}: remove them")
         correction = self.correction
         if self.surrogate == "vespo" and (correction.kind not in ("none", "truncate") or correction.reject):
             raise ValueError("surrogate=vespo multiplies a completion's weights: use correction.kind=truncate or none")
         by_token = correction.kind == "icepop" or any(rule.level == "token" for rule in correction.reject)
         if self.surrogate == "gmpo" and by_token:
             raise ValueError(
-                "surrogate=gmpo averages over whole completions, and correction.kind=icepop or reject with level=token "
-                "leaves out single tokens: judge completions, by sequence_mask or another level"
+                "surrogate=gmpo averages over whole completions, but correction.kind=icepop or reject with level=token "
+                "masks single tokens: use sequence_mask or another level"
             )
         return self
 

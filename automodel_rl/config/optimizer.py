@@ -126,7 +126,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="after")
     def _one_warmup(self) -> "OptimizerConfig":
         if self.warmup_steps and self.warmup_ratio is not None:
-            raise ValueError("give at most one of warmup_steps and warmup_ratio")
+            raise ValueError("set at most one of warmup_steps and warmup_ratio")
         return self
 
     @model_validator(mode="after")
@@ -134,7 +134,7 @@ class OptimizerConfig(Section):
         if self.name != "muon" and self.muon != MuonConfig():
             changed = [key for key, value in self.muon if value != MuonConfig.model_fields[key].default]
             raise ValueError(
-                f"muon.{changed[0]}={getattr(self.muon, changed[0])}: {self.name} does not read it: leave it out, or "
-                "set name to muon"
+                f"muon.{changed[0]}={getattr(self.muon, changed[0])}: {self.name} does not use it: remove it, or set "
+                "name to muon"
             )
         return self

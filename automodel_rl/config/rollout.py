@@ -103,12 +103,12 @@ class RolloutConfig(EpisodeConfig):
     def _placement(self) -> "RolloutConfig":
         if self.completion_tokens < self.max_new_tokens:
             raise ValueError(
-                f"max_tokens={self.max_tokens} holds no turn of max_new_tokens={self.max_new_tokens}: raise it, or "
-                "lower max_new_tokens"
+                f"max_tokens={self.max_tokens} is too small for a turn of max_new_tokens={self.max_new_tokens}: raise "
+                "it, or lower max_new_tokens"
             )
         if self.generator.kind == "vllm" and self.generator.drafts and self.temperature != 1:
             raise ValueError(
-                f"temperature={self.temperature} with generator.drafts={self.generator.drafts}: vLLM tells "
+                f"temperature={self.temperature} with generator.drafts={self.generator.drafts}: vLLM returns "
                 "log-probabilities of drafted tokens at temperature 1 only: use temperature=1, or no drafts"
             )
         if self.validation_samples > 1 and not self.validation_temperature:
@@ -119,12 +119,12 @@ class RolloutConfig(EpisodeConfig):
         if (self.validation_top_p < 1 or self.validation_top_k) and not self.validation_temperature:
             key = "validation_top_p" if self.validation_top_p < 1 else "validation_top_k"
             raise ValueError(
-                f"{key}={getattr(self, key)} with validation_temperature=0, which takes the likeliest token: raise the "
-                "temperature, or leave it out"
+                f"{key}={getattr(self, key)} with validation_temperature=0, which takes the most likely token: raise "
+                "the temperature, or remove it"
             )
         if self.max_staleness and not self.generator.has_process:
             raise ValueError(
-                f"max_staleness={self.max_staleness}: a generator in this process cannot write while it trains: set "
+                f"max_staleness={self.max_staleness}: a generator in this process cannot generate while it trains: set "
                 "generator to {kind: transformers, place: shared}, or to another kind"
             )
         return self
@@ -199,8 +199,8 @@ class RewardConfig(Section):
         lowest, highest = SCORES.get(self.function, (-math.inf, math.inf))
         if self.passes_at is not None and not lowest < self.passes_at <= highest:
             raise ValueError(
-                f"passes_at={self.passes_at:g} of {self.function}: its scores go from {lowest:g} to {highest:g}, so "
-                "either all completions would pass or none: give a score between, or leave it out"
+                f"passes_at={self.passes_at:g} of {self.function}: its scores range from {lowest:g} to {highest:g}, so "
+                "all completions or none would pass: set a score in between, or remove it"
             )
         return self
 
@@ -237,7 +237,10 @@ class FilterConfig(Section):
     @model_validator(mode="after")
     def _masks_something(self) -> "FilterConfig":
         if self.masked_count and not self.mask_overlong:
-            raise ValueError("masked_count=true without mask_overlong=true: nothing is masked: set it, or leave it out")
+            raise ValueError(
+                "masked_count=true without mask_overlong=true: nothing is masked: set mask_overlong, or remove "
+                "masked_count"
+            )
         return self
 
 
@@ -286,11 +289,11 @@ class WeightSyncConfig(Section):
     def _publishes_whole_weights(self) -> "WeightSyncConfig":
         if self.publish is not None and self.adapters == "alone":
             raise ValueError(
-                f"publish={self.publish} writes the weights of a whole model, and adapters=alone makes none: set "
-                "adapters to merged, or leave publish out"
+                f"publish={self.publish} writes the weights of a whole model, but adapters=alone has none: set "
+                "adapters to merged, or remove publish"
             )
         if self.signing_key is not None and self.publish is None:
-            raise ValueError(f"signing_key={self.signing_key} signs what is published: set publish, or leave it out")
+            raise ValueError(f"signing_key={self.signing_key} signs published weights: set publish, or remove it")
         return self
 
 
@@ -317,9 +320,11 @@ class RouterReplayConfig(Section):
     def _train(self) -> "RouterReplayConfig":
         if self.enabled and "train" not in self.stages:
             raise ValueError(
-                f"stages={list(self.stages)} leave out train, and gradients would be those of other experts than the "
-                "rollouts': add train, or set enabled to false"
+                f"stages={list(self.stages)} lack train, so gradients would use other experts than the rollouts: add "
+                "train, or set enabled to false"
             )
         if self.compare and not self.enabled:
-            raise ValueError("compare=true has nothing to compare without enabled=true: set it, or compare to false")
+            raise ValueError(
+                "compare=true has nothing to compare without enabled=true: set enabled to true, or compare to false"
+            )
         return self

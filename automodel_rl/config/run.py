@@ -38,7 +38,7 @@ class LengthConfig(Section):
     @model_validator(mode="after")
     def _one_limit(self) -> "LengthConfig":
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
+            raise ValueError("set exactly one of steps and epochs")
         return self
 
 
@@ -112,8 +112,8 @@ def refuse_idle_data_ranks(what: str, count: int, parallel: ParallelConfig) -> N
     ranks = parallel.num_data_ranks
     if count < ranks:
         raise ValueError(
-            f"{what}={count} must be at least the {ranks} data ranks (parallel.dp_shard x parallel.dp_replicate), or "
-            "some would never see data: raise it"
+            f"{what}={count} must be at least {ranks}, the number of data ranks (parallel.dp_shard x "
+            "parallel.dp_replicate), or some would get no data: raise it"
         )
 
 
@@ -219,8 +219,8 @@ class RunConfig(Section, abc.ABC):
     def _has_its_head(self) -> "RunConfig":
         if self.model.num_labels is not None and not self.trains_linear_head:
             raise ValueError(
-                f"model.num_labels={self.model.num_labels}: this run reads the vocabulary's head: leave it out, or "
-                "train a reward model with algorithm reward"
+                f"model.num_labels={self.model.num_labels}: this run needs the vocabulary head: remove it, or train a "
+                "reward model with algorithm reward"
             )
         return self
 
@@ -228,8 +228,8 @@ class RunConfig(Section, abc.ABC):
     def _has_reference(self) -> "RunConfig":
         if self.memory.reference != "auto" and not self.needs_reference:
             raise ValueError(
-                f"memory.reference={self.memory.reference}: this run keeps no reference policy: set it to auto, or "
-                "choose a loss that compares with one"
+                f"memory.reference={self.memory.reference}: this run keeps no reference policy: set it to auto, or use "
+                "a loss that needs one"
             )
         return self
 
@@ -245,7 +245,7 @@ class RunConfig(Section, abc.ABC):
         except ValidationError:
             return values  # the sections' own validators report the error
         if given != language:
-            raise ValueError("parallel and components.language differ: give the layout in components.language alone")
+            raise ValueError("parallel and components.language differ: set the layout in components.language only")
         return {**values, "parallel": language.model_dump()}
 
 
@@ -311,12 +311,12 @@ class RolloutRunConfig(RunConfig):
         if evaluators and not self.data.validation:
             raise ValueError(
                 f"rollout.generator.evaluators={evaluators} without data.validation: they complete held-out prompts: "
-                "give some, or leave evaluators out"
+                "set it, or remove evaluators"
             )
         if evaluators and self.rollout.has_agent:
             raise ValueError(
-                f"rollout.generator.evaluators={evaluators} with rollout.agent: agents ask the generators of training: "
-                "leave evaluators out"
+                f"rollout.generator.evaluators={evaluators} with rollout.agent: agents use the training generators: "
+                "remove evaluators"
             )
         if self.weight_sync.publish is None:
             raise ValueError(
@@ -325,8 +325,8 @@ class RolloutRunConfig(RunConfig):
             )
         if self.weight_sync.checksum:
             raise ValueError(
-                "weight_sync.checksum=true with rollout.generator.kind=joined: what they read has checksums, which are "
-                "always compared: leave it out"
+                "weight_sync.checksum=true with rollout.generator.kind=joined: published weights have checksums, which "
+                "are always compared: remove it"
             )
 
     @property
@@ -364,21 +364,21 @@ class RolloutRunConfig(RunConfig):
         rollout, generator = self.rollout, self.rollout.generator
         if self.weight_sync.checksum and generator.runs_vllm:
             raise ValueError(
-                "weight_sync.checksum=true: vllm keeps weights in other shapes than checkpoints, so they cannot be "
+                "weight_sync.checksum=true: vLLM stores weights in other shapes than checkpoints, so they cannot be "
                 "compared: set it to false"
             )
         if isinstance(generator, JoinedGeneratorConfig):
             self._check_joined(generator.evaluators)
         elif self.launch.ray is not None and self.launch.ray.generators:
             raise ValueError(
-                f"launch.ray.generators={self.launch.ray.generators}: generators join runs of "
-                "rollout.generator.kind=joined alone: set that, or leave it out"
+                f"launch.ray.generators={self.launch.ray.generators}: generators only join runs with "
+                "rollout.generator.kind=joined: set that, or remove it"
             )
         if self.memory.offload is not None and generator.is_apart:
             where = f"place={[*generator.devices]}" if generator.devices else f"kind={generator.kind}"
             raise ValueError(
-                f"memory.offload: rollout.generator.{where} has memory apart from the trainer's, and could not use it: "
-                "leave it out"
+                f"memory.offload: rollout.generator.{where} does not share the trainer's memory and could not use it: "
+                "remove it"
             )
         if self.sleep_level == 2 and self.weight_sync.adapters == "alone":
             raise ValueError(
@@ -393,8 +393,8 @@ class RolloutRunConfig(RunConfig):
         if rollout.max_staleness and self.shares_memory:
             key = "rollout.generator.sleep" if self.sleep_level else "memory.offload"
             raise ValueError(
-                f"{key} with rollout.max_staleness={rollout.max_staleness}: generators write while the model trains, "
-                "so neither can lend its memory: leave one of them out"
+                f"{key} with rollout.max_staleness={rollout.max_staleness}: generators run while the model trains, so "
+                "neither can free its memory: remove one of them"
             )
         return self
 

@@ -135,23 +135,23 @@ class ServeConfig(Section):
     @model_validator(mode="after")
     def _can_be_served(self) -> "ServeConfig":
         if self.launch.ray is not None and self.launch.ray.generators:
-            raise ValueError("launch.ray.generators: generators join runs, and no service: leave it out")
+            raise ValueError("launch.ray.generators: generators join runs, not services: remove it")
         lora = self.model.lora
         if lora is not None and (lora.dropout or lora.modules_to_save or lora.dora):
-            raise ValueError("model.lora: dropout, dora and modules_to_save are not served: leave them out")
+            raise ValueError("model.lora: dropout, dora and modules_to_save cannot be served: remove them")
         if self.model.num_labels is not None:
-            raise ValueError("model.num_labels: a service samples tokens and needs the vocabulary's head: leave it out")
+            raise ValueError("model.num_labels: a service samples tokens and needs the vocabulary head: remove it")
         if self.memory.mlp_tile is not None:
-            raise ValueError("memory.mlp_tile is not served, for a tile has tokens of several runs: leave it out")
+            raise ValueError("memory.mlp_tile cannot be served, because a tile has tokens of several runs: remove it")
         if self.memory.offloads_optimizer or self.memory.offload is not None:
             raise ValueError(
-                "memory: offload_optimizer and offload are not served, runs wait on the host: leave them out"
+                "memory: offload_optimizer and offload cannot be served, because runs wait on the host: remove them"
             )
         if self.base_name in self.teachers:
-            raise ValueError(f"teachers.{self.base_name}: the base model has this name: give the teacher another")
+            raise ValueError(f"teachers.{self.base_name}: the base model has this name: rename the teacher")
         if not is_loopback(self.host) and self.key is None:
             raise ValueError(
-                f"host={self.host} can be reached from other machines: give a key of your own (tml-...), and prefer "
-                "an SSH tunnel to 127.0.0.1, for nothing is encrypted"
+                f"host={self.host} is reachable from other machines: set your own key (tml-...), and prefer an SSH "
+                "tunnel to 127.0.0.1, because nothing is encrypted"
             )
         return self

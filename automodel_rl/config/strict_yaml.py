@@ -51,7 +51,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except ValueError as error:  # bytes that are not UTF-8
         raise InputError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path}: a config is a mapping of keys to values, this is {type(values).__name__}")
+        raise InputError(f"{path}: a config must be a mapping of keys to values, not {type(values).__name__}")
     return values
 
 
@@ -91,12 +91,16 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         is_alias = isinstance(event, yaml.AliasEvent)
         if is_alias and event.anchor in self.anchors and event.anchor not in self._sizes:
-            raise StrictYAMLError(event.start_mark, f"*{event.anchor} stands inside what it names: write the value out")
+            raise StrictYAMLError(
+                event.start_mark, f"*{event.anchor} is inside the value that it refers to: write the value out"
+            )
         values, levels = self._sizes.get(event.anchor, (1, 1)) if is_alias else (1, 1)
         before, level, deepest = self._values, self._level, self._deepest
         self._values, self._level, self._deepest = before + values, level + 1, level + levels
         if self._values > VALUES:
-            raise StrictYAMLError(event.start_mark, f"a config has at most {VALUES:,} values, with those of aliases")
+            raise StrictYAMLError(
+                event.start_mark, f"a config has at most {VALUES:,} values, including those of aliases"
+            )
         if self._deepest > LEVELS:
             raise StrictYAMLError(event.start_mark, f"a config has at most {LEVELS} levels: nest less deeply")
         node = super().compose_node(parent, index)
@@ -110,12 +114,12 @@ class _Loader(yaml.SafeLoader):
     def _check(self, node: yaml.Node) -> None:
         """Rejects tags and duplicate keys."""
         if node.tag not in (TEXT, self.resolve(type(node), node.value, (True, False))):
-            raise StrictYAMLError(node.start_mark, f"the tag {node.tag}: configs have no tags: leave it out")
+            raise StrictYAMLError(node.start_mark, f"the tag {node.tag}: configs do not support tags: remove it")
         lines: dict[Any, int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
             if name in lines:
                 raise StrictYAMLError(
-                    key.start_mark, f"{key.value} stands twice, first in line {lines[name]}: keep one of them"
+                    key.start_mark, f"{key.value} occurs twice, first in line {lines[name]}: keep one of them"
                 )
             lines[name] = key.start_mark.line + 1

@@ -15,8 +15,8 @@ def check_characters(value: Any, name: str, where: str) -> None:
         if not value.isascii() and (found := SURROGATE.search(value)):
             around = value[max(0, found.start() - 20) : found.end()]
             raise InputError(
-                f"{where}: {name} has the character {found[0]!a}, which is half of one (a lone surrogate) and which no "
-                f"tokenizer reads, in {around!a}: put the right character in its place, or remove the record"
+                f"{where}: {name} has the character {found[0]!a}, half of a pair (a lone surrogate), which no "
+                f"tokenizer reads, in {around!a}: replace it with the right character, or remove the record"
             )
     elif isinstance(value, dict):
         for key, inner in value.items():

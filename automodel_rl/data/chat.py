@@ -29,7 +29,7 @@ def open_chat_tokenizer(config: RunConfig, model: OpenedModel) -> "ChatTokenizer
     """Opens the chat tokenizer of a run. Raises InputError if the data contain chats and there is no chat template."""
     folder, tokenizer = model.files.tokenizer_folder, model.tokenizer(config.data.chat_template)
     if tokenizer.chat_template is None and holds_chats(config):
-        raise InputError(f"model.path={folder}: the tokenizer has no chat template: give one in data.chat_template")
+        raise InputError(f"model.path={folder}: the tokenizer has no chat template: set one in data.chat_template")
     breaks = _breaks(tokenizer, model.whole, folder)
     options = ReadingOptions((config.data.min_pixels, config.data.max_pixels), breaks)
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
@@ -69,12 +69,12 @@ def check_chats(config: RunConfig, model: OpenedModel, chats: Iterable[tuple[Cha
         except InputError as error:
             if config.data.on_bad_record == "stop":
                 raise
-            refused.append(f"{error}: such records are left out (data.on_bad_record=drop)")
+            refused.append(f"{error}: such records are dropped (data.on_bad_record=drop)")
             continue
         if not writes_prompts and not warnings and not tokenizer.ends_turns(sequence):
             warnings.append(
                 f"{where}: no trained turn ends with a special token, so the model does not learn to stop: put the end "
-                "token between the template's {% generation %} and {% endgeneration %}, or give data.chat_template a "
+                "token between the template's {% generation %} and {% endgeneration %}, or set data.chat_template to a "
                 "template that ends turns with one"
             )
     return refused + warnings
@@ -198,12 +198,12 @@ class ChatTokenizer:
         for turn in turns:
             if says_nothing(chat.messages[turn]):
                 raise InputError(
-                    f"{where}: turn {turn} of the assistant is empty: give it a text, or weight: 0 so that it is not "
+                    f"{where}: turn {turn} of the assistant is empty: add a text, or weight: 0 so that it is not "
                     "trained, or remove the record"
                 )
         if not turns:
             raise InputError(
-                f"{where}: the last turn of the assistant has weight 0, and data.train_on=last trains no other: use "
+                f"{where}: the last turn of the assistant has weight 0, but data.train_on=last trains no other: use "
                 "all, or remove the record"
             )
         return turns
@@ -243,8 +243,8 @@ class ChatTokenizer:
             tokens = places.of(start, end) if start < end else (0, 0)
             if tokens is None:
                 raise InputError(
-                    f"{where}: the tokens that the chat template marks as the assistant's cannot be told: use a fast "
-                    "tokenizer"
+                    f"{where}: the tokens that the chat template marks as the assistant's cannot be determined: use a "
+                    "fast tokenizer"
                 )
             mask[slice(*tokens)] = [1] * (tokens[1] - tokens[0])
         return places.ids, _spans(mask)

@@ -70,12 +70,12 @@ def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
         for column, name in sorted(missing):  # optional columns only: a required one raised at the first record
             raise InputError(
                 f"{config.path}: no record has the column {name!r}, which columns name for the {column}: name another, "
-                "or leave it out"
+                "or remove it"
             )
         for name in sorted(unseen):
             raise InputError(
-                f"{config.path}: no record has the column or key {name!r}, which ignore names: name another, or leave "
-                "it out"
+                f"{config.path}: no record has the column or key {name!r}, which ignore names: name another, or remove "
+                "it"
             )
     return [*first.values()]
 
@@ -110,7 +110,7 @@ def _read_with_answer(read: Reader, reward: str, record: dict[str, Any], config:
     answer = read_example(record, config).get("answer")
     if answer is None or answer == "":
         raise InputError(
-            f"{where}: no answer, which rewards.function={reward} compares with: add one, name its column in columns: "
+            f"{where}: no answer, which rewards.function={reward} needs: add one, name its column in columns: "
             "{answer: NAME}, or use another reward"
         )
     return read(record, config, where)

@@ -40,8 +40,8 @@ def value_of(record: dict[str, Any], config: SourceConfig, column: Column, where
     for text in texts:
         if not isinstance(text, str):
             raise InputError(
-                f"{where}: columns.{column} joins texts, and one of {', '.join(names)} is {type(text).__name__}: name "
-                "columns of texts"
+                f"{where}: columns.{column} joins texts, but one of {', '.join(names)} is {type(text).__name__}: name "
+                "text columns"
             )
     return "\n".join(texts)
 
@@ -60,7 +60,7 @@ def required(record: dict[str, Any], config: SourceConfig, column: Column, where
     """Returns the value of a column that must be present and not ignored."""
     names = names_of(config, column)
     if is_ignored(config, column):
-        raise InputError(f"{where}: ignore names the column {names[0]!r}, which is needed: leave it out")
+        raise InputError(f"{where}: ignore names the column {names[0]!r}, which is required: remove it")
     value = value_of(record, config, column, where)
     if value is MISSING:
         raise InputError(

@@ -18,8 +18,8 @@ from automodel_rl.data.turn_suffix import QUESTION, probe_turn, turn_ends
 from automodel_rl.hf.generation import GENERATION, config_ends, generation_ends
 
 OPEN = (
-    "warning: the chat template ends the assistant's turns with no token of the tokenizer, so what the model writes "
-    "may not end: give data.chat_template another, or add the token to the tokenizer"
+    "warning: the chat template ends the assistant's turns with no token of the tokenizer, so completions may not end: "
+    "set data.chat_template to another, or add the token to the tokenizer"
 )
 """Warning for a template that ends turns with no token."""
 
@@ -69,8 +69,8 @@ def new_ends(
     if not adapters:
         return NewEnds(ids, f"{GENERATION} also stops at {named}, which ends what was trained")
     note = (
-        f"warning: {GENERATION} of {source} does not stop at {named}, which ends what was trained: let generation with "
-        "these adapters stop there, or merge them (automodel-rl export --merge), which writes it"
+        f"warning: {GENERATION} of {source} does not stop at {named}, which ends what was trained: make generation "
+        "with these adapters stop there, or merge them (automodel-rl export --merge), which writes it"
     )
     return NewEnds(ids, note)
 

@@ -151,7 +151,7 @@ class ExampleDataset(Dataset):
         raise InputError(
             f"none of the {len(draws)} records has a trained token within the {self.longest} tokens that "
             "data.max_tokens, batch.microbatch_tokens and the model's context allow, so all were dropped: raise the "
-            "least of them, or use shorter examples"
+            "lowest of them, or use shorter examples"
         )
 
     def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
@@ -175,7 +175,9 @@ class ExampleDataset(Dataset):
             return Example(draw, sequences)
         limit = min(_common_limit(lengths, self.batch.capacity), self.longest)
         name = self.limit if limit == self.longest else "batch.microbatch_tokens, for both together"
-        said = f"{where} has {' and '.join(f'{length:,}' for length in lengths)} tokens, and {limit:,} fit ({name})"
+        said = (
+            f"{where} has {' and '.join(f'{length:,}' for length in lengths)} tokens, but only {limit:,} fit ({name})"
+        )
         if self.data.overlong == "drop":
             return Example(draw, (), f"{said}: dropped")
         shorter = tuple(cut(sequence, limit) for sequence in sequences)

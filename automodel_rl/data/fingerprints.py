@@ -71,13 +71,13 @@ class Change:
 
     def __str__(self) -> str:
         same = self.before.what == self.after.what
-        return f"{self.key}: {self.before.what} -> {'another content' if same else self.after.what}"
+        return f"{self.key}: {self.before.what} -> {'different content' if same else self.after.what}"
 
 
 def inputs_of(config: RunConfig, tokenizer_folder: Path) -> dict[str, Input]:
     """Returns the inputs of a run. `tokenizer_folder` is the folder with the model's tokenizer."""
     found = {}
-    follows_of = {"train": "its place in the data would mean other records", "validation": ""}
+    follows_of = {"train": "its position in the data would refer to other records", "validation": ""}
     for split, sources in (("train", config.data.train), ("validation", config.data.validation)):
         for number, source in enumerate(sources):
             opened = open_source(source)
@@ -87,9 +87,9 @@ def inputs_of(config: RunConfig, tokenizer_folder: Path) -> dict[str, Input]:
     template = own if config.data.chat_template is None else Path(config.data.chat_template).read_text()
     where = config.data.chat_template or "the tokenizer's own"
     found["tokenizer"] = Input(
-        f"of {config.model.path}", _hash_of_tokenizer(tokenizer_folder), "tokens would have other meanings"
+        f"of {config.model.path}", _hash_of_tokenizer(tokenizer_folder), "token ids would have other meanings"
     )
-    found["data.chat_template"] = Input(where, _hash([template]), "chats would be written otherwise")
+    found["data.chat_template"] = Input(where, _hash([template]), "chats would be rendered differently")
     for key, path in _import_paths(config.model_dump(mode="json")):
         file = _file_of(path.partition(":")[0])
         if file is not None:

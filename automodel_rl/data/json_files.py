@@ -33,7 +33,7 @@ def open_json(path: Path) -> "JsonLines | JsonArray":
             begins = opened.read(WHOLE).removeprefix(BOM).lstrip()[:1]
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
         reason = " ".join(str(error).split())
-        raise InputError(f"{path}: cannot read the data file ({reason}): give a whole file") from None
+        raise InputError(f"{path}: cannot read the data file ({reason}): use an intact file") from None
     return JsonArray(path, file) if begins == b"[" else JsonLines(path, file)
 
 
@@ -118,12 +118,14 @@ def _parsed(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise InputError(f"{where}: not valid JSON ({error}): give a JSON object a line, or an array of them") from None
+        raise InputError(
+            f"{where}: not valid JSON ({error}): use one JSON object a line, or an array of them"
+        ) from None
     except RecursionError:
-        raise InputError(f"{where}: not a record, for it is nested too deeply") from None
+        raise InputError(f"{where}: not a record, because it is nested too deeply") from None
 
 
 def _checked(record: Any, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise InputError(f"{where}: a record is a JSON object, this is {type(record).__name__}: give one with columns")
+        raise InputError(f"{where}: a record must be a JSON object with columns, not {type(record).__name__}")
     return record

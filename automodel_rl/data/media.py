@@ -99,7 +99,7 @@ class MediaReaders:
             if len(places) != len(own):
                 raise InputError(
                     f"{where}: the chat template writes {len(places)} {kind} tokens for {len(own)} parts of type "
-                    f"{kind}: use a template that writes one for each, and no such token in texts"
+                    f"{kind}: use a template that writes one for each, and remove such tokens from texts"
                 )
             found |= dict(zip(places, own, strict=True))
         ids, mask = [sequence.input_ids[:0]], [sequence.loss_mask[:0]]

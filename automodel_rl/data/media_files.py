@@ -34,13 +34,13 @@ def _check_elsewhere(record: dict[str, Any], config: SourceConfig, where: str) -
             continue
         if name == RUN_ONLY:
             raise InputError(
-                f"{where}: has {name}, which other tools read for each record: give data.{name} for the whole run, or "
-                f"pass it over with ignore: [{name}]"
+                f"{where}: has {name}, which other tools read for each record: set data.{name} for the whole run, or "
+                f"skip it with ignore: [{name}]"
             )
         raise InputError(
             f"{where}: has {name}, which other tools read: name it in columns: {{{ELSEWHERE[name]}: {name}}}, with a "
-            f"part of type {ELSEWHERE[name].removesuffix('s')} in messages where its place is, or pass it over with "
-            f"ignore: [{name}]"
+            f"part of type {ELSEWHERE[name].removesuffix('s')} in messages at its position, or skip it with ignore: "
+            f"[{name}]"
         )
 
 
@@ -81,10 +81,9 @@ def with_media_files(
         if next(files, None) is not None:
             column = MEDIA_PARTS[kind]
             raise InputError(
-                f"{where}: there are more {column} than parts of type {kind} in messages: give one for each (a text "
-                f"such as <{kind}> is no part), name "
-                f"another column in columns: {{{column}: NAME}}, or pass them over with ignore: "
-                f"[{names_of(config, column)[0]}]"
+                f"{where}: more {column} than parts of type {kind} in messages: add a part for each (a text such as "
+                f"<{kind}> is not a part), name another column in columns: {{{column}: NAME}}, or skip them with "
+                f"ignore: [{names_of(config, column)[0]}]"
             )
     return result
 
@@ -103,12 +102,14 @@ def _frames(source: Any, fps: Any, folder: Path, where: str) -> Frames:
         fps, source = source.get("fps", fps), source.get("frames")
     if not isinstance(source, list) or not source:
         raise InputError(
-            f"{where}: a part of type video has {source!r:.60} for frames: give a list of pictures, such as ffmpeg -i "
-            "VIDEO -vf fps=2 %04d.jpg makes, and their number a second as fps"
+            f"{where}: a part of type video has {source!r:.60} for frames: use a list of images, such as from ffmpeg "
+            "-i VIDEO -vf fps=2 %04d.jpg, and their number per second as fps"
         )
     fps = DEFAULT_FPS if fps is None else fps
     if isinstance(fps, bool) or not isinstance(fps, int | float) or fps <= 0:
-        raise InputError(f"{where}: a part of type video has fps {fps!r}: give its frames a second, a number above 0")
+        raise InputError(
+            f"{where}: a part of type video has fps {fps!r}: set it to the frames per second, a number above 0"
+        )
     return Frames(tuple(_file("video", frame, folder, where) for frame in source), float(fps))
 
 
@@ -121,10 +122,10 @@ def _file(kind: str, source: Any, folder: Path, where: str) -> Any:
         path = folder / source
         if not path.is_file():
             raise InputError(
-                f"{where}: there is no file {path} of type {kind}: give a whole path, or one from the data file's "
-                "folder on"
+                f"{where}: no file {path} of type {kind}: use an absolute path, or one relative to the data file's "
+                "folder"
             )
         return str(path)
     if source is None or isinstance(source, int | float | list):
-        raise InputError(f"{where}: a part of type {kind} has {source!r} for file: give its path, or its bytes")
+        raise InputError(f"{where}: a part of type {kind} has {source!r} for file: use its path, or its bytes")
     return source

@@ -112,7 +112,7 @@ def _check_message(message: Message, turn: int, where: str) -> None:
     content, calls = message.get("content"), message.get("tool_calls")
     if not isinstance(content, str | list) and not (content is None and calls):
         shown = json.dumps(message, default=repr)[:80]
-        raise InputError(f"{where}: turn {turn} has no text in content, only {shown}: give a text, or remove the turn")
+        raise InputError(f"{where}: turn {turn} has no text in content, only {shown}: add a text, or remove the turn")
     for part in content if isinstance(content, list) else ():
         _check_part(part, where)
     if calls and not (isinstance(calls, list) and all(_name(call) for call in calls)):
@@ -124,15 +124,15 @@ def _check_message(message: Message, turn: int, where: str) -> None:
     for key in WEIGHTS_ELSEWHERE & message.keys():
         raise InputError(
             f"{where}: turn {turn} has {key}: {json.dumps(message[key], default=repr)[:40]}, which other tools read: "
-            f"give weight: 0 to a turn that is not trained, and leave {key} out, or pass it over with ignore: [{key}]"
+            f"set weight: 0 for a turn that is not trained, and remove {key}, or skip it with ignore: [{key}]"
         )
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise InputError(f"{where}: weight of turn {turn} is {weight!r}: give 0 (not trained) or 1, or leave it out")
+        raise InputError(f"{where}: weight of turn {turn} is {weight!r}: use 0 (not trained) or 1, or remove it")
     if weight and message["role"] != "assistant":
         raise InputError(
-            f"{where}: weight of turn {turn} is {weight}, and turns of role {message['role']} are never trained: "
-            "leave it out"
+            f"{where}: weight of turn {turn} is {weight}, but turns of role {message['role']} are never trained: "
+            "remove it"
         )
 
 
@@ -151,8 +151,8 @@ def _check_arguments(call: dict[str, Any], turn: int, where: str) -> None:
     check_characters(value, f"a call of {function['name']!r} in turn {turn}", where)
     if not isinstance(value, dict):
         raise InputError(
-            f"{where}: arguments of the call of {function['name']!r} in turn {turn} are no JSON object, but "
-            f"{json.dumps(arguments, default=repr)[-60:]}: give a whole one, {{}} for none, or remove the record"
+            f"{where}: arguments of the call of {function['name']!r} in turn {turn} are not a JSON object, but "
+            f"{json.dumps(arguments, default=repr)[-60:]}: use a complete one, {{}} for none, or remove the record"
         )
 
 
@@ -161,7 +161,7 @@ def _check_part(part: Any, where: str) -> None:
     if kind not in PARTS:
         raise InputError(f"{where}: a part of content has type {kind!r}: use parts of type {', '.join(PARTS)} only")
     if kind == "text" and not isinstance(part.get("text"), str):
-        raise InputError(f"{where}: a part of type text has {part.get('text')!r:.40} for text: give a text")
+        raise InputError(f"{where}: a part of type text has {part.get('text')!r:.40} for text: use a text")
 
 
 def checked_tools(value: Any, name: str, where: str) -> tuple[dict[str, Any], ...]:
@@ -171,7 +171,7 @@ def checked_tools(value: Any, name: str, where: str) -> tuple[dict[str, Any], ..
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise InputError(f"{where}: tools is a text and not JSON ({error}): give a list of JSON schemas") from None
+            raise InputError(f"{where}: tools is a text but not JSON ({error}): use a list of JSON schemas") from None
     else:
         value = _without_nulls(value)
     if not value:
@@ -180,7 +180,7 @@ def checked_tools(value: Any, name: str, where: str) -> tuple[dict[str, Any], ..
         raise InputError(
             f"{where}: tools must be a list of JSON schemas with a name, or JSON of one, not "
             f"{json.dumps(value, default=repr)[:80]}: change it, name another column in columns: {{tools: NAME}}, or "
-            f"pass it over with ignore: [{name}]"
+            f"skip it with ignore: [{name}]"
         )
     check_characters(value, name, where)
     return tuple(value)

@@ -41,12 +41,12 @@ def padding_of(
         return Padding(
             tokenizer,
             None,
-            "warning: the tokenizer has no special token that could pad rows and ends none: score rows with this model "
-            "one by one, for transformers reads a padded row at its last token that is no padding",
+            "warning: the tokenizer has no special token that can pad rows and ends none: score rows one by one, "
+            "because transformers reads a padded row at its last token that is not padding",
         )
     if token == tokenizer.pad_token_id:
         return Padding(tokenizer, token, "")
     before, changed = tokenizer.pad_token, copy.deepcopy(tokenizer)
     changed.pad_token = changed.convert_ids_to_tokens(token)
-    note = f"rows are padded with {changed.pad_token}, for transformers reads scores at the last token that is no "
+    note = f"rows are padded with {changed.pad_token}, because transformers reads scores at the last token that is not "
     return Padding(changed, token, f"{note}padding, and {before or 'no token'} {'ends rows' if before else 'was set'}")

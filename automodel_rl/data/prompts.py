@@ -121,7 +121,7 @@ class PromptStream:
         assert isinstance(chat, Chat)  # as returned by readers of prompts
         if self.tools and chat.tools:
             raise InputError(
-                f"{where}: has tools of its own, and the run has rollout.tools or an environment: remove one of the two"
+                f"{where}: has its own tools, but the run has rollout.tools or an environment: remove one of them"
             )
         chat = dataclasses.replace(chat, tools=chat.tools or self.tools)
         opening, example = self.chat.opening(chat, where), read_example(record, config)

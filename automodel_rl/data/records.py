@@ -72,7 +72,7 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat 
     if form == ("text",):
         text = required(record, config, "text", where)
         if not isinstance(text, str) or not text:
-            raise InputError(f"{where}: text must be a text that is not empty")
+            raise InputError(f"{where}: text must be a non-empty string")
         check_characters(text, "text", where)
         with_media_files([], record, config, where)  # raises if there are files: a text has no parts for them
         return Text(text)
@@ -87,7 +87,7 @@ def read_chat(record: dict[str, Any], config: SourceConfig, where: str) -> Chat 
     chat = Chat(messages, _tools(record, config, where), start=len(system) + len(prompt) if prompt else 0)
     if not chat.turns:
         roles = ", ".join(message["role"] for message in messages) or "none"
-        raise InputError(f"{where}: no assistant turn to learn from, roles are {roles}: add one or remove the record")
+        raise InputError(f"{where}: no assistant turn to train on, roles are {roles}: add one or remove the record")
     return _with_trained(chat, where)
 
 
@@ -101,7 +101,7 @@ def _form(record: dict[str, Any], config: SourceConfig, where: str) -> tuple[Col
     ]
     if found_forms[:2] == [*FORMS[:2]]:
         raise InputError(
-            f"{where}: has messages, and a prompt with a completion: name the one that is meant, as in columns: "
+            f"{where}: has both messages and a prompt with a completion: name the one to use, as in columns: "
             "{messages: messages}"
         )
     if found_forms:
@@ -118,8 +118,8 @@ def _form(record: dict[str, Any], config: SourceConfig, where: str) -> tuple[Col
 
 def _with_trained(chat: Chat, where: str) -> Chat:
     if not chat.trained:
-        reason = "all turns of the assistant have weight 0" if chat.turns else "there is no turn of the assistant"
-        raise InputError(f"{where}: {reason}: give one weight 1, or remove the record")
+        reason = "all turns of the assistant have weight 0" if chat.turns else "no turn of the assistant"
+        raise InputError(f"{where}: {reason}: set weight 1 for one, or remove the record")
     return chat
 
 
@@ -138,7 +138,7 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
         prompt = _common_start(*completions)
         if not prompt:
             raise InputError(
-                f"{where}: no column {names_of(config, 'prompt')[0]!r}, and chosen and rejected do not begin with the "
+                f"{where}: no column {names_of(config, 'prompt')[0]!r}, but chosen and rejected do not begin with the "
                 "same messages: name the column of the prompt in columns: {prompt: NAME}"
             )
     else:
@@ -147,8 +147,8 @@ def read_pair(record: dict[str, Any], config: SourceConfig, where: str) -> Pair:
     (prompt, chosen), (other, rejected) = (joined(prompt, messages, name, where) for name, messages in named)
     if prompt != other:
         raise InputError(
-            f"{where}: chosen and rejected hold other messages before their answers: give both the same, or remove the "
-            "record"
+            f"{where}: chosen and rejected have different messages before their answers: use the same in both, or "
+            "remove the record"
         )
     prompt = [*_system(record, config, prompt, where), *prompt]
     tools = _tools(record, config, where)
@@ -166,7 +166,7 @@ def read_ranked_pair(record: dict[str, Any], config: SourceConfig, where: str) -
         with contextlib.suppress(ValueError):
             margin = float(margin) if margin.strip() else None
     if isinstance(margin, bool) or not isinstance(margin or 0.0, int | float) or not math.isfinite(margin or 0.0):
-        raise InputError(f"{where}: margin is {given!r}: give a finite number, or leave the column out")
+        raise InputError(f"{where}: margin is {given!r}: use a finite number, or remove the column")
     return replace(read_pair(record, config, where), margin=float(margin or 0.0))
 
 
@@ -176,10 +176,10 @@ def read_judged(record: dict[str, Any], config: SourceConfig, where: str) -> Jud
     if isinstance(label, str):  # tables hold strings only
         label = LABELS.get(label.strip().lower(), label)
     if label not in (True, False):
-        raise InputError(f"{where}: label is {label!r}: give true for a good completion, false for a bad one")
+        raise InputError(f"{where}: label is {label!r}: use true for a good completion, false for a bad one")
     chat = read_chat(record, config, where)
     if isinstance(chat, Text):
-        raise InputError(f"{where}: a text has no completion to judge: give prompt and completion, or messages")
+        raise InputError(f"{where}: a text has no completion to judge: use prompt and completion, or messages")
     return Judged(chat, bool(label))
 
 
@@ -218,8 +218,8 @@ def joined(
         if held[:count] == asked[-count:]:
             return prompt, completion[count:]
     raise InputError(
-        f"{where}: {name} begins with a turn of role {completion[0]['role']}, which is not the prompt and follows it: "
-        f"leave it out of {name}, put it into the prompt, or leave out the column of the prompt"
+        f"{where}: {name} begins with a turn of role {completion[0]['role']}, which follows the prompt but is not part "
+        f"of it: remove it from {name}, add it to the prompt, or remove the prompt column"
     )
 
 

@@ -43,8 +43,8 @@ def rendering_limits(where: str) -> Iterator[None]:
         yield
     except _OutOfTime:
         raise InputError(
-            f"{where}: the chat template did not write it within {MOST_SECONDS} seconds of processor time: give "
-            "data.chat_template one that ends"
+            f"{where}: the chat template did not write it within {MOST_SECONDS} seconds of processor time: set "
+            "data.chat_template to one that terminates"
         ) from None
     finally:
         if keeps_time:
@@ -57,8 +57,8 @@ def check_length(text: str | None, where: str) -> None:
     """Raises InputError if a rendered chat is longer than any model can read."""
     if text is not None and len(text) > MOST_CHARACTERS:
         raise InputError(
-            f"{where}: the chat template writes {len(text):,} characters, more than {MOST_CHARACTERS:,}: give "
-            "data.chat_template one that writes the chat"
+            f"{where}: the chat template writes {len(text):,} characters, more than {MOST_CHARACTERS:,}: set "
+            "data.chat_template to one that writes the chat"
         )
 
 

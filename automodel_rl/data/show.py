@@ -133,7 +133,7 @@ def _sequences(config: RunConfig, chat: ChatTokenizer, context: int | None) -> I
                 if config.data.on_bad_record == "stop":
                     raise
                 *_, where = dataset.sources.find((source, number))
-                yield [ShownExample(where, 0, (), note=f"{error}: left out")]
+                yield [ShownExample(where, 0, (), note=f"{error}: dropped")]
                 continue
             example = dataset.fit((source, number), whole, where)
             kept = [len(sequence) for sequence in example.sequences] or [0] * len(whole)

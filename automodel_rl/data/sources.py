@@ -180,7 +180,7 @@ def _open_dataset(path: Path, config: SourceConfig) -> RecordSource:
     _refuse_crowded(path)
     _refuse_tables(path)
     if config.split != "train" and (path / "state.json").is_file():
-        raise InputError(f"{path}: is one dataset without splits, so split={config.split} has no meaning: leave it out")
+        raise InputError(f"{path}: is one dataset without splits, so split={config.split} is invalid: remove it")
     split, name = config.split, f"{config.path}[{config.split}]"
     if (path / "state.json").is_file():
         return _opened(path, lambda: load_from_disk(str(path)), str(path))
@@ -198,10 +198,10 @@ def _opened(path: Path, load: Any, name: str) -> ArrowRecords:
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         if path.is_file():
             raise InputError(
-                f"{path}: cannot read the data file ({type(error).__name__}: {reason}): give a whole one"
+                f"{path}: cannot read the data file ({type(error).__name__}: {reason}): use an intact one"
             ) from None
         raise InputError(
-            f"{name}: neither a data file nor a dataset with this split ({reason}): give the path of one"
+            f"{name}: neither a data file nor a dataset with this split ({reason}): set the path of one"
         ) from None
 
 
@@ -210,7 +210,7 @@ def _refuse_crowded(folder: Path) -> None:
     files = (name for _, folders, names in os.walk(folder) for name in (*folders, *names))
     if next(itertools.islice(files, MOST_FILES, None), None) is not None:
         raise InputError(
-            f"{folder}: holds more than {MOST_FILES:,} files: give its data files with a pattern, such as "
+            f"{folder}: holds more than {MOST_FILES:,} files: set a pattern for its data files, such as "
             f"{folder}/**/*.parquet, or the folder of a dataset"
         )
 
@@ -222,8 +222,8 @@ def _refuse_tables(folder: Path) -> None:
     table = next(tables, None) if folder.is_dir() else None
     if table is not None:
         raise InputError(
-            f"{folder}: has tables such as {table.name}, whose values must stay texts: name the files themselves, as "
-            f"in {folder}/*{table.suffix}"
+            f"{folder}: has tables such as {table.name}, whose values must stay text: name the files themselves, as in "
+            f"{folder}/*{table.suffix}"
         )
 
 

@@ -33,8 +33,8 @@ class Table:
         except (OSError, EOFError, ValueError, csv.Error) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(
-                f"{path}:{start}: cannot read the data file from this row on ({reason}): give a CSV or TSV file in "
-                "UTF-8, whose values that begin with a quote end with one and have other quotes twice"
+                f"{path}:{start}: cannot read the data file from this row on ({reason}): use a CSV or TSV file in "
+                "UTF-8, where values that begin with a quote end with one and other quotes in them are doubled"
             ) from None
         if not self.rows:
             raise InputError(f"{path}: the data file is empty; it needs a row of names and rows of values")
@@ -42,13 +42,13 @@ class Table:
     def _add(self, row: list[str], line: int) -> None:
         if len(row) != len(self.columns):
             raise InputError(
-                f"{self.path}:{line}: the row has {len(row)} values and the header {len(self.columns)} names: put "
-                "values with separators in quotes"
+                f"{self.path}:{line}: the row has {len(row)} values, but the header has {len(self.columns)} names: "
+                "quote values with separators"
             )
         if self.separator == "\t" and any("\t" in value and "\n" in value for value in row):
             raise InputError(
-                f"{self.path}:{line}: a value that begins with a quote takes in the rows that follow: put values that "
-                'begin with a quote in quotes, with their own quotes twice, as in """Hi"" she said"'
+                f"{self.path}:{line}: a value that begins with a quote extends over the rows that follow: quote values "
+                'that begin with a quote, with their own quotes doubled, as in """Hi"" she said"'
             )
         self.lines.append(line)
         self.rows.append(row)

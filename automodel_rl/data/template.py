@@ -49,7 +49,7 @@ NO_ARGUMENTS = {
 LINKS = ("name", "tool_call_id")
 """Keys of a tool message that identify its call. The order of messages does so too."""
 
-REMEDY = "give data.chat_template a template that writes it, or remove it from the data"
+REMEDY = "set data.chat_template to a template that writes it, or remove it from the data"
 """Advice for content that a template drops."""
 
 Tree = dict[str, Any]
@@ -139,10 +139,10 @@ class ChatTemplate:
     def _written(self, chat: Chat, where: str) -> Iterator[tuple[list[Any], list[Any] | None]]:
         """Provides messages and tools for a block in which the template renders them."""
         if self.tokenizer.chat_template is None:
-            raise InputError(f"{where}: the tokenizer has no chat template for it: give one in data.chat_template")
+            raise InputError(f"{where}: the tokenizer has no chat template for it: set one in data.chat_template")
         for kind in {part["type"] for part in media_parts(chat.messages)} - {*self.reads}:
             read = ", ".join(["text", *self.reads])
-            raise InputError(f"{where}: has a part of type {kind}, and the model reads {read} only: use another model")
+            raise InputError(f"{where}: has a part of type {kind}, but the model reads {read} only: use another model")
         tree = self._tree(chat)
         with self.refusals(where):
             yield tree["messages"], tree["tools"] or None
@@ -244,7 +244,7 @@ class ChatTemplate:
             if situation in self._accepted:
                 continue
             if not (self._may_forget(chat, leaf) or self._reads(tree, leaf, add_generation_prompt)):
-                raise InputError(f"{where}: the chat template leaves out {_label(tree, leaf)}: {REMEDY}{_ignore(leaf)}")
+                raise InputError(f"{where}: the chat template omits {_label(tree, leaf)}: {REMEDY}{_ignore(leaf)}")
             self._accepted.add(situation)
 
     def _check_empty(self, tree: Tree, chat: Chat, where: str, add_generation_prompt: bool) -> None:
@@ -262,7 +262,7 @@ class ChatTemplate:
             if stands_in := (text or "")[first:end].strip():
                 raise InputError(
                     f"{where}: the chat template writes {stands_in!r:.60} for the empty content of turn {leaf.turn}: "
-                    "give data.chat_template a template that writes nothing there, or remove the turn"
+                    "set data.chat_template to a template that writes nothing there, or remove the turn"
                 )
             self._accepted.add(situation)
 
@@ -352,13 +352,15 @@ def _check_variables(variables: Mapping[str, Any], templates: Iterable[str]) -> 
     try:
         read = {name for text in plain for name in meta.find_undeclared_variables(jinja.parse(text))}
     except TemplateSyntaxError as error:
-        raise InputError(f"the chat template is no Jinja ({error}): give another one in data.chat_template") from None
+        raise InputError(
+            f"the chat template is not valid Jinja ({error}): set another one in data.chat_template"
+        ) from None
     read -= {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
     for name in variables:
         if name not in read:
             raise InputError(
-                f"data.chat_template_kwargs.{name}: the chat template reads no such variable, only "
-                f"{', '.join(sorted(read)) or 'none'}: leave it out"
+                f"data.chat_template_kwargs.{name}: the chat template does not read this variable, only "
+                f"{', '.join(sorted(read)) or 'none'}: remove it"
             )
 
 
@@ -518,4 +520,4 @@ def _label(tree: Tree, leaf: Leaf) -> str:
 def _ignore(leaf: Leaf) -> str:
     """Returns additional advice for an error message, available for everything but contents."""
     name = "tools" if leaf.turn < 0 else leaf.path[2]
-    return "" if name == "content" else f", or pass it over with ignore: [{name}] of the source"
+    return "" if name == "content" else f", or skip it with ignore: [{name}] of the source"

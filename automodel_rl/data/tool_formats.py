@@ -148,7 +148,7 @@ def find_format(template: ChatTemplate) -> Format:
     before = template.opening_text(Chat([question], (PROBE_TOOL,)))
     text = template.text(Chat([question, turn], (PROBE_TOOL,))) or ""
     if "look_up" not in text[len(before) :]:
-        raise InputError("the chat template leaves out calls of tools: give one that writes them in data.chat_template")
+        raise InputError("the chat template omits tool calls: set one that writes them in data.chat_template")
     own = tokenizer.response_template
     header = template.header
     written = text[text.rindex(header) + len(header) :] if header and header in text else text[len(before) :]
@@ -161,6 +161,6 @@ def find_format(template: ChatTemplate) -> Format:
         if functions == [{"name": "look_up", "arguments": PROBE_ARGUMENTS}]:
             return form
     raise InputError(
-        f"the chat template writes calls of tools in a format that is not known (hermes, xml, glm, llama3 and gpt_oss "
-        f"are): give the tokenizer a response_template. It writes: {' '.join(written.split())[:160]}"
+        "the chat template writes tool calls in an unknown format (known are hermes, xml, glm, llama3 and gpt_oss): "
+        f"add a response_template to the tokenizer. It writes: {' '.join(written.split())[:160]}"
     )

@@ -45,9 +45,7 @@ class TurnSuffix:
         text = self.template.opening_text(chat)
         mark = self.tokenizer.convert_ids_to_tokens(stop)
         if PROBE not in text:
-            raise InputError(
-                "the chat template leaves out calls of tools: give one that writes them in data.chat_template"
-            )
+            raise InputError("the chat template omits tool calls: set one that writes them in data.chat_template")
         tail = text[text.rindex(PROBE) + len(PROBE) :]
         if mark not in tail and mark in turn_ends(self.template, self.tools):
             mark = end_token(self.template, chat, 1) or mark  # the end token may differ once messages follow
@@ -67,7 +65,7 @@ class TurnSuffix:
         ends = turn_ends(self.template, self.tools)
         if self.tools and not ends[-1]:
             raise InputError(
-                "the chat template does not end turns that call tools with a special token: give another one in "
+                "the chat template does not end turns that call tools with a special token: set another one in "
                 "data.chat_template"
             )
         return {self.tokenizer.convert_tokens_to_ids(end) for end in ends if end}

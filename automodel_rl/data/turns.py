@@ -18,7 +18,7 @@ from automodel_rl.data.template import OTHERS, PROBE, QUESTION, ChatTemplate, Le
 from automodel_rl.errors import InputError
 
 MARKS_REMEDY = (
-    "give data.chat_template a template that puts assistant turns between {% generation %} and {% endgeneration %}"
+    "set data.chat_template to a template that puts assistant turns between {% generation %} and {% endgeneration %}"
 )
 """Advice in error messages about turns that cannot be located."""
 
@@ -47,7 +47,7 @@ def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Se
     text, token_places = finder.text, TokenPlaces(template.tokenizer, finder.text)
     if token_places.ids != list(ids):
         raise InputError(
-            f"{where}: the chat template's text has other tokens when it is tokenised again: {MARKS_REMEDY}"
+            f"{where}: the chat template's text has different tokens when it is tokenised again: {MARKS_REMEDY}"
         )
     spans, added = [], ""
     for turn in turns:
@@ -55,7 +55,7 @@ def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Se
         tokens = None if found is None else token_places.of(*found)
         if found is None or tokens is None:
             raise InputError(
-                f"{where}: the tokens of assistant turn {turn} cannot be told from the chat template's output: "
+                f"{where}: the tokens of assistant turn {turn} cannot be determined from the chat template's output: "
                 f"{MARKS_REMEDY}"
             )
         if turn == len(chat.messages) - 1 and found[1] == len(text):

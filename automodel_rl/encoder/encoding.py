@@ -81,8 +81,8 @@ class Encoding:
             expected = self.part.shape(item)
             if loaded.shape != expected:
                 raise ValueError(
-                    f"{item.plural} of size {item.size} load {list(expected)}, and one loads {list(loaded.shape)}: use "
-                    "the model's own processor"
+                    f"{item.plural} of size {item.size} load as {list(expected)}, but one loads as "
+                    f"{list(loaded.shape)}: use the model's own processor"
                 )
         except (InputError, ValueError) as error:
             self.failure = self.failure or error
@@ -110,7 +110,7 @@ class Encoding:
             self.failure = self.failure or ValueError(
                 f"{len(media)} {media[0].plural} of sizes {[item.size for item in media]} need {expected[0]} "
                 f"embeddings in their sequences, but the encoder makes {len(output)} embeddings of them: use the "
-                "model's own processor, and as many tokens as it says"
+                "model's own processor, and its number of tokens"
             )
             return output.sum() * 0 + self.like.new_zeros(expected)
         return output

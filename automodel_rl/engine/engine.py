@@ -476,5 +476,5 @@ class Engine:
             kept = f" (its microbatches are in {self.keep_microbatches_in})"
         raise TrainingDivergedError(
             f"{self.skipped_in_a_row} steps in a row were skipped, the last{kept} with loss {loss} and gradient norm "
-            f"{grad_norm}: lower optimizer.lr, or look at the data of these steps"
+            f"{grad_norm}: lower optimizer.lr, or check the data of these steps"
         )

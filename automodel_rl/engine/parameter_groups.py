@@ -28,8 +28,8 @@ def of_components(settings: Settings, encoders: Iterable[str]) -> dict[str, Opti
     configs = {"language": settings} if isinstance(settings, OptimizerConfig) else settings
     names = [*encoders]
     if "language" not in configs or configs.keys() - {"language", *names}:
-        wanted = "language" + (f" and, if you want, for {' or '.join(names)}" if names else "")
-        raise InputError(f"optimizer has settings for {[*configs]}: give some for {wanted}")
+        wanted = "language" + (f" and, optionally, for {' or '.join(names)}" if names else "")
+        raise InputError(f"optimizer has settings for {[*configs]}: set them for {wanted}")
     whole = configs["language"]
     for name in names:
         encoder = configs.get(name, whole)
@@ -37,7 +37,7 @@ def of_components(settings: Settings, encoders: Iterable[str]) -> dict[str, Opti
             if getattr(encoder, key) != getattr(whole, key):
                 raise InputError(
                     f"optimizer: {key} is {getattr(encoder, key)} for {name} and {getattr(whole, key)} for language: "
-                    "all components share schedule, gradient norm and skipped steps, so give all the same"
+                    "all components share schedule, gradient norm and skipped steps, so set them to the same"
                 )
     return {"language": whole, **{name: configs.get(name, whole) for name in names}}
 
@@ -47,7 +47,7 @@ def check_masters(model: ModelConfig, configs: Mapping[str, OptimizerConfig]) ->
     for name, config in configs.items():
         if model.master_dtype != "auto" and config.name == "muon":
             raise InputError(
-                f"optimizer.name=muon, of {name}, with model.master_dtype={model.master_dtype}: its steps round no "
+                f"optimizer.name=muon, of {name}, with model.master_dtype={model.master_dtype}: its steps do not round "
                 "weights: use adamw or adamw_8bit"
             )
 

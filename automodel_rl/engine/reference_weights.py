@@ -31,7 +31,7 @@ class ReferenceWeights:
 
     def __init__(self, handle: ModelHandle, *, lends_memory: bool = False):
         if handle.has_changed:
-            raise RuntimeError("ReferenceWeights are the first weights: make them before a step or a resume")
+            raise RuntimeError("ReferenceWeights are the first weights: create them before a step or a resume")
         self.handle, self.lends_memory = handle, lends_memory
         every = [parameter for part in handle.parts for parameter in part.parameters()]
         trained = [parameter for parameter in every if parameter.requires_grad]

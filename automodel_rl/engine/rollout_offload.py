@@ -52,5 +52,5 @@ class RolloutOffload:
         if moved and freed < (1 - MOST_KEPT) * moved:  # others may use the device meanwhile
             self.warning = (
                 f"warning: of {moved / 2**30:.1f} GiB that were offloaded, generators can use {freed / 2**30:.1f}: the "
-                "rest is in pieces, beside memory that the trainer still uses"
+                "rest is fragmented by memory that the trainer still uses"
             )

@@ -47,9 +47,9 @@ def with_memory_decided(
     fit = fit_to_device(described, model.whole, own.item(), beside)
     if not fit.fits and config.batch.microbatch_tokens == "auto":
         raise InputError(
-            f"batch.microbatch_tokens=auto: by the plan, microbatches of {fit.num_tokens} tokens fit into the "
-            f"{fit.room / GIB:.0f} GiB that a step may fill, and {fit.needed} are needed: use more ranks, or shorter "
-            "sequences, or train adapters (model.lora)"
+            f"batch.microbatch_tokens=auto: according to the plan, microbatches of {fit.num_tokens} tokens fit into "
+            f"the {fit.room / GIB:.0f} GiB that a step may use, but {fit.needed} are needed: use more ranks, or "
+            "shorter sequences, or train adapters (model.lora)"
         )
     decided = fit.of(config)
     return decided, _line(config, decided, fit)
@@ -71,9 +71,9 @@ def _line(asked: RunConfig, decided: RunConfig, fit: Fit) -> str:
     chosen = [
         f"{section}.{key}={as_yaml(getattr(getattr(decided, section), key))}" for section, key in _left_open(asked)
     ]
-    plan = f"the plan is {fit.planned / GIB:.0f} of {fit.room / GIB:.0f} GiB that a step may fill"
+    plan = f"the plan uses {fit.planned / GIB:.0f} of {fit.room / GIB:.0f} GiB that a step may use"
     if fit.beside >= GIB:
-        plan += f", beside {fit.beside / GIB:.0f} GiB for rollouts"
+        plan += f", in addition to {fit.beside / GIB:.0f} GiB for rollouts"
     if not fit.fits:
         plan += ": if memory runs out, lower batch.microbatch_tokens"
     return f"{' '.join(chosen)} (auto: {plan})"

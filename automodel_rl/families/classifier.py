@@ -34,8 +34,8 @@ def as_classifier(config: PretrainedConfig, num_labels: int) -> PretrainedConfig
     name = CLASSES.get(config.model_type) if config.model_type in TEXT_FAMILIES else None
     if name is None:
         raise InputError(
-            f"model.num_labels={num_labels}: there is no class {ENDING} of transformers that a {config.model_type!r} "
-            f"model could be trained as here: use a model of one of {', '.join(classifier_families())}"
+            f"model.num_labels={num_labels}: transformers has no class {ENDING} that a {config.model_type!r} model "
+            f"could be trained as here: use a model of one of {', '.join(classifier_families())}"
         )
     classifier = copy.deepcopy(config)
     classifier.architectures = [name]

@@ -147,12 +147,12 @@ def text_model_config(config: PretrainedConfig) -> PretrainedConfig:
     """Returns the config of a multimodal model's language model as a stand-alone model. Raises InputError if there is
     none."""
     if multimodal_family(config) is None:
-        raise InputError(f"model.text_only: a {config.model_type!r} model reads text only: leave it out")
+        raise InputError(f"model.text_only: a {config.model_type!r} model reads text only: remove it")
     language = language_config(config)
     if language.model_type not in TEXT_FAMILIES:
         raise InputError(
-            f"model.text_only: {language.model_type!r}, the language model of {config.model_type!r}, is no model of "
-            "its own: leave it out, and freeze the encoders with model.frozen"
+            f"model.text_only: {language.model_type!r}, the language model of {config.model_type!r}, is not a "
+            "standalone model: remove it, and freeze the encoders with model.frozen"
         )
     return language
 

@@ -98,7 +98,7 @@ class ChildProcess:
         _wait_while(lambda: _is_alive(self.process.pid), MOST_SECONDS_TO_DIE)  # they would still hold memory
 
     def _ended(self) -> ChildEndedError:
-        return ChildEndedError(f"its process ended with code {self.process.wait()}")
+        return ChildEndedError(f"its process exited with code {self.process.wait()}")
 
 
 def _wait_while(condition: Callable[[], bool], seconds: float) -> None:

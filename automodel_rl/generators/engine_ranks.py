@@ -1,4 +1,4 @@
-"""The ranks that lead generators. Others only train, or lend their GPUs to a vLLM that another rank leads."""
+"""Assignment of generators to ranks. Other ranks only train, or lend their GPUs to a vLLM that another rank leads."""
 
 import os
 from collections import deque
@@ -19,13 +19,12 @@ from automodel_rl.parallel.layout import own_group
 
 @dataclass(frozen=True)
 class EngineRanks:
-    """The ranks that lead generators, and those that only train.
+    """The ranks that lead generators.
 
     Attributes:
-        leaders: the ranks that lead a generator.
         size: number of GPUs of each generator.
-        group: a gloo group of the consecutive ranks whose GPUs one generator uses; None if it uses one rank's, or GPUs
-            of its own.
+        group: gloo group of the consecutive ranks whose GPUs this rank's generator shares; None if it uses one rank's
+            GPU, or GPUs of its own.
     """
 
     leaders: tuple[int, ...]
@@ -34,13 +33,10 @@ class EngineRanks:
 
     @classmethod
     def join(cls, spec: GeneratorSpec) -> "EngineRanks":
-        """This rank's generator. A collective of all ranks.
-
-        Args:
-            spec: the generator that is asked for.
+        """Assigns generators to ranks. A collective of all ranks.
 
         Raises:
-            InputError: the ranks or the GPUs of a machine are not as many as generators need.
+            InputError: the number of ranks or GPUs of a machine does not fit the generators.
         """
         if isinstance(spec.choice, VllmServersConfig):
             return cls((0,))
@@ -56,36 +52,37 @@ class EngineRanks:
             return cls(tuple(range(world)))
         if on_machine % size:
             raise InputError(
-                f"rollout.generator.tensor_parallel={size}: the {on_machine} ranks on a machine are not whole groups "
-                "of this size: use a divisor of their number"
+                f"rollout.generator.tensor_parallel={size}: does not divide the {on_machine} ranks on a machine: "
+                "use a divisor"
             )
         groups = [[*range(first, first + size)] for first in range(0, world, size)]
         return cls(tuple(range(0, world, size)), size, own_group(groups, "gloo"))
 
     @property
     def leads(self) -> bool:
-        """Whether this rank's generator writes."""
+        """Whether this rank leads a generator."""
         return dist.get_rank() in self.leaders
 
     def meet(self) -> None:
-        """Waits for the other ranks of the engine."""
+        """Waits for the other ranks of the same generator."""
         if self.group is not None:
             gather_objects(None, self.group)
 
 
 def _led_on(devices: Sequence[int], size: int, num_ranks: int) -> int:
-    """Number of generators on a machine with GPUs of their own: its first ranks lead one each."""
+    """Number of generators on a machine that have GPUs of their own. The first ranks lead one each."""
     led, over = divmod(len(devices), size)
     if over or not 0 < led <= num_ranks:
         raise InputError(
-            f"rollout.generator.place={list(devices)} with tensor_parallel={size}: each vLLM has {size} of them, "
-            f"and one of the {num_ranks} ranks on a machine leads it: list {size} for each of at most {num_ranks}"
+            f"rollout.generator.place={list(devices)} with tensor_parallel={size}: each vLLM takes {size} devices "
+            f"and one of the {num_ranks} ranks on a machine: list {size} for each of at most {num_ranks} vLLM"
         )
     return led
 
 
 class NoGenerator(RankGenerator):
-    """The generator and the channel of a rank that leads none: it agrees with everything."""
+    """Stand-in on ranks without a generator. Answers weight-sync calls with success, so that all ranks run the same
+    loop."""
 
     num_workers = 0
 

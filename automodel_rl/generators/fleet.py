@@ -1,4 +1,4 @@
-"""Fleet: the generators of a policy, as a program uses them."""
+"""Fleet: a program's interface to the generators of a policy."""
 
 import contextlib
 import functools
@@ -30,29 +30,29 @@ from automodel_rl.policy.crew import FLEET, POLICY, Crew
 T = TypeVar("T")
 
 LOOK_SECONDS = 30.0
-"""Seconds between two looks whether all ranks and members are there, while a program waits for completions."""
+"""Seconds between health checks of ranks and members while a program waits for completions."""
 
 STOP_SECONDS = 1.0
-"""Seconds between two looks whether the run is asked to stop, while a program waits for completions."""
+"""Seconds between checks for a stop signal while a program waits for completions."""
 
 
 class Fleet:
-    """The generators of a policy. A program calls its methods; nothing in it is a collective.
+    """The generators of a policy. The program calls its methods; none is a collective.
 
-    Each generator is a member, led by a rank, or come by itself (generators/joining.py). What a member that is lost was
-    to write goes to others, with the same seeds. `restart` brings those of ranks back. Those that have joined come and
-    go, and while none is there, requests wait. A request with which too many members were lost becomes a completion
-    with an error. The turns of a conversation go to one member, which has their beginning cached.
+    A member is one generator, either led by a rank or joined from outside the job (generators/joining.py). Unfinished
+    requests of a lost member are reassigned with the same seeds; a request that has lost too many members becomes a
+    completion with an error. `restart` restarts generators of ranks. Joined generators may come and go; requests wait
+    while there is none. All turns of a conversation go to one member, which has the prefix cached.
 
     Args:
         crew: the ranks, which lead the generators.
 
     Attributes:
-        members: the generators; there once they are started, or have joined.
-        evaluators: the generators that only evaluate, if the run has some.
-        needed: number of the oldest published version that evaluators still read, which is kept; None if there is none.
-        policy_version: the policy version that generators got last, or get when they wake, from 1 on.
-        warning: a line about memory that generators cannot use although the trainer lends it; empty if there is none.
+        members: filled by `start`, and as generators join.
+        evaluators: joined generators that only evaluate; None if the run has none.
+        needed: oldest published version that evaluators still read, which is not deleted; None if there is none.
+        policy_version: version of the last weight sync, counted from 1. Sleeping generators load it when they wake.
+        warning: one line about offloaded trainer memory that generators cannot use; empty if there is none.
 
     Example:
         >>> def program(policy, fleet, run):
@@ -73,48 +73,42 @@ class Fleet:
         self.policy_version = 0
         self.warning = ""
         self.spec: GeneratorSpec
-        self._news = threading.Condition()  # guards what follows, and all members and submissions
+        self._news = threading.Condition()  # guards the attributes below, all members and submissions
         self._numbers = itertools.count(1)
         self._assignments: dict[int, Assignment] = {}
         self._held: list[PendingRequest] | None = None
-        self._homes: dict[int, Member] = {}  # who has a conversation's beginning cached
+        self._homes: dict[int, Member] = {}  # which member has a conversation's prefix cached
         self._joined: JoinedMembers | None = None
         self._way_in: WayIn | None = None
 
     @property
     def works_alone(self) -> bool:
-        """Whether generators write while ranks do something else. If not, they write when waited for."""
+        """Whether generators write in the background. If not, they write only inside `wait`."""
         return all(member.works_alone for member in self.members)
 
     @property
     def can_write(self) -> bool:
-        """Whether a member is there, or one may still join."""
+        """Whether a member is available or may still join."""
         may_join = self._joined is not None and not self._joined.is_given_up
         return may_join or any(not member.problem for member in self.members)
 
     @property
     def lost(self) -> dict[int, str]:
-        """Why members are lost that `restart` starts again, by rank."""
+        """Reasons by rank, of the lost members that `restart` restarts."""
         return {one.number: one.problem for one in self.members if one.problem and not self._is_given_up(one)}
 
     @property
     def given_up(self) -> dict[int, str]:
-        """Why members are lost that did not come back, by rank. Another start is tried some policy versions later."""
+        """Reasons by rank, of the members that did not restart and are not retried before a later policy version."""
         return {one.number: one.problem for one in self.members if one.problem and self._is_given_up(one)}
 
     def name_of(self, number: int | None) -> str:
-        """The name of a member in messages.
-
-        Args:
-            number: its number, also if it is gone; None for a generator of no fleet.
-        """
+        """Returns the name of a member for messages, also of a lost one. `number` is None for generators outside a
+        fleet."""
         return name_of(number, has_joined=self._joined is not None)
 
     def start(self, spec: GeneratorSpec) -> None:
-        """Starts all generators, or waits until enough have joined.
-
-        Args:
-            spec: the generator that each rank asks for.
+        """Starts the generators that `spec` describes, or waits until enough have joined.
 
         Raises:
             InputError: a generator does not start, or too few join.
@@ -127,25 +121,25 @@ class Fleet:
             self._let_join(spec, spec.choice)
 
     def sync(self) -> None:
-        """Gives all generators the weights that the policy has now, as the next policy version. Those that sleep get
+        """Syncs the policy's current weights to all generators as the next policy version. Sleeping generators load
         them when they wake."""
         self.policy_version += 1
         self.sync_again()
 
     def sync_again(self) -> None:
-        """Gives all generators the weights that the policy has now, as the same policy version as before."""
+        """Syncs the policy's current weights to all generators without a new policy version."""
         self._note(self.crew.gather(FLEET, "sync_weights", self.policy_version, self.needed))
-        self._homes.clear()  # what they have cached is of other weights
+        self._homes.clear()  # their caches are of other weights
         if self._joined is not None:
             self._tell_version(self._joined)
 
     @contextlib.contextmanager
     def awake(self, timed: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()) -> Iterator[None]:
-        """Lets generators write in this block. Generators that share memory with the trainer have the memory meanwhile.
-        After it the trainer's weights may still be on the host.
+        """Allows generators to write inside the block. Generators that share memory with the trainer hold it there, and
+        the trainer's weights may still be in host memory afterwards.
 
         Args:
-            timed: a block that measures how long the phase with this name takes.
+            timed: returns a context manager that times the phase of the given name.
         """
         if not self.spec.shares_memory:
             yield
@@ -162,17 +156,17 @@ class Fleet:
                     self.warning = self.crew.ask(FLEET, "sleep")
 
     def restore(self) -> None:
-        """Brings the trainer's weights back, if they are on the host."""
+        """Moves the trainer's weights back to the device if they are in host memory."""
         if self.spec.shares_memory:
             self.crew.ask(FLEET, "restore")
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
-        """Distributes requests among the members and returns at once. Any thread may call it.
+        """Distributes requests among the members and returns at once. Thread-safe.
 
-        Generators that share a process with their rank write only inside `wait`, which the program must call then.
+        Generators that share a process with their rank write only inside `wait`, which the program must then call.
 
         Returns:
-            A future for each request. It raises RolloutError if all members are lost. Its callbacks run in threads of
+            A future per request. It raises RolloutError if all members are lost. Its callbacks run in threads of
             the fleet and must not block.
         """
         tasks = [PendingRequest(request) for request in requests]
@@ -180,15 +174,15 @@ class Fleet:
         return [task.completion for task in tasks]
 
     def wait(self, results: "Sequence[Future[T]]") -> list[T]:
-        """Waits for futures of `submit`, or for others that depend on them. Meanwhile it checks that all ranks are
-        there, and that members with requests send completions. Only the program's thread may call it.
+        """Waits for `results`: futures of `submit`, or others that depend on them. Meanwhile checks that all ranks are
+        alive and that members with requests send completions. Only the program's thread may call it.
 
         Returns:
-            The results. Raises at once what one of the futures raises.
+            The results. Raises the error of a future as soon as one fails.
 
         Raises:
             RolloutError: all members are lost.
-            StoppedError: the run is asked to stop, and no generator is there to finish the step.
+            StoppedError: the run received a stop signal, and no generator is available to finish the step.
         """
         if self.works_alone:
             self._watch_until_done(results)
@@ -200,23 +194,23 @@ class Fleet:
         return [result.result() for result in results]
 
     def _watch_until_done(self, results: "Sequence[Future[Any]]") -> None:
-        """Waits until all futures are done or one has failed, and checks ranks and members meanwhile."""
+        """Waits until all futures are done or one has failed, while checking ranks and members."""
         looked = time.monotonic()
         while not _are_settled(results, min(STOP_SECONDS, self._look_seconds)):
             self._stop_if_alone()
             if time.monotonic() - looked < self._look_seconds:
                 continue
-            with flight.phase("asking whether all ranks are there"):
+            with flight.phase("checking that all ranks are alive"):
                 self.crew.ask(POLICY, "ping")
             self._lose_those_that_are_silent()
             self._end_long_waits()
             looked = time.monotonic()
 
     def _stop_if_alone(self) -> None:
-        """Ends a step that waits for a generator to join, if the run is asked to stop."""
+        """Raises StoppedError on a stop signal while no generator has joined."""
         if self._joined is not None and self.crew.signals and not self.members:
             raise StoppedError(
-                f"stopped by {self.crew.signals[0]} while no generator was there: add --resume auto to go on"
+                f"stopped by {self.crew.signals[0]} while no generator was connected: resume with --resume auto"
             )
 
     @property
@@ -224,10 +218,8 @@ class Fleet:
         return LOOK_SECONDS if self._joined is None else min(LOOK_SECONDS, self._joined.look_seconds)
 
     def write(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions by the generators, with the weights of the last `sync`.
-
-        Args:
-            requests: the completions to write, which are dealt to the generators.
+        """Wakes the generators, has them write all `requests` with the weights of the last `sync`, and restores the
+        trainer.
 
         Raises:
             RolloutError: all generators are lost.
@@ -240,11 +232,8 @@ class Fleet:
                 self.restore()
 
     def write_alike(self, requests: Sequence[Request]) -> dict[int, list[Completion]]:
-        """Completions of the same requests by every generator, by its leader's rank. A lost generator has none.
-
-        Args:
-            requests: the completions to write.
-        """
+        """Returns completions of the same `requests` by every generator, by member number. Lost generators are
+        missing."""
         tasks = {member: [PendingRequest(request, only=member) for request in requests] for member in self.members}
         for own in tasks.values():
             self._begin(own)
@@ -258,20 +247,16 @@ class Fleet:
         }
 
     def lose(self, number: int, problem: str) -> None:
-        """Holds a member for lost: it gets no requests until `restart`, or at all if it has joined.
-
-        Args:
-            number: its number.
-            problem: why.
-        """
+        """Marks member `number` as lost because of `problem`. It gets no requests until `restart`; a joined generator
+        is removed."""
         with self._news:
             for member in [one for one in self.members if one.number == number]:
                 self._lose(member, problem)
 
     def restart(self) -> None:
-        """Starts generators again that are lost. All get the weights that the policy has now, as the same policy
-        version as before. One that does not start is lost again. Requests wait for the end of it, if generators have
-        the trainer's memory in turns."""
+        """Restarts lost generators, and syncs the policy's current weights to all, without a new policy version. A
+        generator that does not start is lost again. If generators share memory with the trainer, requests are held
+        until it returns."""
         with self._news:
             lost, given_up = self.lost, self.given_up
             self._held = [] if self.spec.shares_memory else None
@@ -291,8 +276,7 @@ class Fleet:
             self._assign(held or ())
 
     def give_up(self) -> None:
-        """Notes that members that are lost do not come back: other starts are tried after 1, 2, 4 ... further policy
-        versions. Until then others write."""
+        """Postpones restarts of lost members by 1, 2, 4, ... policy versions. Meanwhile other members write."""
         with self._news:
             for member in self.members:
                 if member.number in self.lost:
@@ -300,12 +284,12 @@ class Fleet:
 
     @property
     def nobody(self) -> str:
-        """Why nobody writes, if no member has joined for too long; else ""."""
+        """Reason why no member writes, if none has joined for too long; else ""."""
         return self._joined.nobody if self._joined is not None and self._joined.is_given_up else ""
 
     @property
     def newest(self) -> tuple[int, str]:
-        """Number and hash of the version of published weights that members which have joined got last."""
+        """Number and hash of the published version that joined generators were last switched to."""
         assert self._joined is not None
         assert self._joined.version is not None
         return self._joined.version.version, self._joined.version.digest
@@ -315,18 +299,13 @@ class Fleet:
             return None if self._joined is None else self._joined.version
 
     def evaluate(self, number: int, digest: str) -> None:
-        """Lets evaluators write with a version of published weights from now on.
-
-        Args:
-            number: the version's number.
-            digest: its hash.
-        """
+        """Switches evaluators to the published version with this number and hash (`digest`)."""
         assert self.evaluators is not None
         self.evaluators.policy_version += 1
         self.evaluators._use(UseVersion(number, digest, self.evaluators.policy_version))
 
     def _use(self, version: UseVersion) -> None:
-        """Lets members that have joined, and those that will, write with a version from now on."""
+        """Switches joined generators, and those that join later, to a published version."""
         assert self._joined is not None
         with self._news:
             self._joined.version = version
@@ -334,7 +313,7 @@ class Fleet:
                 member.use(version)
 
     def close(self) -> None:
-        """Ends all generators. Those that have joined leave."""
+        """Ends the generators of ranks, and dismisses the joined ones."""
         if self._way_in is not None:
             self._way_in.close()
         self.crew.ask(FLEET, "close")
@@ -351,10 +330,10 @@ class Fleet:
             member.dismiss()
 
     def _let_join(self, spec: GeneratorSpec, choice: JoinedGeneratorConfig) -> None:
-        """Waits until enough members have joined. Others may join at any time."""
+        """Opens the run to joining generators, and waits until enough have joined."""
         welcome = self.crew.ask(FLEET, "welcome", spec)
         assert spec.weight_sync.publish is not None
-        with self._news:  # those who come meanwhile wait for the end of it
+        with self._news:  # generators that join meanwhile wait for the lock
             way_in = self._way_in = WayIn(spec, welcome, self._admit, self._newest)
             room = functools.partial(
                 JoinedMembers,
@@ -376,7 +355,7 @@ class Fleet:
             fleet._wait_for(key, least)
 
     def _wait_for(self, key: str, least: int) -> None:
-        """Waits until so many members have joined, as a key of the config says."""
+        """Waits until `least` members have joined. `key` is the config key for the error."""
         joined = self._joined
         assert joined is not None
 
@@ -387,12 +366,12 @@ class Fleet:
         (have_come,) = self.wait([in_thread(are_there, "waiting for generators")])
         if not have_come:
             raise InputError(
-                f"rollout.generator.{key}={least}: {len(self.members)} have joined in wait_minutes="
+                f"rollout.generator.{key}={least}: only {len(self.members)} joined within wait_minutes="
                 f"{joined.choice.wait_minutes:g}: start more with {joined.command}, or raise wait_minutes"
             )
 
     def _admit(self, name: str, connection: MessageConnection, evaluates: bool) -> None:
-        """Takes a generator that has joined. It gets what waits for one."""
+        """Adds a generator that has joined, and assigns it the waiting tasks."""
         with self._news:
             joined, evaluators = self._joined, self.evaluators
         if evaluates and evaluators is not None:
@@ -413,17 +392,17 @@ class Fleet:
             self._news.notify_all()
 
     def _tell_version(self, joined: JoinedMembers) -> None:
-        """Lets members that have joined write with the weights that were published last."""
+        """Switches joined generators to the version published last."""
         published = self.crew.ask(FLEET, "published_version")
         if published is None:
             raise RolloutError(
-                f"weight_sync.publish={joined.folder}: the weights could not be written, and generators that have "
-                "joined read them there: make room, and go on with --resume auto"
+                f"weight_sync.publish={joined.folder}: the weights for joined generators could not be written: free "
+                "disk space and resume with --resume auto"
             )
         self._use(UseVersion(published[0], published[1], self.policy_version))
 
     def _end_long_waits(self) -> None:
-        """Fails what has waited too long for a member."""
+        """Fails tasks that have waited too long for a member."""
         if self._joined is None:
             return
         with self._news:
@@ -435,7 +414,7 @@ class Fleet:
         return member.tried_again_at > self.policy_version
 
     def _note(self, problems: Iterable[tuple[int, str]]) -> None:
-        """Learns from ranks that their generators are lost."""
+        """Marks members as lost whose ranks have reported a problem."""
         lost = dict(problems)
         with self._news:
             for member in self.members:
@@ -448,7 +427,7 @@ class Fleet:
             self._news.notify_all()  # `_write_until_done` may wait for something to write
 
     def _assign(self, tasks: Sequence[PendingRequest]) -> None:
-        """Gives tasks to members. The turns of a conversation stay with its member as long as that is there."""
+        """Assigns tasks to members. Turns of a conversation stay with its member while that is available."""
         if self._held is not None:
             self._held += tasks
             return
@@ -479,7 +458,7 @@ class Fleet:
             member.ask(number, [task.request for task in own])
 
     def _hold_or_fail(self, tasks: Sequence[PendingRequest], candidates: Sequence[Member]) -> None:
-        """Keeps tasks that no member can write until one joins, or fails them if none can."""
+        """Holds tasks until a member joins, or fails them if none can join."""
         if self._joined is not None and tasks[0].only is None:
             self._joined.hold(tasks)
             return
@@ -488,7 +467,7 @@ class Fleet:
             task.completion.set_exception(RolloutError(f"the {first.name} cannot write: {first.problem}"))
 
     def _write_until_done(self, results: "Sequence[Future[Any]]") -> None:
-        """Makes ranks write what their generators were asked for, until all futures are done or one has failed."""
+        """Has ranks write queued requests until all futures are done or one has failed."""
 
         def notify(_: "Future[Any]") -> None:
             with self._news:
@@ -505,7 +484,8 @@ class Fleet:
             self.crew.ask(FLEET, "write", queued)
 
     def _take(self, member: Member, message: Finished | Failed | Leaving | IsReading) -> None:
-        """Takes what a member sends. Its thread calls it. Raises ProtocolError if nobody asked for that."""
+        """Handles a message of a member, in that member's thread. Raises ProtocolError on an unrequested or invalid
+        completion."""
         if isinstance(message, IsReading):
             member.note_reading()
             return
@@ -515,12 +495,12 @@ class Fleet:
             return
         if isinstance(message, Failed):
             with self._news:
-                if not message.number or message.number >= member.first_number:  # else of a generator before
+                if not message.number or message.number >= member.first_number:  # else before the restart
                     self._lose(member, message.text)
             return
         with self._news:
             assignment = self._assignments.get(message.number)
-            if assignment is None:  # others write it now
+            if assignment is None:  # reassigned
                 return
             self._check(member, assignment, message)
             task = assignment.open.pop(message.place, None)
@@ -533,21 +513,17 @@ class Fleet:
         task.completion.set_result(replace(written, writer=member.number) if member.has_joined else written)
 
     def _check(self, member: Member, assignment: Assignment, message: Finished) -> None:
-        """Raises ProtocolError if a member sends a completion of a request that it does not have, or an invalid one.
-        Ranks have checked theirs."""
+        """Raises ProtocolError on a completion that was not requested from this member, or is invalid. Values are only
+        checked of joined generators: ranks check their own."""
         if assignment.member is not member or not 0 <= message.place < assignment.size:
-            raise ProtocolError(f"it sent a completion for place {message.place} of {message.number}, which is not its")
+            raise ProtocolError(f"it sent completion {message.place} of {message.number}, which it was not assigned")
         if self._joined is not None and member.has_joined:
             task = assignment.open.get(message.place)
             if task is not None and (problem := message.written.problem(task.request, self._joined.vocab_size)):
                 raise ProtocolError(problem)
 
     def _lose(self, member: Member, problem: str, *, count_loss: bool = True) -> None:
-        """Marks a member as lost and gives its unfinished tasks to the others.
-
-        Args:
-            count_loss: whether the loss counts against these tasks: not if the member left by itself.
-        """
+        """Marks a member as lost and reassigns its unfinished tasks. `count_loss` counts the loss against them."""
         if self._joined is not None and member in self.members:
             self.members.remove(member)
             self._joined.part(member, problem, is_last=not self.members)
@@ -562,22 +538,22 @@ class Fleet:
             failed = [task for task in tasks if count_loss and not task.count_loss(member)]
             self._assign([task for task in tasks if task not in failed])
             for task in failed:
-                text = f"{task.losses} generators were lost that were to write it, the last: {problem}"
+                text = f"{task.losses} generators that it was assigned to were lost, the last: {problem}"
                 task.completion.set_result(Completion([], [], "error", text))
         self._news.notify_all()
 
     def _lose_those_that_are_silent(self) -> None:
-        """Holds members for lost that have something to write, and have sent nothing for as long as a rank may hang."""
+        """Marks members as lost that have requests but have sent nothing for `failures.hang_minutes`."""
         longest = watchdog.hang_seconds
         if longest is None:
             return
         with self._news:
             now = time.monotonic()
             for member in {one.member for one in self._assignments.values() if one.silence(now) > longest}:
-                self._lose(member, f"it has written nothing for {longest / 60:.3g} minutes (failures.hang_minutes)")
+                self._lose(member, f"it has sent nothing for {longest / 60:.3g} minutes (failures.hang_minutes)")
 
 
 def _are_settled(results: "Sequence[Future[Any]]", seconds: float = 0.0) -> bool:
-    """Whether all futures are done or one has failed, after at most this time."""
+    """Waits up to `seconds`; returns whether all futures are done or one has failed."""
     done, open = futures.wait(results, seconds, return_when=futures.FIRST_EXCEPTION)
     return not open or any(result.exception() for result in done)

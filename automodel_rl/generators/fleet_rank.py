@@ -1,4 +1,4 @@
-"""A rank of a fleet: the methods that a program calls on all ranks' generators together."""
+"""A rank of a fleet: the methods that a program calls on all ranks together."""
 
 import contextlib
 import functools
@@ -21,17 +21,16 @@ from automodel_rl.weight_sync.transport import Transport
 
 
 class FleetRank:
-    """This rank's generator, if it has one. Its methods are collectives, which `Fleet` calls on all ranks.
+    """This rank's generator, if any. All methods are collectives, which `Fleet` calls on all ranks.
 
     `sync_weights`, `wake` and `restart` return (rank, reason) if this rank's generator has failed, else None.
 
     Args:
-        policy: this rank of the policy, whose weights the generator gets.
-        tokenizer: the model's tokenizer.
-        prepare: called with every generator that is started and its transport, before it gets weights.
+        policy: the rank of the policy whose weights the generator gets.
+        prepare: called with each started generator and its transport, before the first weight sync.
 
     Attributes:
-        supervisor: the supervisor of this rank's generator; there from `start` on.
+        supervisor: set by `start`.
     """
 
     def __init__(
@@ -46,16 +45,12 @@ class FleetRank:
         self._open = contextlib.ExitStack()
 
     def close(self) -> None:
-        """Ends this rank's generator, if one is running."""
+        """Ends this rank's generator, if any."""
         self._open.close()
 
     def start(self, spec: GeneratorSpec, address: DoorAddress) -> tuple[int, bool] | None:
-        """Starts generators. Returns the rank if it leads one, and whether that works alone.
-
-        Args:
-            spec: the generator that is asked for.
-            address: where the program waits for these ranks.
-        """
+        """Starts generators. Returns (rank, works_alone) if this rank leads one, else None. `address` is the program's
+        listener for ranks."""
         self.supervisor = GeneratorSupervisor(
             spec, self.policy.engine, self.tokenizer, self.prepare, functools.partial(self._warm_up, spec)
         )
@@ -69,7 +64,7 @@ class FleetRank:
         return rank, self.supervisor.generator.works_alone
 
     def _warm_up(self, spec: GeneratorSpec) -> None:
-        """Compiles while generators start, unless they are to have the trainer's memory now."""
+        """Compiles the trainer while generators start, unless they share its memory or sleep."""
         if not (spec.sleep_level or spec.shares_memory):
             warm_up(self.policy.engine, spec.longest_sequence)
 
@@ -78,52 +73,48 @@ class FleetRank:
         return (dist.get_rank(), self.supervisor.problem) if self.supervisor.problem else None
 
     def welcome(self, spec: GeneratorSpec) -> Welcome:
-        """What generators that join need."""
+        """Returns the settings for generators that join."""
         return welcome_of(spec, self.policy.handle, self.tokenizer)
 
     def published_version(self) -> tuple[int, str] | None:
-        """The version of the weights that were published last and its hash; None if they could not be published."""
+        """Returns number and hash of the version published last; None if writing it failed."""
         return self.supervisor.published
 
     def sync_weights(self, policy_version: int, needed: int | None) -> tuple[int, str] | None:
-        """Gives generators the weights that the model has now. Those that sleep get them when they wake.
+        """Syncs the model's current weights as `policy_version`. Sleeping generators load them when they wake.
 
         Args:
-            policy_version: the policy version of these weights.
-            needed: number of the oldest published version that somebody still reads; None if there is none.
+            needed: oldest published version that is still read, and must be kept; None if there is none.
         """
         self.supervisor.load_weights(policy_version, needed)
         return self._problem
 
     def wake(self) -> tuple[int, str] | None:
-        """Lets generators write, in memory that they share with the trainer."""
+        """Wakes generators in the memory that they share with the trainer."""
         self.supervisor.wake()
         return self._problem
 
     def sleep(self) -> str:
-        """Lets generators give shared memory back. Returns a warning about memory, "" if there is none."""
+        """Puts generators to sleep, which frees shared memory. Returns a warning about memory, or ""."""
         self.supervisor.sleep()
         return self.supervisor.offload.warning
 
     def restore(self) -> None:
-        """Brings the trainer's weights back to the device."""
+        """Moves the trainer's weights back to the device."""
         self.supervisor.offload.restore()
 
     def write(self, requests: dict[int, list[Generate]]) -> None:
-        """Lets generators that share their rank's process write completions, which go to the program as they come.
-
-        Args:
-            requests: those of each rank.
-        """
+        """Has generators in their rank's process write the `requests`, by rank. Completions are sent to the program as
+        they arrive."""
         if own := requests.get(dist.get_rank()):
             self._relay.write(own)
 
     def restart(self, lost: dict[int, str], given_up: frozenset[int]) -> tuple[int, str] | None:
-        """Starts generators again that have failed, with the weights that the model has now.
+        """Restarts failed generators with the model's current weights.
 
         Args:
-            lost: why the program holds a generator for lost, by its rank.
-            given_up: ranks whose generators are not started this time.
+            lost: why the program marked generators as lost, by rank.
+            given_up: ranks whose generators are not restarted this time.
         """
         supervisor, rank = self.supervisor, dist.get_rank()
         supervisor.lose(supervisor.generator, lost.get(rank, ""))

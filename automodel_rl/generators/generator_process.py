@@ -1,4 +1,4 @@
-"""A generator in a process of its own, seen from the rank: sends it requests and weights, and receives completions."""
+"""The rank's end of a generator in its own process: sends requests and weights, receives completions."""
 
 import itertools
 import threading
@@ -26,23 +26,22 @@ from automodel_rl.weight_sync.channel import call
 
 
 class NotStartedError(RuntimeError):
-    """A generator does not start."""
+    """Raised if a generator does not start. The text is the reason."""
 
 
 class GeneratorProcess(RankGenerator):
     """The rank's end of a generator's process: a `Generator`, and the `Channel` of its weights.
 
-    A thread receives messages as soon as the process sends them. Else the process could wait, in the middle of a long
-    message, for a rank that is training or is itself sending.
+    A thread receives messages at once. Otherwise the process could block in the middle of a long message while the rank
+    trains or sends.
 
     Args:
-        child: the worker's process.
-        settings: the generator's settings, as its worker takes them.
-        num_workers: number of processes that hold weights: the worker, or so many children of its own.
-        end_seconds: longest wait for the worker to end by itself when it is closed.
+        settings: the worker's settings, sent in `Start`.
+        num_workers: number of processes that hold weights: the worker itself, or its children.
+        end_seconds: longest wait for the worker to exit by itself on `close`.
 
     Attributes:
-        warning: what the generator warns of when it starts, in one line; empty if nothing.
+        warning: one-line warning of the generator from its start, or "".
     """
 
     def __init__(
@@ -67,13 +66,10 @@ class GeneratorProcess(RankGenerator):
         self._reader.start()
 
     def start(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Starts the generator, and waits until it has started.
-
-        Args:
-            meanwhile: called before the wait. What it raises, this raises.
+        """Starts the generator, calls `meanwhile`, and waits until the generator has started.
 
         Raises:
-            NotStartedError: the generator does not start; the text says why.
+            NotStartedError: the generator does not start.
         """
         try:
             self.ask_to_start()
@@ -84,10 +80,10 @@ class GeneratorProcess(RankGenerator):
             raise
 
     def ask_to_start(self) -> None:
-        """The first half of `start`, for who starts several at the same time.
+        """First half of `start`, to start several generators in parallel.
 
         Raises:
-            NotStartedError: its process is gone.
+            NotStartedError: the process has exited.
         """
         try:
             self.child.send(Start(self._settings))
@@ -95,10 +91,10 @@ class GeneratorProcess(RankGenerator):
             raise NotStartedError(str(error)) from None
 
     def wait_for_start(self) -> None:
-        """The second half of `start`.
+        """Second half of `start`.
 
         Raises:
-            NotStartedError: the generator does not start; the text says why.
+            NotStartedError: the generator does not start.
         """
         try:
             self._wait_for(lambda: bool(self._answers))
@@ -110,13 +106,13 @@ class GeneratorProcess(RankGenerator):
             case Failure(text):
                 raise NotStartedError(text)
             case other:
-                raise NotStartedError(f"it answered {name_of(other)} where start was due")
+                raise NotStartedError(f"it answered {name_of(other)} instead of start")
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         """See `Generator.submit`.
 
         Raises:
-            ChildEndedError: the process is gone.
+            ChildEndedError: the process has exited.
         """
         completions: list[Future[Completion]] = [Future() for _ in requests]
         if not requests:
@@ -130,22 +126,21 @@ class GeneratorProcess(RankGenerator):
         return completions
 
     def sleep(self, level: int, seconds: float) -> None:
-        """Makes vLLM give its device memory back, once it has written all that it was asked for.
+        """Frees vLLM's device memory, once it has written all requests. Waits at most `seconds`.
 
         Args:
-            level: 1 keeps its weights on the host, 2 drops them.
-            seconds: longest wait.
+            level: 1 keeps its weights in host memory, 2 drops them.
 
         Raises:
-            WeightSyncError: it could not.
+            WeightSyncError: vLLM failed or timed out.
         """
         call(self, "sleep", level, seconds=seconds)
 
     def wake(self, what: Literal["weights", "kv_cache"], seconds: float) -> None:
-        """Gives vLLM its device memory again, first that of its weights.
+        """Allocates vLLM's device memory again, for weights first. Waits at most `seconds`.
 
         Raises:
-            WeightSyncError: it could not take it.
+            WeightSyncError: vLLM failed or timed out.
         """
         call(self, "wake", what, seconds=seconds)
 
@@ -168,7 +163,7 @@ class GeneratorProcess(RankGenerator):
         return self._answers.popleft()
 
     def _wait_for(self, arrived: Callable[[], bool]) -> None:
-        """Waits until a message has arrived. Raises ChildEndedError if it never will."""
+        """Waits until `arrived()`. Raises ChildEndedError once the process has exited."""
         with self._news:
             while not arrived():
                 if self._ended is not None:
@@ -176,7 +171,7 @@ class GeneratorProcess(RankGenerator):
                 self._news.wait(LOOK_SECONDS)
 
     def _read(self) -> None:
-        """Receives messages in a thread, and sorts completions from answers about weights."""
+        """Receives messages in a thread; separates completions from answers about weights."""
         while self._ended is None:
             message = self._next_message()
             if isinstance(message, Finished):
@@ -204,7 +199,7 @@ class GeneratorProcess(RankGenerator):
             self._batches.pop(message.number, None)
 
     def _next_message(self) -> Any:
-        """The next message of the process, or a ChildEndedError if no more will come."""
+        """Returns the next message of the process, or a ChildEndedError at the end."""
         try:
             return self.child.receive()
         except ChildEndedError as error:
@@ -212,4 +207,4 @@ class GeneratorProcess(RankGenerator):
         except (OSError, TypeError, ValueError):  # this rank closed the connection while reading
             return ChildEndedError("it is closed")
         except Exception as error:  # such as a message of a class that does not exist here
-            return ChildEndedError(f"its process sent what cannot be read ({innermost(error)})")
+            return ChildEndedError(f"its process sent an unreadable message ({innermost(error)})")

@@ -1,4 +1,4 @@
-"""A generator that joins a run: `automodel-rl generate --join PLACE`. It reads published weights, and writes."""
+"""A generator that joins a run and reads its published weights: `automodel-rl generate --join PLACE`."""
 
 import functools
 import os
@@ -43,24 +43,24 @@ from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm import VllmSameDevice
 
 LOOK_SECONDS = 0.5
-"""Seconds between two looks for a run."""
+"""Seconds between attempts to find and reach a run."""
 
 SIGN_SECONDS = 10.0
-"""Seconds between two signs of life while weights are read."""
+"""Seconds between signs of life while weights are read."""
 
 MOST_LOST_WRITERS = 3
-"""Processes in a row that may fail to write before this generator gives up. Whatever they were to write, the run gives
-to others, or says that it cannot be written."""
+"""Consecutive failures of the writing process at which this generator gives up. The run reassigns their requests, or
+fails them."""
 
 
 @dataclass(frozen=True)
 class OwnChoice:
-    """What a generator that joins decides itself.
+    """Settings that a joining generator chooses itself.
 
     Attributes:
-        python: the interpreter of an environment with vLLM; None to write with transformers.
-        memory_fraction: share of the GPU's memory for vLLM.
-        evaluates: whether it writes for evaluations alone.
+        python: interpreter of an environment with vLLM; None to write with transformers.
+        memory_fraction: fraction of the GPU's memory for vLLM.
+        evaluates: whether it only writes for evaluations.
     """
 
     python: str | None = None
@@ -69,15 +69,11 @@ class OwnChoice:
 
 
 class _StopRequest(BaseException):
-    """A signal asks this process to stop. Nothing that handles errors handles it."""
+    """A stop signal. Derived from BaseException, so that no error handler catches it."""
 
 
 class _WriterLostError(InputError):
-    """The process that writes is gone, or fails.
-
-    Attributes:
-        has_written: whether it wrote something before.
-    """
+    """The writing process has exited or failed. `has_written` is whether it had completed a request before."""
 
     def __init__(self, message: str, has_written: bool):
         super().__init__(message)
@@ -85,16 +81,14 @@ class _WriterLostError(InputError):
 
 
 def generate(place: RunPlace, choice: OwnChoice, minutes: float) -> None:
-    """Writes completions for a run, until the run ends or a signal asks to stop. If the run breaks off, waits for it to
-    go on.
+    """Writes completions for a run until it ends or a stop signal arrives. If the run is interrupted, waits for it to
+    resume.
 
     Args:
-        place: where the run is.
-        choice: what writes.
         minutes: longest wait for a run.
 
     Raises:
-        InputError: no run comes, the run has another release of this package, or the generator cannot write.
+        InputError: no run was found, the run uses another release of this package, or the generator cannot write.
     """
     lost_in_a_row = 0
     try:
@@ -106,13 +100,13 @@ def generate(place: RunPlace, choice: OwnChoice, minutes: float) -> None:
                     lost_in_a_row = 1 if error.has_written else lost_in_a_row + 1
                     if lost_in_a_row == MOST_LOST_WRITERS:
                         raise
-                    print(f"{error}; joining again with another process", flush=True)
+                    print(f"{error}; rejoining with a new process", flush=True)
                     time.sleep(LOOK_SECONDS)
                     continue
                 lost_in_a_row = 0
                 if has_ended:
                     break
-                print(f"the run has broken off; waiting at most {minutes:g} minutes for it to go on", flush=True)
+                print(f"lost the connection to the run; waiting up to {minutes:g} minutes for it to resume", flush=True)
                 time.sleep(LOOK_SECONDS)
     except _StopRequest:
         print("left the run", flush=True)
@@ -121,7 +115,7 @@ def generate(place: RunPlace, choice: OwnChoice, minutes: float) -> None:
 
 
 def _join(place: RunPlace, choice: OwnChoice, minutes: float) -> bool:
-    """Joins a run, and writes until the connection ends. Whether the run has ended."""
+    """Joins a run and writes until the connection closes. Returns whether the run has ended."""
     with _connect(place, minutes) as connection:
         welcome = _ask(connection, choice.evaluates)
         if welcome is None:
@@ -129,7 +123,7 @@ def _join(place: RunPlace, choice: OwnChoice, minutes: float) -> bool:
         sync = PublishedSync(place.files(welcome.weights), LARGEST_BUFFER)
         with _signs_of_life(connection.send):
             try:
-                if welcome.newest is not None:  # so that nobody waits for a generator that cannot, or that takes long
+                if welcome.newest is not None:  # in advance, so that no request waits for it
                     sync.read_ahead(welcome.newest.version, welcome.newest.digest)
             except InputError as error:
                 raise _WriterLostError(f"this generator cannot read weights: {error}", has_written=False) from None
@@ -143,7 +137,7 @@ def _join(place: RunPlace, choice: OwnChoice, minutes: float) -> bool:
 
 @contextmanager
 def _signs_of_life(send: Callable[[Message], None]) -> Iterator[None]:
-    """Tells the program in this block, which may take long, that this process is alive."""
+    """Sends the program signs of life during the block, which may take long."""
     is_over = threading.Event()
 
     def tell() -> None:
@@ -161,8 +155,8 @@ def _signs_of_life(send: Callable[[Message], None]) -> Iterator[None]:
 
 
 def _connect(place: RunPlace, minutes: float) -> MessageConnection:
-    """A connection to the run, once there is one."""
-    deadline, problem, told = time.monotonic() + 60 * minutes, "no run publishes to it", ""
+    """Waits for the run and connects to it."""
+    deadline, problem, told = time.monotonic() + 60 * minutes, "no run publishes there", ""
     while True:
         address = place.address()
         try:
@@ -171,42 +165,42 @@ def _connect(place: RunPlace, minutes: float) -> MessageConnection:
         except AuthenticationError:
             if isinstance(place, DistantRun):
                 raise InputError(
-                    f"--join {place}: the run has another key: give the file of its own in --key"
+                    f"--join {place}: the key does not match: pass the file with the run's key as --key"
                 ) from None
-            problem = "the run has another key"
+            problem = "the key does not match the run's"
         except (OSError, EOFError, UnicodeError) as error:
             problem = f"the run cannot be reached ({innermost(error)})"
         if problem != told:
-            print(f"waiting at most {minutes:g} minutes, for {problem} yet", flush=True)
+            print(f"waiting up to {minutes:g} minutes: {problem}", flush=True)
             told = problem
         if time.monotonic() >= deadline:
-            raise InputError(f"--join {place}: {problem} for {minutes:g} minutes: start the run, or raise --wait")
+            raise InputError(f"--join {place}: {problem}, after {minutes:g} minutes: start the run, or raise --wait")
         time.sleep(LOOK_SECONDS)
 
 
 def _ask(connection: MessageConnection, evaluates: bool) -> Welcome | None:
-    """What the run tells a generator that joins; None if it breaks off."""
+    """Requests to join. Returns the run's settings; None if the connection is lost."""
     try:
         connection.send(Joining(f"process {os.getpid()} of {socket.gethostname()}", evaluates))
         answer = connection.recv()
     except (OSError, EOFError):
         return None
     except Exception as error:  # a class that does not exist here
-        answer = Failure(f"its answer cannot be read: {innermost(error)}")
+        answer = Failure(f"unreadable answer: {innermost(error)}")
     if not isinstance(answer, Welcome):
-        text = answer.text if isinstance(answer, Failure) else "it has answered something else"
-        raise InputError(f"the run does not let this generator join: {text}")
+        text = answer.text if isinstance(answer, Failure) else "unexpected answer"
+        raise InputError(f"the run refused this generator: {text}")
     return answer
 
 
 def _start(welcome: Welcome, choice: OwnChoice) -> tuple[GeneratorProcess, Transport]:
-    """Starts the process that writes, and makes the way of weights to it."""
+    """Starts the writing process and its transport for weights."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if choice.python is None:
         writer = start_transformers(replace(welcome.copy, device=device), welcome.writing, visible=None)
         return writer, Ipc(writer, device, welcome.timeout)
     if describe_model(welcome.copy.config).quantization:
-        raise InputError("--vllm: vLLM would keep quantized weights, and the run publishes plain ones: leave it out")
+        raise InputError("--vllm: vLLM would keep quantized weights, but the run publishes plain ones: omit --vllm")
     on_device = ON_CPU if device.type == "cpu" else {"gpu_memory_utilization": choice.memory_fraction}
     own = {"weight_transfer_config": {"backend": "same_device"}, **on_device}
     engine = start_vllm(choice.python, VllmSettings({**welcome.vllm, **own}, welcome.writing.ends))
@@ -215,29 +209,28 @@ def _start(welcome: Welcome, choice: OwnChoice) -> tuple[GeneratorProcess, Trans
 
 
 class JoinedGenerator:
-    """Takes what the program sends, in order: versions of weights, and requests.
+    """Handles the program's messages in order: versions of weights, and requests.
 
     Args:
         connection: the connection to the program.
-        generator: the process that writes.
-        sync: brings it to versions.
-        vocab_size: number of the model's token ids.
+        generator: the writing process.
+        sync: loads published versions into it.
     """
 
     def __init__(
         self, connection: MessageConnection, generator: GeneratorProcess, sync: PublishedSync, vocab_size: int
     ):
         self.connection, self.generator, self.sync, self.vocab_size = connection, generator, sync, vocab_size
-        self._sending = threading.RLock()  # a signal may come while this thread sends
+        self._sending = threading.RLock()  # a signal may arrive while this thread sends
         self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._end: list[HasEnded | None] = []
         self._problem, self._has_written = "", False
 
     def run(self) -> bool:
-        """Works until the program ends the connection, and tells whether the run has ended, or has broken off.
+        """Handles messages until the connection closes. Returns whether the run has ended, rather than lost contact.
 
         Raises:
-            _WriterLostError: the generator cannot write, or a version cannot be read. The program has been told.
+            _WriterLostError: the generator cannot write or read a version. The program has been notified.
         """
         self._send(HasStarted())
         threading.Thread(target=self._receive, daemon=True, name="receiving").start()
@@ -256,14 +249,13 @@ class JoinedGenerator:
         return False
 
     def _next(self) -> Any:
-        """What the program has sent next. Once it has said that the run has ended, or is gone, only that: a
-        `HasEnded`, or None."""
+        """Returns the program's next message. After the end of the run or connection, returns only `HasEnded` or
+        None."""
         message = self._received.get()
         return self._end[0] if self._end else message
 
     def _receive(self) -> None:
-        """Queues what the program sends. It does so also while a version is read, which may take longer than the
-        program's socket waits for room."""
+        """Queues the program's messages in a thread, since reading a version may take longer than its send timeout."""
         try:
             while True:
                 message = self.connection.recv()
@@ -273,7 +265,7 @@ class JoinedGenerator:
         except (EOFError, OSError):
             self._end.append(None)
             self._received.put(None)
-        except Exception as error:  # what cannot be read here
+        except Exception as error:  # unreadable message
             self._received.put(error)
 
     def _take(self, message: UseVersion | Generate) -> None:
@@ -285,10 +277,10 @@ class JoinedGenerator:
             else:
                 for place, completion in enumerate(self.generator.submit(message.requests)):
                     completion.add_done_callback(functools.partial(self._finish, message, place))
-        except InputError as error:  # weights that cannot be read here, which no request is to blame for
+        except InputError as error:  # unreadable weights: not counted against requests
             self._send(Leaving(str(error)))
             self._lost(error)
-        except Exception as error:  # of the process, or of what the program sends
+        except Exception as error:  # of the writing process, or an invalid message
             self._lost(error)
 
     def _finish(self, asked: Generate, place: int, done: "Future[Completion]") -> None:
@@ -301,7 +293,7 @@ class JoinedGenerator:
         self._send(Finished(asked.number, place, completion))
 
     def _lost(self, error: BaseException) -> None:
-        """Tells the program that this generator writes no more, and ends the connection."""
+        """Reports to the program that this generator has failed, and closes the connection."""
         problem = innermost(error)
         self._problem = self._problem or problem
         self._send(Failed(0, problem))
@@ -312,18 +304,18 @@ class JoinedGenerator:
             with self._sending:
                 self.connection.send(message)
         except OSError:
-            pass  # the program has ended the connection, as `run` learns, too
+            pass  # the program has closed the connection, as `run` sees, too
 
 
 def _tell_brought(version: int, brought: Brought) -> None:
     read = f"{brought.num_bytes / 2**20:,.1f} MiB read in {brought.read_seconds:.2f} s"
-    given = f"given to the writing process in {brought.give_seconds:.2f} s"
+    given = f"loaded in {brought.give_seconds:.2f} s"
     print(f"weights of version {version}: {read}, {given}", flush=True)
 
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """A signal that asks this process to stop raises an error in this block, once."""
+    """Raises _StopRequest at the first stop signal inside the block. Further signals are ignored."""
 
     def stop(number: int, _: FrameType | None) -> None:
         for other in before:

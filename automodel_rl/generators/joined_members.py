@@ -1,4 +1,4 @@
-"""Members that join a fleet: the way in, what they write with, and what waits while none is there."""
+"""Members that join a fleet: the listener, their weights, and the requests that wait while there is none."""
 
 import atexit
 import contextlib
@@ -20,25 +20,22 @@ from automodel_rl.generators.run_places import WeightsGiven, run_key
 from automodel_rl.weight_sync.version_server import VersionServer
 
 LOOKS = 10
-"""Number of looks for members in the longest wait for one."""
+"""Number of checks for members within `rollout.generator.wait_minutes`."""
 
 
 class WayIn:
-    """A run's door for those that join it, and the server of its weights if there is one.
+    """A run's listener for joining generators, and its weights server if configured.
 
     Args:
-        spec: the generator that is asked for, which joins.
-        welcome: what generators need.
-        admit: called for each that has started, in a thread of its own, with the name, the connection, and whether it
-            evaluates.
-        newest: returns the version of weights that generators write with; None before the first.
+        welcome: the settings that joining generators receive.
+        admit: called with name, connection and `evaluates` of each generator that has started, in its own thread.
+        newest: returns the version to write with; None before the first.
 
     Attributes:
-        door: lets them join.
-        command: the command that starts one that joins.
+        command: the command line that starts a joining generator.
 
     Raises:
-        InputError: a port is taken, the folder cannot be written to, or another run lets generators join there.
+        InputError: a port is in use, the folder is not writable, or another run listens there.
     """
 
     def __init__(
@@ -61,19 +58,19 @@ class WayIn:
             self.door = JoiningDoor(choice, key, folder, welcome, admit, newest)
             opened.callback(self.door.close)
             self._open = opened.pop_all()
-        atexit.register(self._open.close)  # a run that ends with an error leaves no address behind
+        atexit.register(self._open.close)  # removes the address if the run ends with an error
         if server is not None:
             address, file = self.door.address, choice.key or "a file with the key in join.json"
             self.command += f", or --join {address.host}:{address.port} --key {file}"
 
     def close(self) -> None:
-        """Lets no more join."""
+        """Closes the listener and the weights server."""
         atexit.unregister(self._open.close)
         self._open.close()
 
 
 def _serve_weights(choice: JoinedGeneratorConfig, folder: Path, key: bytes) -> VersionServer | None:
-    """Gives published weights to those that do not share the folder, if the run does."""
+    """Starts the server for generators that do not share the folder; None if not configured."""
     port = choice.weights_port
     if port is None:
         return None
@@ -81,27 +78,25 @@ def _serve_weights(choice: JoinedGeneratorConfig, folder: Path, key: bytes) -> V
         return VersionServer(folder, choice.host, port, key)
     except OSError as error:
         raise InputError(
-            f"rollout.generator.weights_port={port} cannot be listened on ({error.strerror}): choose another, or 0 "
-            "for any"
+            f"rollout.generator.weights_port={port}: cannot listen on it ({error.strerror}): choose another, or 0 for "
+            "any"
         ) from None
 
 
 class JoinedMembers:
-    """What a fleet knows of the members that have joined it. The fleet guards all of it.
+    """A fleet's state of joined members, guarded by the fleet's lock.
 
     Args:
-        choice: the kind of generators, which join.
         folder: the folder of published weights.
-        command: the command that starts one that joins.
-        numbers: the numbers of those that will join.
-        vocab_size: number of the model's token ids.
-        evaluate: whether they write for evaluations alone.
+        command: the command line that starts a joining generator.
+        numbers: numbers for members that join.
+        evaluate: whether they only write for evaluations.
 
     Attributes:
-        version: the version of weights that they write with; None before the first.
+        version: the published version that they write with; None before the first.
         waiting: tasks that wait for a member.
-        is_given_up: whether nobody waits for a member any longer.
-        is_closed: whether the run has ended, so that those that still come are told so.
+        is_given_up: whether the fleet has stopped waiting for a member.
+        is_closed: whether the run has ended, so that late members are dismissed.
     """
 
     def __init__(
@@ -125,44 +120,44 @@ class JoinedMembers:
 
     @property
     def longest_wait(self) -> float:
-        """Seconds without a member after which nobody waits for one."""
+        """Seconds without a member after which waiting tasks fail."""
         return 60 * self.choice.wait_minutes
 
     @property
     def look_seconds(self) -> float:
-        """Seconds between two looks whether a member is there."""
+        """Seconds between checks for members."""
         return self.longest_wait / LOOKS
 
     @property
     def nobody(self) -> str:
-        """Why requests are not written for which nobody came."""
+        """Error message for requests that no member joined to write."""
         who = "evaluator" if self.evaluate else "generator"
         left = f" since the last left ({self._last_problem})" if self._last_problem else ""
         return (
-            f"no {who} is there, and none has joined in rollout.generator.wait_minutes={self.choice.wait_minutes:g}"
-            f"{left}: start some with {self.command}, and go on with --resume auto"
+            f"no {who} has joined within rollout.generator.wait_minutes={self.choice.wait_minutes:g}"
+            f"{left}: start some with {self.command}, and resume with --resume auto"
         )
 
     def welcome(self, name: str, member: Member) -> None:
-        """Notes that a member has come."""
+        """Records and announces a member that has joined."""
         self.is_given_up = False
         _say(f"{member.name} has joined{', for evaluations' if self.evaluate else ''}: {name}")
 
     def part(self, member: Member, problem: str, *, is_last: bool) -> None:
-        """Notes that a member has left."""
+        """Records and announces a member that has left."""
         _say(f"{member.name} has left: {problem}")
         self._last_problem = problem
         if is_last:
             self._alone_since = time.monotonic()
 
     def hold(self, tasks: Sequence[PendingRequest]) -> None:
-        """Keeps tasks until a member joins."""
+        """Holds tasks until a member joins."""
         if not self.waiting:
             self._waiting_since = time.monotonic()
         self.waiting += tasks
 
     def give_up(self) -> list[PendingRequest]:
-        """Returns the tasks that have waited too long for a member, now that none is there."""
+        """Removes and returns the waiting tasks if no member has joined for too long. Call only without members."""
         if time.monotonic() - max(self._alone_since, self._waiting_since) < self.longest_wait:
             return []
         self.is_given_up = True
@@ -171,8 +166,9 @@ class JoinedMembers:
 
 
 def _say(text: str) -> None:
-    """Prints a line at once, for other threads print, too. A generator may have chosen parts of it."""
+    """Prints a line in one write, since other threads print, too. Joining generators may have chosen parts of it, so
+    unprintable characters are replaced."""
     printed = "".join(character if character.isprintable() else "?" for character in text)
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it, or its encoding lacks a character
+    with contextlib.suppress(OSError, ValueError):  # stdout is closed, or cannot encode a character
         sys.stdout.write(f"{printed}\n")
         sys.stdout.flush()

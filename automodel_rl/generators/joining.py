@@ -61,15 +61,12 @@ class JoiningDoor:
         self._guard, self._is_open = threading.Lock(), True
         self._starting: set[MessageConnection] = set()
         if _is_answered(folder):
-            raise InputError(
-                f"weight_sync.publish={folder}: another run lets generators join there: give each run a folder of its "
-                "own"
-            )
+            raise InputError(f"weight_sync.publish={folder}: another run is using this folder: use one folder per run")
         try:
             self._door = Door(choice.host, choice.port, key, self._greet)
         except OSError as error:
             raise InputError(
-                f"rollout.generator.port={choice.port} cannot be listened on ({error.strerror}): choose another, or 0 "
+                f"rollout.generator.port={choice.port}: cannot listen on it ({error.strerror}): choose another, or 0 "
                 "for any"
             ) from None
         self.address = self._door.address
@@ -79,7 +76,7 @@ class JoiningDoor:
         except OSError as error:
             self._door.close()
             raise InputError(
-                f"weight_sync.publish={folder}: cannot be written ({error.strerror}): choose another folder"
+                f"weight_sync.publish={folder}: not writable ({error.strerror}): choose another folder"
             ) from None
 
     def close(self) -> None:
@@ -100,12 +97,12 @@ class JoiningDoor:
                 raise EOFError
             first = connection.recv()
             if not isinstance(first, Joining) or first.release != release():
-                theirs = first.release if isinstance(first, Joining) else "another one"
-                connection.send(Failure(f"the run is of automodel_rl {release()}, and this is {theirs}: use the same"))
+                theirs = first.release if isinstance(first, Joining) else "another release"
+                connection.send(Failure(f"the run uses automodel_rl {release()}, not {theirs}: use the same release"))
                 raise EOFError
             if first.evaluates and not self._has_evaluators:
                 connection.send(
-                    Failure("the run evaluates by itself: set rollout.generator.evaluators, or join without")
+                    Failure("the run accepts no evaluators: set rollout.generator.evaluators, or omit --evaluate")
                 )
                 raise EOFError
             connection.send(replace(self.welcome, newest=self.newest()))

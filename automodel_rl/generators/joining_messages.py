@@ -136,7 +136,7 @@ class FromGenerator:
             case Finished(number, place, written):
                 checked = _WRITTEN.validate_json(json.dumps(written), strict=True)
                 if not all(0 <= number < 2**63 for number in (*(checked.versions or ()), checked.num_cached or 0)):
-                    raise ValueError("a count that is none")
+                    raise ValueError("invalid count")
                 return Finished(number, place, Completion(**{**vars(checked), "error": checked.error[:LONGEST_TEXT]}))
             case Failed(number, text):
                 return Failed(number, text[:LONGEST_TEXT])
@@ -183,7 +183,7 @@ class MessageConnection:
         try:
             return self._incoming.decode(kind.decode(), content)
         except (ValidationError, ValueError, KeyError, RecursionError) as error:
-            raise ProtocolError(f"it sent {received[:60]!r}, which is no message ({type(error).__name__})") from None
+            raise ProtocolError(f"it sent {received[:60]!r}, which is not a message ({type(error).__name__})") from None
 
     def poll(self, seconds: float = 0.0) -> bool:
         return self._connection.poll(seconds)

@@ -117,8 +117,8 @@ def _check_base(spec: GeneratorSpec, handle: ModelHandle) -> None:
     weights, or blocks of other sizes."""
     if spec.weight_sync.adapters == "alone" and handle.quantized_here:
         raise InputError(
-            f"weight_sync.adapters=alone with model.lora.base=nf4: {handle.quantized_here[0]} is not in nf4 in blocks "
-            f"of {BLOCK} in {handle.source}, so that generators would keep another base than the trainer: use merged"
+            f"weight_sync.adapters=alone with model.lora.base=nf4: {handle.quantized_here[0]} is not nf4 with "
+            f"blocks of {BLOCK} in {handle.source}, so generators would have another base than the trainer: use merged"
         )
 
 
@@ -159,8 +159,8 @@ def _check_devices(devices: Sequence[int]) -> None:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if devices and len(devices) < local_ranks:
         raise InputError(
-            f"rollout.generator.place={list(devices)}: each of the {local_ranks} ranks on a machine needs one: list "
-            f"{local_ranks}"
+            f"rollout.generator.place={list(devices)}: each of the {local_ranks} ranks on a machine needs one device: "
+            f"list {local_ranks}"
         )
 
 
@@ -181,7 +181,7 @@ def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -
     try:
         process.start()
     except NotStartedError as error:
-        raise InputError(f"rollout.generator: the generator does not start ({error})") from None
+        raise InputError(f"rollout.generator: the generator failed to start ({error})") from None
     return process
 
 
@@ -300,6 +300,6 @@ def with_asked(own: set[int], asked: Sequence[int], vocab_size: int) -> tuple[in
     if asked and max(asked) >= vocab_size:
         raise InputError(
             f"rollout.stop_token_ids={[*asked]}: the model's vocabulary has {vocab_size} tokens, so ids are below "
-            f"that: leave {max(asked)} out"
+            f"that: remove {max(asked)}"
         )
     return tuple(sorted({*own, *asked}))

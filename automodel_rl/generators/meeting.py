@@ -49,7 +49,7 @@ def meet(address: DoorAddress, rank: int) -> AuthenticatedConnection:
         connection.send(rank)
     except (AuthenticationError, OSError, EOFError) as error:
         raise InputError(
-            f"rank {rank} leads a generator and cannot reach the program at {address.host}:{address.port} "
-            f"({innermost(error)}): let ranks connect to that machine, on any port"
+            f"rank {rank} has a generator but cannot reach the program at {address.host}:{address.port} "
+            f"({innermost(error)}): allow ranks to connect to any port of that machine"
         ) from None
     return connection

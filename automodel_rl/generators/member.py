@@ -1,4 +1,4 @@
-"""A member of a fleet: one generator, as a program sees it."""
+"""A member of a fleet: the program's end of the connection to one generator."""
 
 import queue
 import threading
@@ -11,40 +11,37 @@ from automodel_rl.generator_messages import Failed, Finished, Generate, Request,
 from automodel_rl.generators.joining_messages import HasEnded, IsReading, Leaving, MessageConnection
 from automodel_rl.launch.authenticated import AuthenticatedConnection
 
-IS_GONE = "its process is gone"
-"""Why a member is lost whose connection has ended."""
+IS_GONE = "its process has exited"
+"""Reason for the loss of a member whose connection has ended."""
 
 LONGEST_READING = 3600.0
-"""Longest time in seconds for which a member counts as alive because it says that it reads a version of the weights."""
+"""Longest time in seconds for which a member counts as alive because it reports that it is reading weights."""
 
 LONGEST_FAREWELL = 5.0
-"""Longest wait in seconds until a member has been told that the run has ended."""
+"""Longest wait in seconds for the message that the run has ended to be sent."""
 
 
 class Member:
-    """The program's end of a connection to a rank that leads a generator, or to a generator that has joined.
+    """The program's end of a connection to a rank that leads a generator, or to a joined generator.
 
-    Two threads send and receive. So nobody waits for a generator that does not read, and its completions are taken as
-    they come.
+    One thread sends and one receives, so that a generator that does not read blocks nobody and completions are handled
+    as they arrive.
 
     Args:
-        number: its number in the fleet: the rank, if one leads it.
-        works_alone: whether the generator writes while its rank does something else. If not, it writes during a remote
-            call.
-        connection: the connection to it.
-        take: gets what it sends, and a `Failed` with the number 0 if nothing more will come. If it raises an error, the
-            member is lost: it has sent what it should not.
-        has_joined: whether it has come by itself, and can leave at any time.
+        number: number in the fleet; the rank, if one leads it.
+        works_alone: whether the generator writes in the background. If not, it writes during a remote call.
+        take: called with each message, and with `Failed(0, ...)` once the connection has ended. If it raises, the
+            member is lost.
+        has_joined: whether it joined from outside the job, and may leave at any time.
 
     Attributes:
-        problem: why it is lost, "" if it is not.
-        broke_off: whether its connection ended without a reason, or for what it sent.
-        queued: requests not sent yet: they wait for the next `write`.
-        heard: time at which it last sent a completion that it was asked for, or was reading weights, by the monotonic
-            clock.
-        first_number: the first number of what its generator was asked. Earlier requests went to generators before it.
-        num_given_up: how often it did not come back, in a row.
-        tried_again_at: the policy version from which on another start is tried.
+        problem: why it is lost; "" while it is not.
+        broke_off: whether its connection has ended.
+        queued: requests that wait for the next remote call, if it does not work alone.
+        heard: monotonic time of its last requested completion or report that it is reading weights.
+        first_number: first request number of the current generator. Lower ones went to generators before a restart.
+        num_given_up: consecutive failed restarts.
+        tried_again_at: policy version at which the next restart is tried.
     """
 
     def __init__(
@@ -70,35 +67,26 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """Name for messages."""
         return name_of(self.number, has_joined=self.has_joined)
 
     def use(self, version: UseVersion) -> None:
-        """Lets it write what it is asked for from now on with a version of published weights.
-
-        Args:
-            version: the version.
-        """
+        """Switches a joined generator to a published version for all later requests."""
         self._told_to_read = time.monotonic()
         self._outgoing.put(version)
 
     def note_completion(self) -> None:
-        """Notes that it has sent a completion that it was asked for."""
+        """Records a requested completion as a sign of life."""
         self.heard = time.monotonic()
 
     def note_reading(self) -> None:
-        """Notes that it reads weights, as long as that may take."""
+        """Records a report that it is reading weights as a sign of life, for at most `LONGEST_READING`."""
         now = time.monotonic()
         if now - self._told_to_read < LONGEST_READING:
             self.heard = now
 
     def ask(self, number: int, requests: Sequence[Request]) -> None:
-        """Gives it requests. If it is gone, `take` learns of it.
-
-        Args:
-            number: a number that its answers have.
-            requests: the completions to write.
-        """
+        """Sends or queues requests; `number` is repeated in the answers. Connection errors go to `take`."""
         asked = Generate(number, [*requests])
         if self.works_alone:
             self._outgoing.put(asked)
@@ -106,25 +94,21 @@ class Member:
             self.queued.append(asked)
 
     def take_queued(self) -> list[Generate]:
-        """The requests that wait, which now wait no more."""
+        """Removes and returns the queued requests."""
         queued, self.queued = self.queued, []
         return queued
 
     def give_up(self, version: int) -> None:
-        """Notes that it did not come back: other starts are tried after 1, 2, 4 ... further policy versions.
-
-        Args:
-            version: the policy version now.
-        """
+        """Postpones the next restart by 1, 2, 4, ... policy versions from `version`, the current one."""
         self.tried_again_at = version + 2**self.num_given_up
         self.num_given_up += 1
 
     def close(self) -> None:
-        """Gives it no more requests."""
+        """Closes the connection."""
         self._connection.hang_up()
 
     def dismiss(self) -> None:
-        """Gives it no more requests, for the run has ended, and says so if it has come by itself."""
+        """Closes the connection at the end of the run, after notifying a joined generator."""
         if self.has_joined:
             self._outgoing.put(HasEnded())
             self._sender.join(LONGEST_FAREWELL)
@@ -136,8 +120,8 @@ class Member:
             try:
                 self._connection.send(asked)
             except OSError:
-                return  # the other thread learns of it, too
-            except Exception as error:  # what cannot be pickled, such as bytes of a picture that are too many
+                return  # the reader sees it, too
+            except Exception as error:  # not picklable, or media that are too large
                 number = asked.number if isinstance(asked, Generate) else 0
                 self._take(self, Failed(number, innermost(error)))
 
@@ -149,7 +133,7 @@ class Member:
                 self._take(self, message)
         except (EOFError, OSError):  # its rank has ended, or the program
             pass
-        except Exception as error:  # it has sent what it should not
+        except Exception as error:  # unreadable or rejected by `take`
             problem = innermost(error)
         finally:
             self.broke_off = True
@@ -159,7 +143,7 @@ class Member:
 
 
 def name_of(number: int | None, *, has_joined: bool) -> str:
-    """The name of a fleet's member in messages; None for a generator of no fleet."""
+    """Returns a member's name for messages; `number` is None for generators outside a fleet."""
     if number is None:
         return "generators"
     return f"joined generator {number}" if has_joined else f"generator of rank {number}"

@@ -135,6 +135,6 @@ def _check_room(num_bytes: int, device: torch.device) -> None:
     free, _ = torch.cuda.mem_get_info(device)
     if num_bytes > 0.9 * free:
         raise InputError(
-            f"rollout.generator=transformers: a whole copy of the model takes {num_bytes / 2**30:.0f} GiB and {device} "
-            f"has {free / 2**30:.0f} GiB left: use rollout.generator=vllm and give it devices as its place, or servers"
+            f"rollout.generator=transformers: a copy of the model takes {num_bytes / 2**30:.0f} GiB, but {device} "
+            f"has {free / 2**30:.0f} GiB free: use rollout.generator=vllm with devices as its place, or servers"
         )

@@ -17,32 +17,31 @@ from automodel_rl.generator_messages import Request
 
 @dataclass(frozen=True)
 class KeptRoutes:
-    """The experts of consecutive tokens of a prompt and its completion, kept at the rank whose generator wrote it.
+    """Experts of consecutive tokens of a prompt and its completion, stored at the rank whose generator wrote it.
 
     Attributes:
-        at: where they are.
-        missing: for each of these tokens, the number of layers whose experts are not known, [stop - start].
+        missing: number of layers without known experts, for each of these tokens, [stop - start].
     """
 
     at: RoutesAt
     missing: np.ndarray
 
     def piece(self, start: int, stop: int) -> "KeptRoutes":
-        """Routes of a slice of the tokens, counted from the prompt's first token."""
+        """Returns the routes of a slice of the tokens, counted from the prompt's first token."""
         missing = self.missing[start - self.at.start : stop - self.at.start]
         return KeptRoutes(dataclasses.replace(self.at, start=start, stop=stop), missing)
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A prompt and what followed it, as a row to train on. An episode has several where its history forked.
+    """A prompt and its continuation, as a row to train on. An episode has several if its history forked.
 
     Attributes:
         prompt: the prompt's tokens.
-        token_ids: the tokens after it.
-        logprobs: their log-probabilities; 0 where they were not sampled.
-        sampled: whether each of them was sampled by the generator, and counts in this row. A turn that several branches
-            share counts in the first of them.
+        token_ids: the tokens after the prompt.
+        logprobs: log-probabilities of `token_ids`; 0 for tokens that were not sampled.
+        sampled: marks `token_ids` that the generator sampled and that count in this row. A turn shared by several
+            branches counts in the first.
         routes: experts of all tokens, as in `Completion`.
     """
 
@@ -54,22 +53,17 @@ class Branch:
 
     @property
     def trained(self) -> list[bool]:
-        """Whether each token after the prompt can be trained on: sampled, and with a log-probability that is one."""
+        """Marks tokens after the prompt that can be trained on: sampled, with a valid log-probability."""
         return [sampled and is_logprob(value) for sampled, value in zip(self.sampled, self.logprobs, strict=True)]
 
     @property
     def num_missing(self) -> int:
-        """Number of choices of experts that no generator reported."""
+        """Number of expert choices, summed over tokens and layers, that no generator reported."""
         return sum(int(piece.missing.sum()) for piece in self.routes or ())
 
     def row(self, media: Sequence[Media] = (), *, trained: bool = True) -> TokenSequence:
-        """The branch as a row. Tokens that can be trained on count in the loss; the values have the generator's
-        log-probabilities as `rollout_logprobs`.
-
-        Args:
-            media: the prompt's images and clips.
-            trained: whether any token counts.
-        """
+        """Returns the branch as a row. Trainable tokens count in the loss, unless `trained` is False; `media` are the
+        prompt's images and clips. The values are `rollout_logprobs`, the generator's log-probabilities."""
         num_before = len(self.prompt)
         return TokenSequence(
             torch.tensor([*self.prompt, *self.token_ids]),
@@ -81,21 +75,21 @@ class Branch:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a completion of several turns has besides its tokens.
+    """Data of a multi-turn completion besides its tokens.
 
     Attributes:
-        prompt: the tokens of its prompt, with what its environment began with.
-        sampled: whether each token of the completion was sampled by the generator. The others are answers of tools or
-            of an environment, written by the chat template. Only sampled tokens are trained.
-        messages: its messages, those of the prompt included.
-        reward: the sum of the environment's rewards.
-        end: why it ended: "done", or the limit that ended it.
-        metrics: numbers of its turns, calls and environment, each added up over its turns.
-        branches: the other rows of an agent's episode whose history forked. The completion's own tokens are those of
-            the last call, with all that came before it.
-        tree: the turns of an agent's episode, as records of a run show them.
-        forks: how often its history forked, by the reason in words.
-        is_of_agent: whether an agent led it.
+        prompt: tokens of the prompt, including the messages of the environment's reset.
+        sampled: marks the completion's tokens that the generator sampled, the only ones trained. Others are answers of
+            tools or an environment, as written by the chat template.
+        messages: all messages, including those of the prompt.
+        reward: sum of the environment's rewards.
+        end: "done", or the limit that ended it.
+        metrics: numbers of turns, calls and the environment, summed over turns.
+        branches: other rows of an agent's episode whose history forked. The completion's own tokens are those of the
+            last call and its history.
+        tree: the turns of an agent's episode, for the run's records.
+        forks: number of forks by reason.
+        is_of_agent: whether an agent conducted it.
     """
 
     prompt: list[int]
@@ -116,17 +110,17 @@ class Completion:
 
     Attributes:
         token_ids: the completion's tokens, including the token that ended it.
-        logprobs: the log-probability of each token under the distribution it was sampled from, temperature included.
+        logprobs: log-probability of each token under the distribution it was sampled from, temperature included.
         finish: "stop" at an end-of-sequence token or a stop text, "length" at the limit, "error" if it failed.
-        error: why it failed.
-        versions: oldest and newest version of the weights that wrote it, None if they are not known. In a generator's
-            own completions these are numbers of weight syncs; a fleet's are policy versions.
-        routes: experts of the prompt's and the completion's tokens. A generator reports them in a form that
-            `read_routes` takes, or None. They are large, so they stay at its rank: a fleet's completions have a list of
-            `KeptRoutes`, which together are of all tokens; None if they were not asked for.
-        conversation: what it has besides its tokens if it may have several turns.
-        num_cached: tokens of its prompt that the generator did not compute again; None if not known.
-        writer: the number of the fleet's member that wrote it, if a fleet did.
+        error: reason of the failure.
+        versions: oldest and newest weights that wrote it; None if unknown. A generator reports numbers of weight syncs,
+            a fleet policy versions.
+        routes: experts of the tokens of prompt and completion; None if not requested. A generator reports them in a
+            form that `read_routes` accepts. They are large and stay at the rank: a fleet's completions have a list of
+            `KeptRoutes` that together cover all tokens.
+        conversation: set for completions that may have several turns.
+        num_cached: prompt tokens found in the generator's prefix cache; None if unknown.
+        writer: number of the fleet's member that wrote it, if any.
     """
 
     token_ids: list[int]
@@ -140,71 +134,67 @@ class Completion:
     writer: int | None = None
 
     def problem(self, request: Request, vocab_size: int) -> str:
-        """Why the completion cannot be an answer to a request, as from a generator with another model; "" if it can."""
+        """Returns why the completion is invalid for a request, as from a generator with another model; "" if valid."""
         strange = next((token for token in self.token_ids if not 0 <= token < vocab_size), None)
         if strange is not None:
-            return f"the generator's token {strange} is none of the model's {vocab_size}"
+            return f"the generator returned token {strange}, but the model has {vocab_size} tokens"
         if len(self.logprobs) != len(self.token_ids):
-            return f"the generator gave {len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens"
+            return f"the generator returned {len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens"
         if len(self.token_ids) > request.sampling.max_tokens:
             return (
-                f"the generator wrote {len(self.token_ids)} tokens, and at most {request.sampling.max_tokens} were due"
+                f"the generator wrote {len(self.token_ids)} tokens, more than max_tokens={request.sampling.max_tokens}"
             )
         return ""
 
     def checked(self, request: Request, vocab_size: int) -> "Completion":
-        """The completion, or an error if it cannot be an answer to a request."""
+        """Returns the completion, or an error completion if it is invalid for the request."""
         problem = self.problem(request, vocab_size)
         return Completion([], [], "error", problem) if problem else self
 
     @property
     def sampled(self) -> list[bool]:
-        """Whether each token was sampled by the generator, and not written by the chat template."""
+        """Marks tokens sampled by the generator, as opposed to written by the chat template."""
         return [True] * len(self.token_ids) if self.conversation is None else self.conversation.sampled
 
     def branches(self, prompt: list[int]) -> list[Branch]:
-        """The rows to train on, its own first.
-
-        Args:
-            prompt: the prompt's tokens, of a completion that is no conversation.
-        """
+        """Returns the rows to train on, its own first. `prompt` are the prompt's tokens, used unless the completion is
+        a conversation."""
         conversation = self.conversation
         before, others = (prompt, []) if conversation is None else (conversation.prompt, conversation.branches)
         return [Branch(before, self.token_ids, self.logprobs, self.sampled, self.routes), *others]
 
     @property
     def last_turn(self) -> list[int]:
-        """The tokens of the last turn: all tokens if there is one turn."""
+        """Tokens of the last turn; all tokens if there is only one."""
         sampled = self.sampled
         start = len(sampled) - sampled[::-1].index(False) if False in sampled else 0
         return self.token_ids[start:]
 
 
 ROUNDING = 1e-3
-"""How far above 0 rounding may leave the log-probability of a token that is nearly certain."""
+"""Largest log-probability above 0 that is attributed to rounding."""
 
 
 def is_logprob(value: float) -> bool:
-    """Whether a number can be the log-probability of a token that was sampled: finite, and 0 or less."""
+    """Returns whether a value can be the log-probability of a sampled token: finite, and at most `ROUNDING`."""
     return math.isfinite(value) and value <= ROUNDING
 
 
 class Generator(Protocol):
-    """Writes completions. `Fleet` is one, too.
+    """Interface for writing completions, which `Fleet` implements, too.
 
     Attributes:
-        works_alone: whether it writes while this process does something else. If not, somebody must call its `wait` or
-            `write`.
+        works_alone: whether it writes in the background. If not, its `wait` or `write` must be called.
     """
 
     @property
     def works_alone(self) -> bool: ...
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
-        """Takes requests and returns at once.
+        """Queues requests and returns at once.
 
         Returns:
-            A future for each. If a single request fails, its completion has an `error`. A future raises if the
+            A future per request. A request that fails gives a completion with an `error`; a future raises only if the
             generator is lost.
 
         Raises:
@@ -214,7 +204,7 @@ class Generator(Protocol):
 
 
 class RankGenerator(ABC):
-    """A generator that a rank leads. Once a future of `submit` raises, it must be closed and replaced."""
+    """Base class of generators led by a rank. Once a future of `submit` raises, it must be closed and replaced."""
 
     works_alone = True
 
@@ -223,12 +213,12 @@ class RankGenerator(ABC):
         """See `Generator.submit`."""
 
     def write(self) -> None:
-        """Writes what was submitted, in the calling thread. Only a generator that does not work alone has to."""
+        """Writes submitted requests in the calling thread. Only for generators that do not work alone."""
         assert self.works_alone
 
     @abstractmethod
     def close(self) -> None:
-        """Ends everything that the generator has started."""
+        """Ends all processes and threads that the generator has started."""
 
 
 def fail_unfinished(completions: "Sequence[Future[Completion]]", error: BaseException) -> None:
@@ -239,5 +229,5 @@ def fail_unfinished(completions: "Sequence[Future[Completion]]", error: BaseExce
 
 
 def results(completions: "Sequence[Future[Completion]]") -> list[Completion]:
-    """Waits for completions. Raises what the first failed one raises."""
+    """Waits for completions, in order. Raises the error of the first that failed."""
     return [completion.result() for completion in completions]

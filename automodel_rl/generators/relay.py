@@ -1,4 +1,4 @@
-"""The rank's end of a fleet: it passes a program's requests to this rank's generator, and completions back."""
+"""The rank's end of a fleet: passes requests of the program to its generator, and completions back."""
 
 import contextlib
 import dataclasses
@@ -19,16 +19,15 @@ from automodel_rl.policy.routes import RouteStore
 
 
 class Relay:
-    """Passes requests of a program to this rank's generator. Completions go back one by one, as they are written.
+    """Passes requests of the program to this rank's generator, and each completion back as it is written.
 
-    A thread takes the requests, and lets a generator that works alone begin at once. Another one gets its requests by a
-    remote call of `FleetRank.write`.
+    A thread receives requests for a generator that works alone. Others get theirs by remote calls of
+    `FleetRank.write`.
 
     Args:
-        rank: this rank.
-        supervisor: the supervisor of its generator.
-        routes: keeps the routes of completions.
-        address: where the program waits.
+        supervisor: the supervisor of the rank's generator.
+        routes: stores the routes of completions.
+        address: the program's listener for ranks.
 
     Raises:
         InputError: the program cannot be reached.
@@ -41,11 +40,7 @@ class Relay:
         threading.Thread(target=self._take_requests, daemon=True, name="requests").start()
 
     def write(self, requests: Sequence[Generate]) -> None:
-        """Writes completions, by a generator that shares this process.
-
-        Args:
-            requests: the requests.
-        """
+        """Writes completions with a generator in this process."""
         generator = self.supervisor.generator
         for asked in requests:
             self._begin(asked)
@@ -53,21 +48,22 @@ class Relay:
             generator.write()
 
     def close(self) -> None:
-        """Takes no more requests."""
+        """Closes the connection to the program."""
         self._connection.hang_up()
 
     def _take_requests(self) -> None:
-        """Takes requests until the program has ended, or this rank. If this thread fails, the program learns of it."""
+        """Receives requests until either side closes the connection. It also closes, and so informs the program, if
+        this thread fails."""
         with self._connection, contextlib.suppress(EOFError, OSError):
             while True:
                 self._begin(self._connection.recv())
 
     def _begin(self, asked: Generate) -> None:
-        """Gives the generator requests, whose completions go to the program as they come."""
+        """Submits requests to the generator. Their completions are sent to the program as they arrive."""
         generator = self.supervisor.generator
         try:
             if generator is None or self.supervisor.problem:
-                raise RolloutError(self.supervisor.problem or "it is not there")
+                raise RolloutError(self.supervisor.problem or "it is not running")
             completions = generator.submit(asked.requests)
         except Exception as error:
             self._lose(asked, generator, error)
@@ -84,7 +80,7 @@ class Relay:
             self._send(Finished(asked.number, place, completion))
 
     def _lose(self, asked: Generate, generator: RankGenerator | None, error: Exception) -> None:
-        """Tells the supervisor and the program that a generator is lost."""
+        """Reports a lost generator to the supervisor and the program."""
         problem = str(error) if isinstance(error, RolloutError) else innermost(error)
         self.supervisor.lose(generator, problem)
         self._send(Failed(asked.number, problem))
@@ -94,9 +90,8 @@ class Relay:
             self._connection.send(message)
 
     def _checked(self, completion: Completion, request: Request) -> Completion:
-        """The completion as a program gets it: with policy versions, and without the routes, which stay here. It is an
-        error if it does not answer the request, as from a server with another model, or has routes that cannot be
-        followed."""
+        """Returns the completion with policy versions, and references to the routes, which stay here. It is an error if
+        the completion is invalid, as from a server with another model, or its routes are."""
         handle = self.supervisor.handle
         completion = completion.checked(request, handle.config.vocab_size)
         kept = None
@@ -104,15 +99,15 @@ class Relay:
             try:
                 kept = [self._keep(completion, request, request.rollouts, handle.router_shape)]
             except Exception as problem:
-                return Completion([], [], "error", f"its routes cannot be followed: {innermost(problem)}")
+                return Completion([], [], "error", f"its routes are invalid: {innermost(problem)}")
         versions = None if completion.versions is None else self.supervisor.policy_versions(completion.versions)
         return dataclasses.replace(completion, versions=versions, routes=kept, writer=self.rank)
 
     def _keep(self, completion: Completion, request: Request, rollouts: int, shape: RouterShape) -> KeptRoutes:
-        """Keeps the routes of a completion and its prompt here."""
+        """Stores the routes of a completion and its prompt."""
         routes, start = read_routes(completion.routes, len(request.prompt), len(completion.token_ids), shape), 0
         missing = routes.missing()
-        if request.routes_from:  # a copy: else all would stay
+        if request.routes_from:  # a copy, so that the rest can be freed
             start = request.routes_from
             routes = Routes(routes.layers, routes.experts[start:].clone())
         key = rollouts, next(self._keys)

@@ -73,7 +73,7 @@ class DistantRun:
     def files(self, given: WeightsGiven | None) -> VersionFiles:
         if given is None:
             raise InputError(
-                f"--join {self}: the run gives its weights to nobody over HTTP: set rollout.generator.weights_port, or "
+                f"--join {self}: the run does not serve its weights over HTTP: set rollout.generator.weights_port, or "
                 "join by the folder that it publishes to"
             )
         address = self.weights or f"{_in_url(self.host)}:{given.port}"
@@ -92,15 +92,15 @@ def place_of(given: str, key: Path | None, weights: str | None) -> RunPlace:
         InputError: options do not fit together, or the key cannot be read.
     """
     if "://" in given:
-        raise InputError(f"--join {given}: is a URL: give HOST:PORT alone, or a folder")
+        raise InputError(f"--join {given}: is a URL: pass HOST:PORT, or a folder")
     address = None if Path(given).is_dir() else _host_and_port(given)
     if address is None:
         for option, value in (("--key", key), ("--weights", weights)):
             if value is not None:
-                raise InputError(f"{option} {value}: --join {given} is a folder, which has it: leave it out")
+                raise InputError(f"{option} {value}: --join {given} is a folder, which contains it: omit the option")
         return SharedFolder(Path(given))
     if key is None:
-        raise InputError(f"--join {given}: needs --key and a file with what is in the run's rollout.generator.key")
+        raise InputError(f"--join {given}: requires --key: pass a copy of the run's rollout.generator.key file")
     through = None if weights is None else _host_and_port(weights)
     if weights is not None and through is None:
         raise InputError(f"--weights {weights}: must be HOST:PORT")
@@ -130,9 +130,9 @@ def read_key(file: Path, named: str) -> bytes:
             _check_owner(opened.fileno())
             key = bytes.fromhex(opened.read())
         if len(key) != KEY_BYTES:
-            raise ValueError(f"{len(key)} bytes, and a key has {KEY_BYTES}")
+            raise ValueError(f"{len(key)} bytes instead of {KEY_BYTES}")
     except (OSError, ValueError) as error:
-        raise InputError(f"{named}: is no key ({error}): openssl rand -hex {KEY_BYTES} makes one") from None
+        raise InputError(f"{named}: is not a key ({error}): create one with openssl rand -hex {KEY_BYTES}") from None
     return key
 
 
@@ -152,7 +152,7 @@ def run_key(file: Path | None) -> bytes:
         except FileExistsError:
             pass  # another run has created it meanwhile
         except OSError as error:
-            raise InputError(f"{named}: cannot be written ({error.strerror}): choose another file") from None
+            raise InputError(f"{named}: not writable ({error.strerror}): choose another file") from None
     return read_key(file, named)
 
 
@@ -167,11 +167,11 @@ def address_in(folder: Path) -> DoorAddress | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{folder / JOIN_FILE}: is no address of a run ({error}): give the folder that a run publishes to"
+            f"{folder / JOIN_FILE}: is not a run's address ({error}): pass the folder that a run publishes to"
         ) from None
 
 
 def _check_owner(descriptor: int) -> None:
     about = os.fstat(descriptor)
     if about.st_uid != os.getuid() or about.st_mode & 0o077:
-        raise ValueError("others can write or read it, so that its key may be theirs")
+        raise ValueError("other users can read or write it, so the key may be theirs")

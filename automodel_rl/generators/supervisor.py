@@ -249,7 +249,7 @@ class GeneratorSupervisor:
                 self.published = step, publisher.publish(step)
                 return
             except WeightSyncError as problem:
-                what = "trying again" if attempt < PUBLISH_ATTEMPTS else "the next one will be whole"
+                what = "trying again" if attempt < PUBLISH_ATTEMPTS else "the next version will be full"
                 if dist.get_rank() == 0:
                     print(
                         f"warning: weight_sync.publish: version {step} could not be written ({problem}); {what}",

@@ -1,4 +1,4 @@
-"""Generation with a copy of the whole transformers model, in left-padded batches with a key-value cache."""
+"""Generation with a whole transformers model, in left-padded batches with a key-value cache."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ from automodel_rl.generators.protocol import Completion, RankGenerator, fail_unf
 from automodel_rl.weight_sync.receiver import Receiver
 
 STOP_TEXT_TOKENS = 32
-"""Number of newest tokens in which stop texts are looked for, besides one for each of a text's bytes."""
+"""Number of last tokens searched for stop texts, in addition to one per byte of the longest text."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How completions are written.
+    """Settings for writing completions.
 
     Attributes:
-        tokenizer: the tokenizer, for stop texts.
-        batch_size: number of requests that run at once.
-        ends: tokens that end a completion whose request names none.
+        tokenizer: decodes tokens to find stop texts.
+        batch_size: number of requests in a batch.
+        ends: end tokens of requests whose `stop_token_ids` is None.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -39,15 +39,11 @@ class Writing:
 class TransformersGenerator(RankGenerator):
     """Samples from a transformers model.
 
-    Args:
-        copy: the model.
-        writing: how completions are written.
-
     Attributes:
         receiver: the model's tensors for weight syncs.
 
     Raises:
-        InputError: the device has no room for the model.
+        InputError: the device has not enough memory for the model.
     """
 
     works_alone = False
@@ -83,15 +79,14 @@ class TransformersGenerator(RankGenerator):
         """Writes completions.
 
         Args:
-            requests: the completions to write.
-            between_tokens: called before every token. It may load new weights, with which completions go on; keys and
-                values of earlier tokens are kept (as in PipelineRL, arXiv:2509.19128).
-            on_finished: called with the index of every completion of a batch as soon as the batch is written.
+            between_tokens: called before every token. It may load new weights, with which completions continue; the
+                cache of earlier tokens is kept (as in PipelineRL, arXiv:2509.19128).
+            on_finished: called with each completion and its index once its batch is written.
 
         Raises:
-            WeightSyncError: there are no complete weights.
+            WeightSyncError: the weights are incomplete.
         """
-        # Requests are sorted by length, so that batches have little padding.
+        # Sorted by length to reduce padding.
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
         done: dict[int, Completion] = {}
         for start in range(0, len(order), self.writing.batch_size):
@@ -103,7 +98,7 @@ class TransformersGenerator(RankGenerator):
         return [done[i] for i in range(len(requests))]
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Does nothing: no process was started."""
 
     def _batch(self, requests: list[Request], between_tokens: Callable[[], None]) -> list[Completion]:
         uniforms = self._uniforms(requests)
@@ -117,7 +112,7 @@ class TransformersGenerator(RankGenerator):
         logprobs: list[list[float]] = [[] for _ in requests]
         finish = ["length"] * len(requests)
         limits = [request.sampling.max_tokens for request in requests]
-        rows = list(range(len(requests)))  # the requests that still run, in the order of the batch's rows
+        rows = list(range(len(requests)))  # unfinished requests, in the order of the batch's rows
         versions: list[int] = []
         routes: list[list[np.ndarray]] = [[] for _ in requests]
         leaves_out = any(request.sampling.is_truncated for request in requests)
@@ -163,7 +158,7 @@ class TransformersGenerator(RankGenerator):
         ]
 
     def _prompts(self, requests: list[Request]) -> dict[str, Tensor]:
-        """The model's arguments for a batch's prompts, padded on the left."""
+        """Returns the model's arguments for a batch of left-padded prompts."""
         longest = max(len(request.prompt) for request in requests)
         ids = torch.zeros(len(requests), longest, dtype=torch.int64)
         mask = torch.zeros(len(requests), longest, dtype=torch.int64)
@@ -176,7 +171,7 @@ class TransformersGenerator(RankGenerator):
         return inputs | self.media.of(requests, inputs["input_ids"], self.copy.dtype)
 
     def _uniforms(self, requests: list[Request]) -> Tensor:
-        """Random numbers in [0, 1), one for every token of every request: float64 [requests, most tokens]."""
+        """Draws numbers in [0, 1), one per token, from each request's seed: float64 [requests, most tokens]."""
         most = max(request.sampling.max_tokens for request in requests)
         drawn = [np.random.default_rng(request.seed).random(most) for request in requests]
         return torch.from_numpy(np.stack(drawn)).to(self.copy.device)
@@ -186,7 +181,7 @@ class TransformersGenerator(RankGenerator):
             return True
         if not sampling.stop:
             return False
-        longest = max(len(stop.encode()) for stop in sampling.stop)  # no token stands for less than a byte
+        longest = max(len(stop.encode()) for stop in sampling.stop)  # a token is at least one byte
         text = self.writing.tokenizer.decode(token_ids[-STOP_TEXT_TOKENS - longest :])
         return any(stop in text for stop in sampling.stop)
 
@@ -196,7 +191,7 @@ def _complete(completions: "Sequence[Future[Completion]]", index: int, completio
 
 
 def _truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """Logits [B, V] with -inf for tokens that a request leaves out, by top_k and then by top_p at its temperature."""
+    """Sets logits [B, V] to -inf that a request's top_k, and then its top_p at its temperature, exclude."""
     kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).clone()
     for row, request in zip(kept, requests, strict=True):
         sampling = request.sampling
@@ -209,14 +204,14 @@ def _truncated(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 
 
 def _sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Samples a token for each sequence of the batch: token ids [B] and their log-probabilities [B].
+    """Samples a token per sequence. Returns token ids [B] and their log-probabilities [B].
 
-    Samples by inversion: takes the first token whose cumulated probability exceeds the uniform number. So a sequence's
-    token depends on its own number only, and not on the rest of the batch.
+    Inverts the CDF: takes the first token whose cumulative probability exceeds the uniform number, so that a
+    sequence's token does not depend on the rest of the batch.
 
     Args:
         logits: [B, V].
-        temperatures: [B], float64; at 0 the likeliest token is taken and scored at temperature 1.
+        temperatures: [B], float64. 0 takes the most likely token and scores it at temperature 1.
         uniforms: [B], in [0, 1), float64.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -32,7 +32,7 @@ def visible_devices(devices: Sequence[int], own: int, count: int = 1) -> str:
         numbers = range(own, own + count)
     if names is not None and numbers and max(numbers) >= len(names):
         raise InputError(
-            f"rollout.generator.place={list(devices)}: ranks see {len(names)} devices ({VISIBLE}={visible}), whose "
-            f"numbers are 0 to {len(names) - 1}: name others"
+            f"rollout.generator.place={list(devices)}: ranks see {len(names)} devices ({VISIBLE}={visible}), "
+            f"numbered 0 to {len(names) - 1}: use these numbers"
         )
     return ",".join(str(number) if names is None else names[number] for number in numbers)

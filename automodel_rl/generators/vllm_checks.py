@@ -31,7 +31,7 @@ def listed(urls: Sequence[str]) -> list[VllmServer]:
             raise InputError(f"rollout.generator.urls: {url} cannot be read ({error})") from None
         found += [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not found:
-        raise InputError(f"rollout.generator.urls: {', '.join(urls)} names no server: write one URL a line")
+        raise InputError(f"rollout.generator.urls: {', '.join(urls)} contains no server: write one URL per line")
     return [*dict.fromkeys(map(VllmServer, found))]
 
 
@@ -61,7 +61,7 @@ def check_server(server: VllmServer, routes: bool) -> None:
     what = f"rollout.generator.urls: {server.url}"
     if server.is_exposed:
         raise InputError(
-            f"{what} is not on this machine, so whoever reaches it could use it: start it with --api-key and set "
+            f"{what} is not on this machine, so any client could use it: start it with --api-key and set "
             f"{TOKEN_VARIABLE} to that key"
         )
     try:
@@ -69,13 +69,13 @@ def check_server(server: VllmServer, routes: bool) -> None:
     except (OSError, ValueError) as error:
         raise InputError(f"{what} does not answer ({error}): start it with {SERVE}") from None
     if server.get("/is_paused")["is_paused"]:
-        raise InputError(f"{what} is paused, as after a weight sync that failed: start it anew")
+        raise InputError(f"{what} is paused, as after a failed weight sync: restart it")
     if routes and '"enable_return_routed_experts": true' not in info:
         raise InputError(
-            f"{what} does not say which experts its tokens go to, which router_replay needs: start it with {SERVE} "
+            f"{what} does not report the experts of its tokens, which router_replay needs: start it with {SERVE} "
             "--enable-return-routed-experts"
         )
     if "processed_logprobs" not in info:
         raise InputError(
-            f"{what} reports raw log-probabilities, which are wrong at any temperature but 1: start it with {SERVE}"
+            f"{what} reports raw log-probabilities, which are wrong unless temperature is 1: start it with {SERVE}"
         )

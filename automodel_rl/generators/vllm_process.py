@@ -48,7 +48,7 @@ def start_vllm(
     except OSError as error:
         for child in children:
             child.close()
-        raise InputError(f"generator.python={python}: cannot start it ({error.strerror})") from None
+        raise InputError(f"generator.python={python}: cannot be started ({error.strerror})") from None
     replicas = [
         GeneratorProcess(
             child,
@@ -63,7 +63,7 @@ def start_vllm(
         process.start(meanwhile)
     except NotStartedError as error:
         raise InputError(
-            f"generator=vllm: it does not start ({error}): give generator.python the "
-            "interpreter of an environment with vLLM, or change its memory_fraction or options"
+            f"generator=vllm: failed to start ({error}): set generator.python to the "
+            "interpreter of an environment with vLLM, or change memory_fraction or options"
         ) from None
     return process

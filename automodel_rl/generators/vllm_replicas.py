@@ -1,7 +1,7 @@
 """Several vLLM replicas on one device as a single generator.
 
-vLLM schedules sequences and takes their tokens in one Python thread: for 512 sequences of a small model that takes five
-times as long as the device computes (benchmarks/README.md, "Several vLLM on a device"). Replicas do it side by side.
+vLLM schedules sequences and collects their tokens in one Python thread. For 512 sequences of a small model, that takes
+five times as long as the device computes (benchmarks/README.md, "Several vLLM on a device"). Replicas run in parallel.
 """
 
 import functools
@@ -17,24 +17,22 @@ from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.protocol import Completion, RankGenerator
 
 WORKING_BYTES = 2 * 2**30
-"""Memory of a vLLM for what is neither weights, cache nor logits: its CUDA context, graphs and activations."""
+"""Memory of a replica besides weights, cache and logits: CUDA context, graphs and activations."""
 
 BYTES_OF_LOGIT = 24
-"""Bytes for each token of the vocabulary and sequence that is sampled at once: logits in fp32, sorted, with places."""
+"""Bytes per vocabulary entry and sequence sampled at once: fp32 logits, their sorted copy and its indices."""
 
 SAMPLED_AT_ONCE = 1024
-"""Most sequences that vLLM samples at once on a large GPU, unless its option max_num_seqs says otherwise."""
+"""vLLM's default of max_num_seqs on a large GPU."""
 
 
 def cache_bytes(share: float, weights: int, vocab_size: int, sampled_at_once: int = SAMPLED_AT_ONCE) -> int:
-    """Bytes of a replica's cache. Alone, vLLM measures what it needs besides; what starts at the same time on the same
-    device would be measured with it.
+    """Estimates the bytes of a replica's cache. vLLM's own measurement would include replicas that start on the same
+    device at the same time.
 
     Args:
-        share: bytes of the device's memory for the replica.
+        share: bytes of device memory for the replica.
         weights: bytes of the model's weights.
-        vocab_size: size of the model's vocabulary.
-        sampled_at_once: most sequences that are sampled at once.
 
     Raises:
         InputError: nothing is left for a cache.
@@ -42,26 +40,24 @@ def cache_bytes(share: float, weights: int, vocab_size: int, sampled_at_once: in
     others = weights + WORKING_BYTES + BYTES_OF_LOGIT * vocab_size * sampled_at_once
     if others >= share:
         raise InputError(
-            f"rollout.generator.replicas: each vLLM has {share / 2**30:.1f} GiB, of which weights, logits and graphs "
-            f"take {others / 2**30:.1f}: use fewer replicas or a larger memory_fraction"
+            f"rollout.generator.replicas: each vLLM has {share / 2**30:.1f} GiB, but weights, logits and graphs "
+            f"take {others / 2**30:.1f} GiB: use fewer replicas or a larger memory_fraction"
         )
     return int(share - others)
 
 
 class VllmReplicas(RankGenerator):
-    """A `Generator`, and the `VllmChannel` of its weights: each replica gets the same messages, and a part of the
-    requests. Requests with the same prompt, and turns of a conversation, go to one replica, which has their beginning
-    cached. If one replica is lost, the generator is.
+    """A `Generator`, and the `VllmChannel` of its weights. Each replica gets all messages and a part of the requests.
 
-    Args:
-        replicas: the replicas, not started yet.
+    Requests with the same prompt, and turns of a conversation, go to one replica, which has the prefix cached. The
+    generator is lost if one replica is. `replicas` must not be started yet.
     """
 
     def __init__(self, replicas: Sequence[GeneratorProcess]):
         self.replicas = replicas
         self.warning = ""
         self.addresses: list[str] = []
-        self._open = Counter[int]()  # number of requests that each replica still writes
+        self._open = Counter[int]()  # unfinished requests of each replica
         self._of_conversations: dict[int, int] = {}
         self._counting = threading.Lock()
 
@@ -71,10 +67,7 @@ class VllmReplicas(RankGenerator):
         return sum(replica.num_workers for replica in self.replicas)
 
     def start(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Starts all replicas at the same time, and waits until they have started.
-
-        Args:
-            meanwhile: called before the wait. What it raises, this raises.
+        """Starts all replicas in parallel, calls `meanwhile`, and waits until all have started.
 
         Raises:
             NotStartedError: a replica does not start.
@@ -100,12 +93,12 @@ class VllmReplicas(RankGenerator):
         return [completions[place] for place in range(len(requests))]
 
     def sleep(self, level: int, seconds: float) -> None:
-        """Makes all replicas give their memory back. Arguments and errors are those of `GeneratorProcess.sleep`."""
+        """Frees the memory of all replicas. See `GeneratorProcess.sleep`."""
         for replica in self.replicas:
             replica.sleep(level, seconds)
 
     def wake(self, what: Literal["weights", "kv_cache"], seconds: float) -> None:
-        """Gives all replicas their memory again. Arguments and errors are those of `GeneratorProcess.wake`."""
+        """Allocates the memory of all replicas again. See `GeneratorProcess.wake`."""
         for replica in self.replicas:
             replica.wake(what, seconds)
 
@@ -125,14 +118,15 @@ class VllmReplicas(RankGenerator):
         return next((answer for answer in answers if isinstance(answer, Failure)), answers[0])
 
     def _shares(self, requests: Sequence[Request]) -> dict[int, list[int]]:
-        """Places of the requests that each replica gets. Prompts go where the fewest requests are."""
+        """Returns the indices of requests by replica. New prompts go to the replica with the fewest unfinished
+        requests."""
         shares: defaultdict[int, list[int]] = defaultdict(list)
         of_prompts: dict[tuple[int, ...], int] = {}
         with self._counting:
             for place, request in enumerate(requests):
                 emptiest = min(range(len(self.replicas)), key=lambda number: self._open[number])
                 if request.conversation is not None:
-                    # The fleet deals conversations by their number: the same here would leave replicas idle.
+                    # Not by number, as in the fleet, which would leave replicas idle.
                     replica = self._of_conversations.setdefault(request.conversation, emptiest)
                 else:
                     replica = of_prompts.setdefault(tuple(request.prompt), emptiest)

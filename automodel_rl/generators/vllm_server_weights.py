@@ -57,7 +57,7 @@ class ServerWeights:
         try:
             self._orders.submit(self._pass_on, message)
         except RuntimeError:
-            raise WeightSyncError("the servers are given up") from None
+            raise WeightSyncError("the connection to the servers is closed") from None
 
     def ready(self) -> bool:
         return bool(self._answers)

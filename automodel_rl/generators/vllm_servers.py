@@ -1,4 +1,4 @@
-"""Generation by vLLM servers that are already running, request by request."""
+"""Generation by vLLM servers that are already running, over HTTP."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ from automodel_rl.generators.vllm_http import VllmServer
 from automodel_rl.generators.vllm_server_weights import ServerWeights, is_there
 
 REQUESTS_AT_ONCE = 256
-"""Most requests for each server that servers have at once. Each is a thread that waits."""
+"""Open requests per server, each of which blocks a thread. The pool has at least four times as many."""
 
 WHOLE_DISTRIBUTION = {
     "top_p": 1.0,
@@ -28,21 +28,21 @@ WHOLE_DISTRIBUTION = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""Sampling parameters that leave the distribution whole. Every request has them, because a server takes missing ones
+"""Sampling parameters that do not change the distribution. Sent with every request, because servers take the defaults
 from the checkpoint's generation_config.json."""
 
 
 class VllmServers(RankGenerator):
-    """A generator that sends requests to servers in turn. `connect_servers` has checked the servers.
+    """Sends requests to servers, round-robin. The servers were checked by `connect_servers`.
 
-    A server that no longer answers gets no requests until it has weights again; others write what it was to write.
+    A server that does not answer gets no requests until the next weight sync; other servers take over its requests.
 
     Args:
-        urls: addresses of the servers, or of files that list them.
-        servers: the servers that are there at first.
-        ends: tokens that end a completion whose request names none.
+        urls: URLs of servers, or files that list them.
+        servers: the initial servers.
+        ends: end tokens of requests whose `stop_token_ids` is None.
         leads: whether this rank sends weights to the servers.
-        routes: whether servers must report which experts tokens go to.
+        routes: whether servers must report the experts of tokens.
 
     Attributes:
         weights: the channel of the servers' weights.
@@ -62,31 +62,31 @@ class VllmServers(RankGenerator):
         there = next(server for server in servers if is_there(server))
         self.model = there.get("/v1/models")["data"][0]["id"]
         self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE * max(4, len(servers)))
-        self._gone: dict[VllmServer, int] = {}  # those that did not answer, with the version of weights then
+        self._gone: dict[VllmServer, int] = {}  # servers that did not answer, and the weight sync then
         self._mentioned: set[str] = set()
 
     @property
     def have_changed(self) -> bool:
-        """Whether a server that gets weights is gone or not listed any more, or one that gets none is there. Only the
-        leading rank looks."""
+        """Whether servers that receive weights have disappeared, or others have appeared. Only checked on the leading
+        rank, False on others."""
         weights = self.weights
         if not weights.leads:
             return False
         try:
             self.servers = weights.servers = listed(self.urls)
-        except InputError as problem:  # as while the file is being written
-            self._warn(f"{problem}; the servers of before are used")
+        except InputError as problem:  # for example while the file is being written
+            self._warn(f"{problem}; keeping the previous servers")
         return {server for server in self.servers if self._is_usable(server)} != set(weights.members)
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         if self.weights.is_broken:
-            raise WeightSyncError("a server has no complete weights, for a weight sync failed: start the servers anew")
+            raise WeightSyncError("a server has incomplete weights after a failed weight sync: restart the servers")
         return [
             self._requests.submit(self._complete_anywhere, place, request) for place, request in enumerate(requests)
         ]
 
     def close(self) -> None:
-        """Drops requests that are not sent yet. The servers go on running."""
+        """Drops requests that are not sent yet. The servers keep running."""
         self._requests.shutdown(wait=False, cancel_futures=True)
         self.weights.close()
 
@@ -94,22 +94,19 @@ class VllmServers(RankGenerator):
         try:
             check_server(server, self.routes)
         except InputError as problem:
-            self._warn(f"{problem}; until then it gets no requests")
+            self._warn(f"{problem}; it gets no requests until then")
             return False
         return True
 
     def _warn(self, text: str) -> None:
-        """Prints a warning, once."""
+        """Prints a warning, the first time only."""
         if text not in self._mentioned:
             self._mentioned.add(text)
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _complete_anywhere(self, place: int, request: Request) -> Completion:
-        """A completion by one of the servers that have weights: for each place or conversation another one first.
-
-        Raises:
-            ConnectionError: none of them answers.
-        """
+        """Tries the servers that have weights, first the one for this index or conversation. Raises ConnectionError if
+        none answers."""
         first = place if request.conversation is None else request.conversation
         problem = "no server answers"
         members = self.weights.members
@@ -125,7 +122,7 @@ class VllmServers(RankGenerator):
         raise ConnectionError(problem)
 
     def _complete(self, request: Request, server: VllmServer) -> Completion:
-        """A completion by a server, or its error. Raises OSError if the server does not answer."""
+        """Returns a server's completion or error. Raises OSError if it does not answer."""
         body = {
             "model": self.model,
             "prompt": request.prompt,
@@ -157,5 +154,5 @@ def _failed(server: VllmServer, error: Exception) -> Completion:
 
 
 def _decoded(routes: str | None) -> np.ndarray | None:
-    """Decodes routes: the bytes of a .npy file in base64."""
+    """Decodes routes, a .npy file in base64."""
     return None if routes is None else np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)

@@ -33,7 +33,7 @@ def untested(version: str) -> str:
     if known and TESTED[0] <= (int(parts[0]), int(parts[1])) <= TESTED[1]:
         return ""
     first, last = (".".join(map(str, tested)) for tested in TESTED)
-    return f"warning: vLLM {version} is none of the versions that automodel_rl was tested with, {first} to {last}"
+    return f"warning: automodel_rl was not tested with vLLM {version}, only with {first} to {last}"
 
 
 def know_model(folder: str) -> None:

@@ -151,7 +151,7 @@ class VllmWorker:
 
     def generate(self, order: Any) -> None:
         if self.version is None or self.is_asleep:
-            why = "it sleeps" if self.is_asleep else "a weight sync was interrupted, or none came after a sleep"
+            why = "it is asleep" if self.is_asleep else "a weight sync was interrupted, or none followed a sleep"
             text = f"the generator has no complete weights or no cache: {why}"
             self.connection.send(self.messages.Failed(order.number, text))
             return
@@ -234,8 +234,8 @@ class VllmWorker:
         if asked is None or asked == (found := list(output.prompt_token_ids)):
             return str(output.outputs[0].finish_reason)
         return (
-            f"vLLM's image processor made a prompt of {len(found)} tokens of one that has {len(asked)} in the trainer: "
-            "give vLLM the checkpoint's own image processor"
+            f"vLLM's image processor made a prompt of {len(found)} tokens, but the trainer's has {len(asked)}: use the "
+            "checkpoint's own image processor in vLLM"
         )
 
     def load_adapter(self, version: int, folder: str) -> None:
@@ -248,7 +248,7 @@ class VllmWorker:
             self.engine.llm_engine.remove_lora(old)
             del self.adapters[old]
         if not self.engine.llm_engine.add_lora(request):
-            raise RuntimeError(f"vLLM did not take the adapters of weight sync {version}")
+            raise RuntimeError(f"vLLM did not load the adapters of weight sync {version}")
         self.adapters[version] = request
         self.version = version
         self.answer("load_adapter", self.messages.Committed(version))
@@ -257,7 +257,7 @@ class VllmWorker:
         self.engine.finish_weight_update()
         # The cache has keys and values of the old weights. Running requests are recomputed up to their last token.
         if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.left)):
-            raise RuntimeError("vLLM keeps its cache of keys and values of the old weights")
+            raise RuntimeError("vLLM did not drop its KV cache of the old weights")
         self.engine.llm_engine.reset_encoder_cache()  # of image embeddings
         self.version, self.coming = self.coming, None
         self.answer("commit", self.messages.Committed(self.version))

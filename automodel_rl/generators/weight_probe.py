@@ -120,10 +120,10 @@ class WeightProbe:
         explained = max(self._tolerance, AS_NOISE * of_noise if math.isfinite(of_noise) else 0.0)
         if difference > explained:
             raise RolloutError(
-                f"the {self.fleet.name_of(writer)} does not compute with the weights that it got: log-probabilities of "
-                f"tokens after fixed texts differ by {difference:.2g} from the model's (root mean square), and "
-                f"rounding explains {explained:.2g}. The run would train with samples of another model: use another "
-                "rollout.generator, or another version, or set weight_sync.check_every=0 to run without this check"
+                f"the {self.fleet.name_of(writer)} does not compute with the weights that it received: "
+                f"log-probabilities after fixed texts differ by {difference:.2g} from the model's (root mean square), "
+                f"but rounding explains only {explained:.2g}. The run would train on samples of a different model: use "
+                "another rollout.generator or version, or set weight_sync.check_every=0 to skip this check"
             )
         if self._has_said_that_it_cannot_tell:
             return
@@ -132,10 +132,10 @@ class WeightProbe:
         if not difference <= AS_OTHER_WEIGHTS * of_others:
             self._has_said_that_it_cannot_tell = True
             self.say(
-                f"weight_sync.check_every cannot tell whether generators have the weights that they got: their "
+                f"weight_sync.check_every cannot tell whether generators use the weights that they received: their "
                 f"log-probabilities differ by {difference:.2g} from the model's (root mean square), rounding explains "
-                f"{explained:.2g} in {coarser}, and other weights make {of_others:.2g}: to be sure, try some steps in "
-                "float32 or with fewer layers"
+                f"{explained:.2g} in {coarser}, and different weights would make {of_others:.2g}: to be sure, try some "
+                "steps in float32 or with fewer layers"
             )
 
     @property

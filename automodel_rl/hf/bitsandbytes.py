@@ -106,11 +106,11 @@ def nf4_tensors(plain: Mapping[str, PlainTensor], opened: Opened) -> dict[str, t
         weight, is_state, kind = name.partition(STATE)
         module = name.removesuffix(INT8_SCALES)
         if is_state and kind != "nf4":
-            raise InputError(f"{tensor.file}: {weight} is in {kind} of bitsandbytes, of whose kinds only nf4 is read: "
-                             "use a checkpoint in nf4 or bfloat16")  # fmt: skip
+            raise InputError(f"{tensor.file}: {weight} is in {kind} of bitsandbytes, but only nf4 is supported: use a "
+                             "checkpoint in nf4 or bfloat16")  # fmt: skip
         if module != name and f"{module}.weight" in plain:
-            raise InputError(f"{tensor.file}: {module}.weight is in 8 bits of bitsandbytes, of whose kinds only nf4 is "
-                             "read: use a checkpoint in nf4 or bfloat16")  # fmt: skip
+            raise InputError(f"{tensor.file}: {module}.weight is in 8 bits of bitsandbytes, but only nf4 is "
+                             "supported: use a checkpoint in nf4 or bfloat16")  # fmt: skip
         if is_state:
             found[weight] = (_nf4_tensor(weight, plain, opened), {name} | {weight + part for part in PARTS})
     return found
@@ -125,7 +125,7 @@ def _nf4_tensor(name: str, plain: Mapping[str, PlainTensor], opened: Opened) -> 
     missing = [part for part in needed if part not in plain]
     if missing:
         raise InputError(
-            f"{state_tensor.file}: {name} is in nf4 and {missing[0]} is missing: copy the checkpoint again"
+            f"{state_tensor.file}: {name} is in nf4, but {missing[0]} is missing: copy the checkpoint again"
         )
     return NF4Tensor(
         plain[name],

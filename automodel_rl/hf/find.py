@@ -69,15 +69,15 @@ def find_model(model: ModelConfig, with_weights: bool = True) -> ModelFiles:
     if not (folder / "config.json").is_file() and (folder / ADAPTER_CONFIG).is_file():
         if adapters is not None:
             raise InputError(
-                f"model.path={model.path}: has adapters, as has model.adapters={model.adapters}: give model.path the "
-                "checkpoint that they belong to"
+                f"model.path={model.path}: has adapters, and so has model.adapters={model.adapters}: set model.path to "
+                "the checkpoint that they belong to"
             )
         adapters = _fetch("model.path", model.path, with_weights=True)
         of_adapters = AdapterFolder(adapters)
         name = of_adapters.base
         if of_adapters.base_revision != "main" and not os.path.isdir(name):
             raise InputError(
-                f"{adapters / ADAPTER_CONFIG}: revision={of_adapters.base_revision}: give the folder of that revision "
+                f"{adapters / ADAPTER_CONFIG}: revision={of_adapters.base_revision}: pass the folder of that revision "
                 f"of {name} in model.path, and these adapters in model.adapters"
             )
         try:
@@ -87,12 +87,12 @@ def find_model(model: ModelConfig, with_weights: bool = True) -> ModelFiles:
                 f"{adapters / ADAPTER_CONFIG}: {error}, in model.path, and these adapters in model.adapters"
             ) from None
     if not (folder / "config.json").is_file():
-        raise InputError(f"model.path={model.path}: has no config.json: give the folder of a Hugging Face checkpoint")
+        raise InputError(f"model.path={model.path}: has no config.json: pass the folder of a Hugging Face checkpoint")
     name = str(folder.absolute()) if Path(name).is_dir() else name
     if adapters is None:
         if model.merge_adapters:
             raise InputError(
-                f"model.merge_adapters=true: {model.path} has no adapters: name them in model.adapters, or leave it out"
+                f"model.merge_adapters=true: {model.path} has no adapters: name them in model.adapters, or remove it"
             )
         return ModelFiles(folder, name, lora=model.lora)
     found = AdapterFolder(adapters, model.merge_adapters)
@@ -110,14 +110,16 @@ def _fetch(key: str, path: str, with_weights: bool) -> Path:
             check_exported(Path(path), whole=False)
         return Path(path)
     if path.startswith(("/", ".")) or path.count("/") > 1:
-        raise InputError(f"{key}={path}: no such folder: give the folder of a Hugging Face checkpoint, or a hub id")
+        raise InputError(
+            f"{key}={path}: folder does not exist: pass the folder of a Hugging Face checkpoint, or a hub id"
+        )
     patterns = DESCRIPTIONS + (["*.safetensors"] if with_weights else [])
     try:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise InputError(
-            f"{key}={path}: not a folder, and no such model could be fetched from the hub "
-            f"({type(error).__name__}): give the folder of a Hugging Face checkpoint"
+            f"{key}={path}: not a folder, and fetching it from the hub failed ({type(error).__name__}): pass the "
+            "folder of a Hugging Face checkpoint"
         ) from None
 
 
@@ -136,8 +138,8 @@ def _lora_of(model: ModelConfig, adapters: AdapterFolder) -> LoraConfig | None:
         asked, there = getattr(model.lora, key), getattr(adapters.config, key)
         if _sorted(asked) != _sorted(there):
             raise InputError(
-                f"model.lora.{key}={_sorted(asked)}: the adapters of {adapters.folder} have {_sorted(there)}: leave "
-                f"model.lora.{key} out, or set model.merge_adapters to true"
+                f"model.lora.{key}={_sorted(asked)}: the adapters of {adapters.folder} have {_sorted(there)}: remove "
+                f"model.lora.{key}, or set model.merge_adapters to true"
             )
     base = adapters.config.base
     if "base" in model.lora.model_fields_set:

@@ -61,7 +61,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read ({error}): copy it again, or remove it") from None
     if not isinstance(values, dict):
-        raise InputError(f"{file}: is no JSON object: copy it again, or remove it")
+        raise InputError(f"{file}: is not a JSON object: copy it again, or remove it")
     return values
 
 
@@ -69,5 +69,5 @@ def _ids(value: Any, file: Path) -> list[int]:
     """Returns the ids of an entry that is a token id, a list of them, or None."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
-        raise InputError(f"{file}: {EOS}={value!r} should be a token id or a list of them: correct it")
+        raise InputError(f"{file}: {EOS}={value!r} must be a token id or a list of them: correct it")
     return [one for one in ids if one >= 0]

@@ -35,8 +35,8 @@ def keep_config(folder: Path, source: Path) -> None:
     if _model_of(folder) != without:
         (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
         print(
-            "warning: config.json has the names of transformers 5 alone, for it would be another model with those of "
-            f"{source / CONFIG}: do not open it with transformers 4",
+            "warning: config.json has only the names of transformers 5, because it would describe a different model "
+            f"with those of {source / CONFIG}: do not open it with transformers 4",
             flush=True,
         )
 

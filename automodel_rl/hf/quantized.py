@@ -165,7 +165,7 @@ def stored_tensors(
         elif tensor.dtype in FP8:
             scales = next((plain[name + suffix] for suffix in SCALES if name + suffix in plain), None)
             if scales is None:
-                raise InputError(f"{tensor.file}: {name} is in fp8 and has no scales beside it: copy it again, or use "
+                raise InputError(f"{tensor.file}: {name} is in fp8 but has no scales beside it: copy it again, or use "
                                  "a checkpoint in bfloat16")  # fmt: skip
             found[name] = ScaledTensor(tensor, scales, _block(tensor, scales, block))
             parts.add(scales.name)

@@ -206,8 +206,8 @@ class Checkpoint:
         _, rows, columns = piece.shape
         if rows == columns:
             raise InputError(
-                f"{self.folder}: {piece.name} has square matrices, {rows} x {columns}, and the file does not say which "
-                "dim is the input's: a model of other sizes is needed"
+                f"{self.folder}: {piece.name} has square matrices, {rows} x {columns}, but the file does not say which "
+                "dim is the input's: use a model of other sizes"
             )
         stored = self._tensors.get(piece.name)
         if stored is not None and stored.shape[1:] == (columns, rows):
@@ -219,8 +219,8 @@ class Checkpoint:
         stored = self._tensors[piece.name]
         if is_real and isinstance(stored, PlainTensor) and stored.dtype.startswith(("I", "U")):
             raise InputError(
-                f"{self.folder}: {piece.name} is stored in integers ({stored.dtype}), a quantization that is not read: "
-                "use a checkpoint in bfloat16, fp8, MXFP4 or nf4"
+                f"{self.folder}: {piece.name} is stored in integers ({stored.dtype}), a quantization that is not "
+                "supported: use a checkpoint in bfloat16, fp8, MXFP4 or nf4"
             )
         if stored.shape != piece.shape:
             raise InputError(
@@ -283,8 +283,8 @@ class Checkpoint:
         # Pieces must be whole rows.
         if kept is None or others or any(place is None or place[1][-1] != whole[-1] for _, place in places):
             raise InputError(
-                f"model.lora.base=stored: {self.folder} has {name} in blocks or parts that cannot be kept so: use "
-                "base=plain, or nf4 if its rows are multiples of 64 values"
+                f"model.lora.base=stored: {self.folder} has {name} in blocks or parts that cannot be kept as stored: "
+                "use base=plain, or nf4 if its rows are multiples of 64 values"
             )
         return kept
 

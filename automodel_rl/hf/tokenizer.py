@@ -27,7 +27,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"model.path={folder}: no tokenizer that transformers opens ({reason})") from None
+        raise InputError(f"model.path={folder}: no tokenizer that transformers can open ({reason})") from None
     if len(tokenizer) > vocab_size:
         raise InputError(
             f"model.path={folder}: the tokenizer has {len(tokenizer)} tokens but the model's vocabulary is "
@@ -52,6 +52,6 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, other: PreTrainedToken
     token = min((own.keys() ^ theirs.keys()) or [one for one in own if own[one] != theirs[one]])
     said = [f"{place} {vocab.get(token, 'no id')}" for place, vocab in (("here", own), ("there", theirs))]
     raise InputError(
-        f"its tokenizer is another one than the trained model's ({len(theirs)} and {len(own)} tokens; {token!r} has "
+        f"its tokenizer differs from the trained model's ({len(theirs)} and {len(own)} tokens; {token!r} has "
         f"{', '.join(said)}), so that their token ids mean different texts: use a model with the same tokenizer"
     )

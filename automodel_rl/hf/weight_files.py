@@ -48,7 +48,7 @@ def _named_in_index(folder: Path) -> list[Path]:
         raise InputError(f"{folder / INDEX}: damaged or incomplete ({error}): copy or download it again") from None
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise InputError(f"{folder}: {INDEX} names {missing[0]}, which is not there: copy or download it again")
+        raise InputError(f"{folder}: {INDEX} names {missing[0]}, which does not exist: copy or download it again")
     return [folder / name for name in names]
 
 
@@ -81,10 +81,10 @@ class _PickledTensors:
             except RuntimeError:  # files of older versions cannot be mapped
                 self._tensors = torch.load(file, map_location="cpu", weights_only=True)
             if not isinstance(self._tensors, dict) or not all(isinstance(t, Tensor) for t in self._tensors.values()):
-                raise pickle.UnpicklingError("it holds other things")
+                raise pickle.UnpicklingError("it holds other objects")
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
             reason = innermost(error)[:200]
-            raise InputError(f"{file}: is not a file of tensors alone ({reason}): do not use it") from None
+            raise InputError(f"{file}: is not a file of tensors only ({reason}): do not use it") from None
 
     def keys(self) -> list[str]:
         return [*self._tensors]

@@ -68,7 +68,7 @@ class AuthenticatedConnection:
     def send_bytes(self, content: bytes) -> None:
         """Sends one frame. Raises OSError if the other end is gone, ValueError if the frame is too long."""
         if len(content) > MAX_FRAME_BYTES:
-            raise ValueError(f"a message of {len(content):,} bytes is too long: at most {MAX_FRAME_BYTES:,} are sent")
+            raise ValueError(f"a message of {len(content):,} bytes is too long: the limit is {MAX_FRAME_BYTES:,}")
         with self._lock:
             number = _LENGTH.pack(self._num_sent)
             self._num_sent += 1
@@ -89,7 +89,7 @@ class AuthenticatedConnection:
         self._check(b"length" + number + length)
         (num_bytes,) = _LENGTH.unpack(length)
         if num_bytes > max_bytes:
-            raise OSError(f"the other end sends a message of {num_bytes:,} bytes, and at most {max_bytes:,} are taken")
+            raise OSError(f"the other end sent a message of {num_bytes:,} bytes: the limit is {max_bytes:,}")
         content = _received(self._end, num_bytes)
         self._check(b"content" + number, content)
         return content
@@ -119,7 +119,7 @@ class AuthenticatedConnection:
 
     def _check(self, start: bytes, content: bytes = b"") -> None:
         if not hmac.compare_digest(_received(self._end, MAC_BYTES), _mac(self._receiving, start, content)):
-            raise OSError("a message is not from the other end of the connection")
+            raise OSError("a message failed authentication")
 
 
 def prove_as_client(end: socket.socket, key: bytes, deadline: float) -> AuthenticatedConnection:
@@ -148,7 +148,7 @@ def prove_as_server(end: socket.socket, key: bytes, deadline: float) -> Authenti
     """Runs the server side of the handshake. Arguments and errors as for `prove_as_client`."""
     hello = _received(end, len(MAGIC) + NONCE_BYTES, deadline)
     if not hello.startswith(MAGIC):
-        raise AuthenticationError("the client speaks another protocol")
+        raise AuthenticationError("the client uses a different protocol")
     nonce = os.urandom(NONCE_BYTES)
     nonces = hello[len(MAGIC) :] + nonce
     end.settimeout(_seconds_until(deadline))
@@ -183,7 +183,7 @@ def _received(end: socket.socket, num_bytes: int, deadline: float | None = None)
             end.settimeout(_seconds_until(deadline))
         piece = end.recv(min(num_bytes - len(content), PIECE_BYTES))
         if not piece:
-            raise EOFError("the other end is gone")
+            raise EOFError("the other end has disconnected")
         content += piece
     return bytes(content)
 

@@ -34,7 +34,7 @@ def free_port() -> int:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
             return port
-    raise OSError(f"none of the TCP ports {PORTS.start} to {PORTS.stop - 1} is free: end programs that listen on them")
+    raise OSError(f"no TCP port from {PORTS.start} to {PORTS.stop - 1} is free: stop programs that listen on them")
 
 
 def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None = None) -> int:

@@ -47,8 +47,8 @@ def _initialise() -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():
             raise InputError(
-                f"this machine has {torch.cuda.device_count()} GPUs but was asked for at least {local_rank + 1} ranks: "
-                "use a layout with fewer ranks"
+                f"this machine has {torch.cuda.device_count()} GPUs but at least {local_rank + 1} ranks were "
+                "requested: use a layout with fewer ranks"
             )
         torch.cuda.set_device(local_rank)
         backend = "nccl"

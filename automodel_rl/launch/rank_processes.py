@@ -174,9 +174,9 @@ class RankProcesses:
         code = process.returncode
         if code < 0:
             remedy = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
-            line = f"rank {rank} was ended by {signal.Signals(-code).name}{remedy}"
+            line = f"rank {rank} was killed by {signal.Signals(-code).name}{remedy}"
         else:
-            line = f"rank {rank} ended with exit code {code} and left no cause"
+            line = f"rank {rank} exited with code {code} without reporting a cause"
         file = left_flight(self.flights, rank, self.started)
         return FailureRecord(
             rank,

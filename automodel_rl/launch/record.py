@@ -66,7 +66,7 @@ class FailureRecord:
             "rank": str(self.rank),
             "host": f"{self.host} (process {self.pid})",
             "while": self.where or "starting",
-            "flight recorder": f"{Path(self.flight).parent}, a file for each rank" if self.flight else "",
+            "flight recorder": f"{Path(self.flight).parent}, one file per rank" if self.flight else "",
         }
         shown = [f"  {name:<16} {value}" for name, value in facts.items() if value]
         return "\n".join([f"{self.trace}the job failed, first on this rank:", *shown, self.line])

@@ -167,7 +167,11 @@ class _Watch:
             while not self.store.check(left) and time.monotonic() < deadline:
                 time.sleep(FAREWELL_POLL_SECONDS)
             if is_guarded and not self.store.check(left):
-                print("warning: not all ranks have said that they are done; this one is", file=sys.stderr, flush=True)
+                print(
+                    "warning: this rank is done, but not all others have reported that they are",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _run(self) -> None:
         host = socket.gethostname()
@@ -183,7 +187,7 @@ class _Watch:
             record = from_json(self.store.get(_key("failed")).decode())
         except RuntimeError:  # the rank or agent with the store has ended, perhaps because the job is done
             if is_guarded and not self._ends.wait(STORE_SECONDS):
-                line = f"error: rank {own_rank()}: the job's store is gone, and with it a rank"
+                line = f"error: rank {own_rank()}: the job's store is unreachable: the process that hosts it has exited"
                 print(line, file=sys.stderr, flush=True)
                 _write_stacks()
                 os._exit(EXIT_FAILURE)
@@ -235,7 +239,8 @@ def _record_of_dead(rank: int, pid: int) -> FailureRecord:
     return FailureRecord(
         rank,
         EXIT_FAILURE,
-        f"error: rank {rank} is gone without a word; it was killed, perhaps because the machine ran out of memory",
+        f"error: rank {rank} exited without reporting an error; it was killed, perhaps because the machine ran out of "
+        "memory",
         where="" if file is None else last_place(file),
         pid=pid,
         flight=str(file or ""),
@@ -260,8 +265,8 @@ class _HangWatch:
         record = FailureRecord(
             own_rank(),
             EXIT_FAILURE,
-            f"error: rank {own_rank()} {what}: {still / 60:.3g} minutes in {flight.where or 'starting'}; if that is "
-            "not too long, raise failures.hang_minutes",
+            f"error: rank {own_rank()} {what}: {still / 60:.3g} minutes in {flight.where or 'starting'}; if this is "
+            "expected, raise failures.hang_minutes",
             trace="".join(traceback.format_stack(frame)),
         )
         report_failure(record)

@@ -71,7 +71,7 @@ def add_adapters(model: nn.Module, config: LoraConfig, encoders: Sequence[Encode
     if not found:
         raise InputError(
             f"model.lora.targets={list(config.targets)}: no linear layer of the model has one of these names, nor do "
-            "they mean its experts: name some of its own"
+            "they match its experts: name some that it has"
         )
     return config.model_copy(update={"targets": tuple(name for name in targets if name in found)})
 
@@ -104,7 +104,7 @@ def _train_whole(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> 
         if not modules:
             raise InputError(
                 f"model.lora.modules_to_save={list(config.modules_to_save)}: the model has no module {name}: name one "
-                "of its own"
+                "that it has"
             )
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
             parameter.requires_grad_(True)
@@ -112,11 +112,11 @@ def _train_whole(model: Any, parts: Sequence[nn.Module], config: LoraConfig) -> 
     if config.dora and any(parameter.requires_grad for layers in within for parameter in layers.parameters()):
         raise InputError(
             f"model.lora.dora=true with model.lora.modules_to_save={list(config.modules_to_save)}: what layers train "
-            "beside adapters would compute in float32: leave modules of layers out"
+            "beside adapters would compute in float32: remove modules of layers"
         )
     ends = (model.lm_head, model.model.embed_tokens) if config.modules_to_save else ()
     if model.config.tie_word_embeddings and any(end.weight.requires_grad for end in ends):
         raise InputError(
-            "model.lora.modules_to_save: the model's head is tied to its embedding, and PEFT's files would part them: "
-            "leave both out"
+            "model.lora.modules_to_save: the model's head is tied to its embedding, but PEFT's files would untie them: "
+            "remove both"
         )

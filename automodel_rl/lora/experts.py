@@ -63,7 +63,7 @@ def add_expert_adapters(model: nn.Module, config: LoraConfig) -> set[str]:
         experts: Any = module
         adapters = nn.ModuleDict()
         if not experts.has_gate and any(_names(target, path, name) for target in config.targets for name in STACKED):
-            raise InputError("model.lora.targets: experts without a gate get no adapters: leave experts out")
+            raise InputError("model.lora.targets: experts without a gate do not support adapters: remove experts")
         for name in STACKED if experts.has_gate else ():
             target = next((target for target in config.targets if _names(target, path, name)), None)
             if target is not None and not getattr(experts, name).requires_grad:

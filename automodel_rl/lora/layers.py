@@ -137,7 +137,7 @@ def initialise(name: str, parameter: Tensor, seed: int = 0, rows: slice = slice(
         local_tensor(parameter).zero_()
         return
     if ".lora_A." not in name:
-        raise ValueError(f"{name} is no adapter that begins without the checkpoint's weights")
+        raise ValueError(f"{name} is not an adapter that begins without the checkpoint's weights")
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
     bound = 1 / math.sqrt(parameter.shape[-1])  # kaiming_uniform with a = sqrt(5)
     whole = torch.zeros(parameter.shape, dtype=torch.float64)

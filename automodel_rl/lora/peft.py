@@ -99,7 +99,7 @@ class AdapterFolder:
                 _own_name(name.removeprefix(PEFT_PREFIX)): t for name, t in load_file(self.folder / WEIGHTS).items()
             }
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{self.folder / WEIGHTS}: damaged or not there ({error}): copy it again") from None
+            raise InputError(f"{self.folder / WEIGHTS}: damaged or missing ({error}): copy it again") from None
         self._check_magnitudes(named)
         return from_peft(named, self._rank, self._target_parameters)
 
@@ -110,7 +110,7 @@ class AdapterFolder:
         if wanted != found:
             what, name = ("no", min(wanted - found)) if wanted - found else ("a", min(found - wanted))
             raise InputError(
-                f"{self.folder / WEIGHTS}: has {what} {name}, and {CONFIG} says use_dora={self._has_magnitudes}: copy "
+                f"{self.folder / WEIGHTS}: has {what} {name}, but {CONFIG} has use_dora={self._has_magnitudes}: copy "
                 "both files again"
             )
 
@@ -151,11 +151,12 @@ class AdapterFolder:
                 fits = weight is not None and _fits(name, tensor, weight, is_transposed)
             if not fits:
                 raise InputError(
-                    f"{file}: {name} with shape {[*tensor.shape]} fits nothing in the model: use its own adapters"
+                    f"{file}: {name} with shape {[*tensor.shape]} matches nothing in the model: use adapters of this "
+                    "model"
                 )
         lacks = {name for name, p in own.items() if p.requires_grad and not self.merges} - self.tensors.keys()
         if lacks:
-            raise InputError(f"{file}: has no {min(lacks)}, which {CONFIG} asks for: copy both files again")
+            raise InputError(f"{file}: has no {min(lacks)}, which {CONFIG} requires: copy both files again")
 
     @torch.no_grad()
     def fill(self, name: str, parameter: Tensor, family: CheckpointFamily) -> None:
@@ -177,8 +178,8 @@ class AdapterFolder:
             lengths = self.tensors[magnitude_of(layer)][box[0]] if self._has_magnitudes else None
             if lengths is not None and local.shape[1] != down.shape[1]:
                 raise InputError(
-                    f"{self.folder}: adapters with use_dora=True need whole rows, and tp cuts those of {name}: "
-                    "merge them first, with automodel-rl export, or use tp=1"
+                    f"{self.folder}: adapters with use_dora=True need whole rows, but tp splits those of {name}: merge "
+                    "them first, with automodel-rl export, or use tp=1"
                 )
             local.copy_(merged(local.cpu(), own, up[box[0]], self.config.scale, is_transposed, lengths))
 
@@ -260,8 +261,8 @@ def check_magnitudes(model: nn.Module, family: CheckpointFamily) -> None:
     for name, module in model.named_modules():
         if module in adapted and has_magnitude(module) and name.rpartition(".")[2] in short:
             raise InputError(
-                f"model.lora.dora=true: PEFT has no lengths of rows for {name}, for its experts have such names, too: "
-                f"leave {', '.join(short)} out of model.lora.targets"
+                f"model.lora.dora=true: PEFT has no row magnitudes for {name}, because its experts have the same "
+                f"names: remove {', '.join(short)} from model.lora.targets"
             )
 
 

@@ -80,13 +80,13 @@ def problem_of(values: dict[str, Any]) -> str:
     beginning = values.get(BEGINNING, True)
     if beginning not in PLAIN_BEGINNINGS:
         return (
-            f"adapters with {BEGINNING}={beginning} cannot be trained or merged here, for PEFT changes the base "
+            f"adapters with {BEGINNING}={beginning} cannot be trained or merged here, because PEFT changes the base "
             "model's weights when it loads them: merge them with PEFT, or save them with its "
             "path_initial_model_for_weight_conversion"
         )
     for key in sorted(values.keys() - FOLLOWED - HARMLESS - {BEGINNING}):
         if values[key] and values[key] != "none":
-            return _unlike(key, values[key], "" if key in REFUSED else ", a key that is not known here,")
+            return _unlike(key, values[key], "" if key in REFUSED else ", an unknown key,")
     return ""
 
 

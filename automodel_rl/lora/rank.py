@@ -75,7 +75,7 @@ def fill_up_to_rank(name: str, tensor: Tensor, shape: tuple[int, ...], first: in
     dim = _rank_dim(name) % len(shape)
     sizes = [*shape[:dim], tensor.shape[dim], *shape[dim + 1 :]]
     if [*tensor.shape] != sizes or first + tensor.shape[dim] > shape[dim]:
-        raise ValueError(f"{name} has the shape {[*tensor.shape]}, for {[*shape]}")
+        raise ValueError(f"{name} has shape {[*tensor.shape]}, which does not fit {[*shape]}")
     whole = tensor.new_zeros(shape)
     whole.narrow(dim, first, tensor.shape[dim]).copy_(tensor)
     return whole
@@ -83,5 +83,5 @@ def fill_up_to_rank(name: str, tensor: Tensor, shape: tuple[int, ...], first: in
 
 def _rank_dim(name: str) -> int:
     if is_magnitude(name):
-        raise ValueError(f"{name} has no dim of the rank")
+        raise ValueError(f"{name} has no rank dim")
     return -2 if ".lora_A." in name else -1

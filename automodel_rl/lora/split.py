@@ -35,7 +35,7 @@ def split_adapters(
         if style in SECTIONS:
             raise InputError(
                 f"model.lora.targets with parallel.tp={mesh.size()}: {name} is several layers in one, whose adapters "
-                "are not split: leave it out of the targets, or use dp_shard"
+                "are not split: remove it from the targets, or use dp_shard"
             )
         if style == COLUMNS:
             shard_parameter(layer.lora_B, "weight", mesh, dim=0)

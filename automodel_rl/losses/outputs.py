@@ -48,7 +48,7 @@ class Readout:
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:
             raise ValueError(
-                f"temperature={self.temperature}: logits are divided by it, so it must be above 0; for the likeliest "
+                f"temperature={self.temperature}: logits are divided by it, so it must be above 0; for the most likely "
                 "token use Engine.next_tokens"
             )
 
@@ -146,7 +146,7 @@ class LinearLoss:
 
     def __post_init__(self) -> None:
         if self.denominator not in get_args(Denominator):
-            raise ValueError(f"denominator={self.denominator!r}: it is one of {', '.join(get_args(Denominator))}")
+            raise ValueError(f"denominator={self.denominator!r}: it must be one of {', '.join(get_args(Denominator))}")
 
     def __call__(self, outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
         """Computes the loss from `outputs` of the `microbatch`."""
@@ -166,7 +166,7 @@ class LinearLoss:
         weights = self.weights(microbatch)
         if weights.shape[:1] != microbatch.targets.shape or weights.ndim > 2:
             raise ValueError(
-                f"the weights of a linear loss have shape {list(weights.shape)}: give one, or K, for each of the "
+                f"the weights of a linear loss have shape {list(weights.shape)}: pass one, or K, for each of the "
                 f"microbatch's {microbatch.num_tokens} tokens"
             )
         return weights
@@ -177,8 +177,8 @@ def _of_ids(weights: Tensor, of_ids: Tensor | None) -> Tensor:
     if of_ids is None or of_ids.shape != weights.shape:
         read = "none are read" if of_ids is None else f"{of_ids.shape[1]} are read"
         raise ValueError(
-            f"the weights of a linear loss are for {weights.shape[1]} tokens at each place, and {read}: give "
-            "Readout.ids the name of values with as many token ids"
+            f"the weights of a linear loss are for {weights.shape[1]} tokens at each position, but {read}: set "
+            "Readout.ids to the name of values with equally many token ids"
         )
     return of_ids
 

@@ -141,6 +141,6 @@ def check_pairs(microbatch: Microbatch) -> None:
     pairs = zip(order[::2], order[1::2], strict=False)
     if len(order) % 2 or any(chosen % 2 or rejected != chosen + 1 for chosen, rejected in pairs):
         raise ValueError(
-            f"a microbatch holds the sequences {list(order)} of those that were packed, which are no whole pairs: use "
-            "pack(..., together=2), with every chosen completion before its rejected one"
+            f"a microbatch holds the packed sequences {list(order)}, which are not whole pairs: use pack(..., "
+            "together=2), with every chosen completion before its rejected one"
         )

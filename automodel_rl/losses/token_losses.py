@@ -63,7 +63,7 @@ def token_loss(name: str, settings: Settings) -> LossFn:
         1.25
     """
     if name not in TOKEN_LOSSES:
-        raise ValueError(f"the loss {name!r} is not known here: use one of {', '.join(TOKEN_LOSSES)}")
+        raise ValueError(f"unknown loss {name!r}: use one of {', '.join(TOKEN_LOSSES)}")
     found = TOKEN_LOSSES[name]
     unknown = settings.keys() - found.settings.keys()
     if unknown:
@@ -72,7 +72,7 @@ def token_loss(name: str, settings: Settings) -> LossFn:
     given = {**found.settings, **settings}
     lacks = next((key for key, value in given.items() if value is None), None)
     if lacks is not None:
-        raise ValueError(f"the loss {name} needs its setting {lacks}: give a number")
+        raise ValueError(f"the loss {name} needs the setting {lacks}: set it to a number")
     return found.make({key: value for key, value in given.items() if value is not None})
 
 

@@ -61,12 +61,14 @@ class AudioReader(ABC):
             extractor = _open_extractor(folder)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"model.path={folder}: no feature extractor that transformers opens ({reason})") from None
+            raise InputError(
+                f"model.path={folder}: no feature extractor that transformers can open ({reason})"
+            ) from None
         from transformers import WhisperFeatureExtractor  # as in images.py
 
         if not isinstance(extractor, WhisperFeatureExtractor):
             raise InputError(
-                f"model.path={folder}: the feature extractor is a {type(extractor).__name__} and no "
+                f"model.path={folder}: the feature extractor is a {type(extractor).__name__}, not a "
                 "WhisperFeatureExtractor: use the preprocessor_config.json that belongs to the model"
             )
         self.rate, self.hop = extractor.sampling_rate, extractor.hop_length
@@ -75,21 +77,23 @@ class AudioReader(ABC):
         taken = sizes.spectrogram(config, self.most_frames)
         if made != taken:
             raise InputError(
-                f"model.path={folder}: the feature extractor makes {made[0]} mels of {made[1]} frames and the encoder "
+                f"model.path={folder}: the feature extractor makes {made[0]} mels of {made[1]} frames, but the encoder "
                 f"takes {taken[0]} of {taken[1]}: use the preprocessor_config.json that belongs to the model"
             )
 
     def __call__(self, source: Any, where: str) -> Audio:
         """Returns a clip whose samples are read later. `source` is a file path or the file's bytes."""
         if not isinstance(source, str | bytes):
-            raise InputError(f"{where}: audio is a {type(source).__name__}: give the path of a file, or its bytes")
+            raise InputError(f"{where}: audio is a {type(source).__name__}: use the path of a file, or its bytes")
         num_frames = -(-self._num_samples(source, where) // self.hop)
         seconds = num_frames * self.hop / self.rate
         if num_frames > self.most_frames:
             most = self.most_frames * self.hop / self.rate
-            raise InputError(f"{where}: audio of {seconds:.1f} s, and the model hears {most:g} s: cut the file")
+            raise InputError(f"{where}: audio of {seconds:.1f} s, but the model takes at most {most:g} s: cut the file")
         if num_frames < self.sizes.least_frames:
-            raise InputError(f"{where}: audio of {seconds:.2f} s has no {self.sizes.least_tokens} tokens: leave it out")
+            raise InputError(
+                f"{where}: audio of {seconds:.2f} s is shorter than {self.sizes.least_tokens} tokens: remove it"
+            )
         features = functools.partial(self.load, source, where)
         return Audio(0, self.sizes.num_tokens(num_frames), num_frames, features, source)
 
@@ -114,13 +118,13 @@ class AudioReader(ABC):
         except (OSError, soundfile.SoundFileError) as error:
             raise _unreadable(source, where, error) from None
         if not np.isfinite(wave).all():
-            raise InputError(f"{where}: the audio {_name(source)} has NaN or infinite samples: give an intact file")
+            raise InputError(f"{where}: the audio {_name(source)} has NaN or infinite samples: use an intact file")
         wave = soxr.resample(wave.mean(axis=1), rate, self.rate)
         wanted = self._num_samples(source, where)
         if wanted - len(wave) > self.hop:  # a resampler may return one sample more or less
             raise InputError(
                 f"{where}: the audio {_name(source)} ends after {len(wave) / self.rate:.2f} s of "
-                f"{wanted / self.rate:.2f}: give an intact file"
+                f"{wanted / self.rate:.2f}: use an intact file"
             )
         return np.pad(wave[:wanted], (0, max(0, wanted - len(wave))))
 
@@ -132,9 +136,9 @@ class AudioReader(ABC):
         except (OSError, soundfile.SoundFileError) as error:
             raise _unreadable(source, where, error) from None
         if info.frames > LONGEST * info.samplerate:
-            raise InputError(f"{where}: the audio {_name(source)} does not tell its length: write the file again")
+            raise InputError(f"{where}: the audio {_name(source)} does not contain its length: rewrite the file")
         if _is_cut(source):
-            raise InputError(f"{where}: the audio {_name(source)} is shorter than it says: give an intact file")
+            raise InputError(f"{where}: the audio {_name(source)} is shorter than its header says: use an intact file")
         return -(-info.frames * self.rate // info.samplerate)
 
 
@@ -177,4 +181,4 @@ def _name(source: str | bytes) -> str:
 
 
 def _unreadable(source: str | bytes, where: str, error: Exception) -> InputError:
-    return InputError(f"{where}: cannot read the audio {_name(source)} ({error}): give an intact file")
+    return InputError(f"{where}: cannot read the audio {_name(source)} ({error}): use an intact file")

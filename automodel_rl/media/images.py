@@ -43,10 +43,10 @@ class ImageReader(ABC):
             self.processor: Any = self.open_processor(folder)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"model.path={folder}: no image processor that transformers opens ({reason})") from None
+            raise InputError(f"model.path={folder}: no image processor that transformers can open ({reason})") from None
         if vars(self.processor).get("do_pan_and_scan"):
             raise InputError(
-                f"model.path={folder}: the image processor cuts images in several: set do_pan_and_scan to false in "
+                f"model.path={folder}: the image processor splits images into several: set do_pan_and_scan to false in "
                 "preprocessor_config.json"
             )
         if any(limits):
@@ -54,8 +54,8 @@ class ImageReader(ABC):
             least, most = (given or default for given, default in zip(limits, own, strict=True))
             if least > most:
                 raise InputError(
-                    f"data: images of {least} to {most} pixels, of which the image processor says {own[0]} to "
-                    f"{own[1]}: give both min_pixels and max_pixels"
+                    f"data: images of {least} to {most} pixels, where the image processor has {own[0]} to {own[1]}: "
+                    "set both min_pixels and max_pixels"
                 )
             self.processor.size = {
                 "shortest_edge": least * self.limit_factor,
@@ -147,5 +147,5 @@ def _as_file(picture: Picture.Image) -> bytes:
 
 def _unreadable(source: ImageSource, where: str, error: Exception) -> InputError:
     name = source if isinstance(source, str) else "in its bytes"
-    remedy = "make it smaller" if isinstance(error, Picture.DecompressionBombError) else "give an intact picture"
+    remedy = "make it smaller" if isinstance(error, Picture.DecompressionBombError) else "use an intact image"
     return InputError(f"{where}: cannot read the image {name} ({error}): {remedy}")

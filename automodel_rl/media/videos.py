@@ -94,7 +94,7 @@ class VideoReader:
         """Returns a video's patches in time, height and width."""
         sizes = {picture_size(path, where) for path in paths}
         if len(sizes) != 1:
-            raise InputError(f"{where}: frames of a video have sizes {sorted(sizes)}: give all the same size")
+            raise InputError(f"{where}: frames of a video have sizes {sorted(sizes)}: use the same size for all")
         patch, factor = self.processor.patch_size, self.processor.patch_size * self.processor.merge_size
         time = -(-len(paths) // self.processor.temporal_patch_size)
         try:

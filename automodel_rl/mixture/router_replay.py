@@ -143,8 +143,8 @@ class Selection(TorchFunctionMode):
         super().__exit__(kind, error, trace)
         if kind is None and len(self.found) != 1:
             raise RuntimeError(
-                f"a router was to choose {self.shape[1]} experts for each of {self.shape[0]} tokens once, and did so "
-                f"{len(self.found)} times: its routes cannot be followed"
+                f"a router should have chosen {self.shape[1]} experts for each of {self.shape[0]} tokens once, but did "
+                f"so {len(self.found)} times: its routes cannot be replayed"
             )
 
     @property

@@ -145,7 +145,7 @@ class Watched:
         """Counts the load of experts, and adds the auxiliary loss to the gradient of the weights in a router's
         output."""
         microbatch = self.scope.microbatch
-        assert microbatch is not None, "a router runs outside of a layer that notes its microbatch"
+        assert microbatch is not None, "a router runs outside a layer that records its microbatch"
         logits, weights, chosen = in_order(output)
         load = _load(chosen, microbatch.is_routed, len(self.load))
         self.load.add_(load * self.scope.is_first)

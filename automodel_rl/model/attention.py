@@ -102,17 +102,17 @@ def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: 
     """Returns why a backend cannot run here; None if it can."""
     limits, description = ATTENTION[name], asked.description
     if limits.needs_cuda and device.type != "cuda":
-        return "needs CUDA, and this rank has none"
+        return "needs CUDA, but this rank has none"
     if limits.needs_cuda and dtype != torch.bfloat16:
         return f"computes in bfloat16, not {dtype}"
     if description.has_softcap and not limits.has_softcap:
-        return "computes no soft cap"
+        return "does not support a soft cap"
     if asked.family.has_sinks and not limits.has_sinks:
-        return "computes no sinks"
+        return "does not support sinks"
     if asked.parallel.gathers_keys and description.has_windows and not limits.has_windows_over_cp:
-        return "has no sliding windows with context parallelism"
+        return "does not support sliding windows with context parallelism"
     if description.is_bidirectional_in_images and not limits.has_bidirectional_images:
-        return "computes causal attention only, and tokens of an image see each other both ways"
+        return "computes causal attention only, but tokens of an image attend to each other both ways"
     if name == "te" and importlib.util.find_spec("transformer_engine") is None:
         return "needs TransformerEngine, which is not installed (pip install 'automodel-rl[te]')"
     dims = (description.head_dim, description.value_dim)

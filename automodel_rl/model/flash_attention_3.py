@@ -14,9 +14,9 @@ def obstacle(head_dim: int, value_dim: int, device: torch.device) -> str | None:
     if importlib.util.find_spec("flash_attn_interface") is None:
         return "needs the package flash_attn_interface, which is not installed"
     if torch.cuda.get_device_capability(device) != HOPPER:
-        return f"needs a Hopper GPU, and this is a {torch.cuda.get_device_name(device)}"
+        return f"needs a Hopper GPU, but this is a {torch.cuda.get_device_name(device)}"
     if head_dim != value_dim:
-        return f"computes heads whose queries and values have the same dims, and these have {head_dim} and {value_dim}"
+        return f"computes heads whose queries and values have the same dims, but these have {head_dim} and {value_dim}"
     return None
 
 

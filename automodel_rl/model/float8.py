@@ -28,7 +28,7 @@ def check_float8(recipe: Float8, device: torch.device) -> None:
     """Raises InputError if the device has no fp8 products."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < OLDEST:
         raise InputError(
-            f"model.fp8={recipe} needs a GPU with fp8, such as H100, and this rank has none: set it to null"
+            f"model.fp8={recipe} needs a GPU with fp8, such as H100, but this rank has none: set it to null"
         )
 
 
@@ -54,7 +54,7 @@ def install_float8(layers: Iterable[nn.Module], recipe: Float8) -> None:
             if any(size % MULTIPLE for size in sizes):
                 raise InputError(
                     f"model.fp8={recipe}: {name} has {linear.in_features} inputs and {linear.out_features} outputs, "
-                    f"and fp8 products need multiples of {MULTIPLE}: set it to null"
+                    f"but fp8 products need multiples of {MULTIPLE}: set it to null"
                 )
         adapted = set(adapted_layers(layer))
         before = {name: module for name, module in layer.named_modules() if module in adapted}

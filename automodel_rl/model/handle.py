@@ -320,7 +320,7 @@ class ModelHandle:
     def check_mtp(self, *, is_read: bool) -> None:
         """Raises InputError, alike on every rank, if `is_read` and the model has no MTP layer."""
         if is_read and self.model.mtp is None:
-            raise InputError("the model has no layer for multi-token prediction: give model.mtp, or read without it")
+            raise InputError("the model has no layer for multi-token prediction: set model.mtp, or read without it")
 
     def named_parameters(self, component: Component | None = None) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields names and (sharded) parameters of this rank's parts; a tied weight only once in the model.
@@ -467,11 +467,11 @@ class ModelHandle:
         `is_linear` is False."""
         if self.has_linear_head and not is_linear:
             raise InputError(
-                "the model has a linear head (model.num_labels) and no vocabulary, so that no token has a "
-                "log-probability: read it with Readout(scores=True)"
+                "the model has a linear head (model.num_labels) instead of a vocabulary head, so tokens have no "
+                "log-probabilities: read it with Readout(scores=True)"
             )
         if is_linear and not self.has_linear_head:
-            raise InputError("the model has no linear head, whose scores are asked for: give model.num_labels")
+            raise InputError("the model has no linear head, but its scores are requested: set model.num_labels")
 
     def named_hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yields Hugging Face names and whole gradients of this rank's stages, between `forward_backward` and

@@ -52,7 +52,7 @@ class IndexerLoss:
 
     def is_real(self, queries: Tensor | None) -> Tensor:
         """Returns False for pads, bool [q], of this rank's tokens at `queries`, int64; None for all."""
-        assert self.scope.microbatch is not None, "an indexer runs outside of a layer that notes its microbatch"
+        assert self.scope.microbatch is not None, "an indexer runs outside a layer that records its microbatch"
         is_real = self.scope.microbatch.is_real
         return is_real if queries is None else is_real.index_select(0, queries)
 

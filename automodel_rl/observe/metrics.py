@@ -40,7 +40,7 @@ class MetricsFile:
             self._append()
         except OSError as error:
             if len(self._waiting) == 1:
-                print(f"warning: {self.path} cannot be written ({error.strerror}); lines wait", file=sys.stderr)
+                print(f"warning: {self.path} cannot be written ({error.strerror}); lines are buffered", file=sys.stderr)
 
     def _append(self) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -116,7 +116,7 @@ class RunDirectory(RunFiles):
         if self.config_file.is_file() and not self.begins_anew:
             self._check_run(resume)
         elif self.folder.is_dir() and any(self.folder.iterdir()) and not self.begins_anew:
-            raise InputError(f"output={output}: the folder holds files that are not a run's: choose another")
+            raise InputError(f"output={output}: the folder holds files that do not belong to a run: choose another")
         if config.length.steps is not None:
             self.check_length(config.length.steps)
 
@@ -165,14 +165,14 @@ class RunDirectory(RunFiles):
         if other:
             raise InputError(
                 f"output={self.folder}: the folder holds another run (it differs in {', '.join(other[:5])}): choose "
-                f"another folder, or resume it with {self.config_file}; to go on from it with other values, give "
+                f"another folder, or resume it with {self.config_file}; to continue from it with other values, pass "
                 "--resume CHECKPOINT --output NEW"
             )
         changed = [key for key in differing_keys(there, given) if key.startswith(MAY_DIFFER) and key != "output"]
         self.changes = [f"{key} {_value(there, key)} -> {_value(given, key)}" for key in changed]
         if resume == "never":
             raise InputError(
-                f"output={self.folder}: the folder holds this run already: add --resume auto, or choose another"
+                f"output={self.folder}: the folder already holds this run: add --resume auto, or choose another"
             )
         if resume != "auto":
             self._check_past(Path(resume))
@@ -197,13 +197,14 @@ class RunDirectory(RunFiles):
             step, place = read_marker(Path(self.resume)).step, f"--resume {self.resume}"
         if step > total_steps:
             steps, epochs = self.config.length.steps, self.config.length.epochs
-            given = f"length.steps={steps}" if steps else f"length.epochs={epochs}, which are {total_steps} steps"
+            given = f"length.steps={steps}" if steps else f"length.epochs={epochs}, which is {total_steps} steps"
             raise InputError(
-                f"{given}: {place} is at step {step} already: ask for more to go on, or choose another output"
+                f"{given}: {place} is already at step {step}: raise it to resume, or choose another output"
             )
         if goes_on and self.final.exists() and not self.list_checkpoints() and not self.is_finished(total_steps):
             raise InputError(
-                f"output={self.folder}: this run is finished and has no checkpoint to go on from: choose another folder"
+                f"output={self.folder}: this run is finished and has no checkpoint to resume from: choose another "
+                "folder"
             )
 
     def is_finished(self, total_steps: int) -> bool:

@@ -104,7 +104,7 @@ class Sign:
     is_certain: bool
 
     def __str__(self) -> str:
-        return f"{self.holder or 'a process that has not said its name'}, last alive {max(self.seconds, 0):.0f} s ago"
+        return f"{self.holder or 'an unknown process'}, last alive {max(self.seconds, 0):.0f} s ago"
 
 
 def sign_of_life(file: Path, *, exact: bool = False) -> Sign | None:
@@ -147,12 +147,12 @@ def check_free(file: Path, job: str) -> None:
         sign = sign_of_life(file, exact=True)
     if sign is None or (not sign.is_certain and sign.holder is not None and job and sign.holder.job == job):
         return
-    where = f"output={file.parent}: a run is at work there ({sign})"
+    where = f"output={file.parent}: in use by another run ({sign})"
     if sign.is_certain:
         raise InputError(f"{where}: wait for it or end it, or choose another folder")
     left = DEAD_AFTER - sign.seconds
     raise InputError(
-        f"{where}: wait for it or end it, or choose another folder; if that machine is gone, wait {left:.0f} s, or "
+        f"{where}: wait for it or end it, or choose another folder; if that machine is down, wait {left:.0f} s, or "
         f"remove {file}"
     )
 
@@ -197,7 +197,7 @@ class RunLock:
                     time.sleep(0.05)
                     continue
                 raise InputError(
-                    f"output={self.file.parent}: another run has begun to work there: wait for it or end it, or choose "
+                    f"output={self.file.parent}: another run has started there: wait for it or end it, or choose "
                     "another folder"
                 ) from None
             except OSError:  # a file system without locks: rely on the file's content
@@ -223,7 +223,7 @@ class RunLock:
         if (found.st_dev, found.st_ino) != self._inode or holder not in (None, self._own):
             raise JobEndedError(
                 f"error: output={self.file.parent}: another run has taken the folder ({holder or 'its lock is new'}): "
-                "this one ends, so that it spoils nothing"
+                "this one stops and overwrites nothing"
             )
 
     def release(self) -> None:

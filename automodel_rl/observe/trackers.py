@@ -84,7 +84,7 @@ def check_trackers(config: ObserveConfig) -> None:
     for name in config.trackers:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # no origin: just a folder of that name, such as wandb leaves behind
-            raise InputError(f"observe.trackers: {name} is not installed: pip install '{name}', or leave it out")
+            raise InputError(f"observe.trackers: {name} is not installed: pip install '{name}', or remove it")
 
 
 def make_trackers(config: ObserveConfig, directory: RunDirectory, first_step: int) -> list[Tracker]:

@@ -81,7 +81,7 @@ class ModelOptimizer:
             ValueError: another optimizer trains some parameters.
         """
         if any(DECAYS not in group for group in self.groups):
-            raise ValueError("settings of AdamW for a step need optimizer.name adamw or adamw_8bit, for all weights")
+            raise ValueError("AdamW settings for a step need optimizer.name adamw or adamw_8bit for all weights")
         for group in self.groups:
             decay = settings.weight_decay if group[DECAYS] else 0.0
             group.update(betas=settings.betas, eps=settings.eps, weight_decay=decay)

@@ -22,7 +22,7 @@ def learning_rate(config: OptimizerConfig, step: float, total_steps: int | None)
     if config.decay == "constant":
         return config.lr
     if total_steps is None:
-        raise InputError(f"optimizer.decay={config.decay} needs the number of steps; use constant or give total_steps")
+        raise InputError(f"optimizer.decay={config.decay} needs the number of steps; use constant or pass total_steps")
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     left = 1 - progress if config.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
@@ -38,7 +38,7 @@ def warmup_steps(config: OptimizerConfig, total_steps: int | None) -> int:
         return config.warmup_steps
     if total_steps is None:
         raise InputError(
-            f"optimizer.warmup_ratio={config.warmup_ratio} needs the number of steps; use warmup_steps or give "
+            f"optimizer.warmup_ratio={config.warmup_ratio} needs the number of steps; use warmup_steps or pass "
             "total_steps"
         )
     return math.ceil(config.warmup_ratio * total_steps)

@@ -199,7 +199,7 @@ def _check_styles(name: str, block: nn.Module, known: set[nn.Parameter]) -> None
     for key, parameter in block.named_parameters():
         if not isinstance(parameter, DTensor) and parameter not in known:
             raise RuntimeError(
-                f"the block of {name} is split over tp, and no plan says how {key} is: add it to the plan"
+                f"the block of {name} is split over tp, but no plan says how {key} is: add it to the plan"
             )
 
 

@@ -178,7 +178,7 @@ class TreeCrew(Crew):
     def call(self, call: RemoteCall, shares: Sequence[Share]) -> dict[int, Any]:
         """Calls a method on all ranks, as `Crew.call`. For rank 0 only."""
         if not self.is_intact:
-            raise RuntimeError("the ranks take no more calls, for one has failed")
+            raise RuntimeError("the ranks accept no more calls because one has failed")
         call.check(self.targets)  # here, before it would raise on every rank
         header, sent = b"", list[bytes]()
         if self.size > 1:  # before sending anything: a loss may fail to pickle

@@ -339,7 +339,7 @@ class Policy:
             InputError: rows do not fit the model or a microbatch.
         """
         if of_one_part and len(batch.parts) != 1:
-            raise ValueError(f"the batch has {len(batch.parts)} parts, for as many optimizer steps: split() it first")
+            raise ValueError(f"the batch has {len(batch.parts)} parts, one per optimizer step: split() it first")
         of_parts = self._deal(batch, packing)
         of_ranks = [[places for dealt in of_parts for places in dealt[rank]] for rank in range(self.packing.num_shares)]
         if replay:
@@ -379,12 +379,12 @@ class Policy:
         for row, ids in enumerate(batch[name]):
             if ids.dtype != torch.int64 or ids.ndim != 2:
                 raise InputError(
-                    f"{name} of row {row} is of {ids.dtype} with shape {list(ids.shape)}: give int64 [n, K]"
+                    f"{name} of row {row} has dtype {ids.dtype} and shape {list(ids.shape)}: pass int64 [n, K]"
                 )
             if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
                 raise InputError(
                     f"{name} of row {row} has token ids {int(ids.min())} to {int(ids.max())}, but the model's are 0 to "
-                    f"{self.vocab_size - 1}, and -1 stands for none"
+                    f"{self.vocab_size - 1}, or -1 for none"
                 )
 
     def _check_tokens(self, batch: Batch) -> None:
@@ -400,7 +400,7 @@ class Policy:
             start += len(batch.sequences[row])
             row += 1
         raise InputError(
-            f"row {row} has {ids[place]} in input_ids at place {place - start}, but the model's token ids are 0 to "
+            f"row {row} has {ids[place]} in input_ids at index {place - start}, but the model's token ids are 0 to "
             f"{self.vocab_size - 1}: use the tokenizer that belongs to the model"
         )
 

@@ -260,8 +260,8 @@ class PolicyRank:
                 raise
             # Other ranks may be waiting for this rank's part of the folder, so the job must end.
             raise JobEndedError(
-                f"error: {folder} could not be written ({error}): make room or change its rights; --resume auto "
-                "then writes it"
+                f"error: {folder} could not be written ({error}): free disk space or fix its permissions; "
+                "--resume auto then writes it"
             ) from error
         return ends.note
 

@@ -64,13 +64,13 @@ class ActorCrew(Crew):
             try:
                 failures = [answer for answer in ray.get(done) if isinstance(answer, ActorFailure)]
             except RayError as error:
-                failures = [ActorFailure(f"a node or its actor is gone: {' '.join(str(error).split())[:300]}")]
+                failures = [ActorFailure(f"a node or its actor was lost: {' '.join(str(error).split())[:300]}")]
             if not done:
                 failures = [ActorFailure(f"only some ranks refused their input: {refusal}")]
             for failure in failures:
                 if failure.refusal is None:
                     self._lose()
-                    raise PolicyLostError(f"the group has ended, for a rank failed: {failure.text}")
+                    raise PolicyLostError(f"the group has ended because a rank failed: {failure.text}")
                 refusal = failure.refusal
         if refusal is not None:
             raise refusal

@@ -211,7 +211,7 @@ class _Attempt:
         record = FailureRecord(
             first,
             EXIT_FAILURE,
-            f"error: {place.host}, with ranks {first} to {last}, is gone: Ray has lost the node or its agent",
+            f"error: {place.host}, with ranks {first} to {last}, was lost: Ray cannot reach the node or its agent",
             where="" if file is None else last_place(file),
             host=place.host,
             pid=0,

@@ -29,7 +29,7 @@ def connected(address: str) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"launch.ray.address={address}: no Ray cluster answers ({reason}): start one with `ray start --head`, give "
+            f"launch.ray.address={address}: no Ray cluster answers ({reason}): start one with `ray start --head`, set "
             "the address of its head, or use local"
         ) from None
     try:
@@ -84,8 +84,8 @@ def reserved(config: RayConfig, num_ranks: int, devices: Sequence[int] = ()) -> 
     expected = [*range(per_node, per_node + len(devices))]
     if [*devices] != expected:
         raise InputError(
-            f"rollout.generator.place={[*devices]}: on a node of the Ray cluster the {per_node} ranks have the first "
-            f"GPUs, and generators those after them: give {expected}"
+            f"rollout.generator.place={[*devices]}: on a node of the Ray cluster, the {per_node} ranks use the first "
+            f"GPUs and generators those after them: set {expected}"
         )
     count = num_ranks // per_node
     group = placement_group([bundle] * count, strategy="STRICT_SPREAD")
@@ -108,9 +108,9 @@ def _share(config: RayConfig, num_ranks: int, own_devices: int, deadline: float)
             fitting = [one for one in resources if all(one.get(key, 0) >= n for key, n in bundle.items())]
             if num_ranks % per_node == 0 and len(fitting) >= num_ranks // per_node:
                 return per_node, bundle
-        has = f"the layout has {num_ranks} ranks, and the nodes of the Ray cluster have {_text(_sum(resources))} in all"
+        has = f"the layout has {num_ranks} ranks, but the nodes of the Ray cluster have {_text(_sum(resources))}"
         if time.monotonic() > deadline:
-            raise InputError(f"{has}, after a wait of launch.ray.wait_minutes: use a smaller layout, or add nodes")
+            raise InputError(f"{has}, even after launch.ray.wait_minutes: use a smaller layout, or add nodes")
         if not has_told:
             print(f"{has}: waiting for more nodes, {_minutes(deadline)} ...", flush=True)
             has_told = True
@@ -143,7 +143,7 @@ def _wait(group: PlacementGroup, deadline: float, wish: str) -> None:
             return
     free = _text(_sum([ray.available_resources()])) or "nothing"
     raise InputError(
-        f"the Ray cluster has no {wish} free, after a wait of launch.ray.wait_minutes (free are {free}): end other "
+        f"the Ray cluster does not have {wish} free, even after launch.ray.wait_minutes (free: {free}): end other "
         "jobs, add nodes, or use a smaller layout"
     )
 

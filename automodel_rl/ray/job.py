@@ -113,7 +113,7 @@ def _run_until_done(config: RunConfig, settings: RayConfig, arguments: list[str]
         if was_asked or record.exit_code != EXIT_FAILURE or failures > settings.restarts:
             return record.exit_code
         place = reached or "the beginning"
-        print(f"starting again from {place}, {failures} of at most {settings.restarts} times ...", flush=True)
+        print(f"restarting from {place}, {failures} of at most {settings.restarts} times ...", flush=True)
         given = _again(arguments, bool(reached), (time.monotonic() - began) / 60)
 
 

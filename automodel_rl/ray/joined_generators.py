@@ -68,8 +68,8 @@ class JoinedGenerators:
                 ray.kill(actor)
                 self._failures += 1
                 again = self._failures <= self.settings.restarts
-                what = "another one is started" if again else "no other one is started (launch.ray.restarts)"
-                print(f"warning: a generator has ended ({innermost(error)}); {what}", file=sys.stderr, flush=True)
+                what = "starting another one" if again else "not starting another one (launch.ray.restarts)"
+                print(f"warning: a generator has exited ({innermost(error)}); {what}", file=sys.stderr, flush=True)
                 if again:
                     self._start()
 

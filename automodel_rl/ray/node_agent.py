@@ -63,7 +63,7 @@ class NodeAgent:
             flights: as in `RankProcesses`.
         """
         if not Path(cwd).is_dir():
-            return f"the driver's folder {cwd} is not there: start from a folder that all nodes have"
+            return f"the driver's folder {cwd} does not exist: start from a folder that all nodes have"
         os.chdir(cwd)
         self._ranks, self._shown = RankProcesses(Path(self._folder.name), flights), 0
         own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's own choice

@@ -38,14 +38,16 @@ class PolicyGroup(Policy):
     def __init__(self, config: RunConfig, total_steps: int | None = None):
         settings = config.launch.ray or RayConfig()
         if config.batch.microbatch_tokens == "auto":
-            raise InputError("batch.microbatch_tokens=auto: a PolicyGroup takes no measurements: give a number")
+            raise InputError("batch.microbatch_tokens=auto: not supported with a PolicyGroup: set a number")
         self.config = config
         held = contextlib.ExitStack()
         try:
             if not ray.is_initialized():
                 held.enter_context(connected(settings.address))
             if config.generation is not None and config.generation.rollout.generator.devices:
-                raise InputError("rollout.generator.place: no devices with a PolicyGroup: use shared, or servers")
+                raise InputError(
+                    "rollout.generator.place: devices are not supported with a PolicyGroup: use shared or servers"
+                )
             crew = _started(held.enter_context(reserved(settings, config.world_size)), held)
             facts: list[RankFacts] = crew.of_actors("open", [config] * config.world_size)
             crew.data_ranks = [of_rank.data_rank for of_rank in facts]
@@ -64,7 +66,7 @@ class PolicyGroup(Policy):
     def fleet(self) -> Fleet:
         """The generators. Raises InputError if the config has none."""
         if self.config.generation is None:
-            raise InputError(f"a {type(self.config).__name__} has no generators: give a GRPOConfig")
+            raise InputError(f"a {type(self.config).__name__} has no generators: use a GRPOConfig")
         return self._fleet
 
     def close(self) -> None:

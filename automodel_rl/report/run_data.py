@@ -29,7 +29,7 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
     """
     files = RunFiles(folder)
     if not files.config_file.is_file():
-        raise InputError(f"{folder}: holds no run: give the output folder of one, with its config.yaml")
+        raise InputError(f"{folder}: does not hold a run: pass the output folder of one, with its config.yaml")
     config = read_yaml(files.config_file)
     records = read_lines(files.metrics)
     step = records[-1]["step"] if records else 0

@@ -84,7 +84,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the request is no JSON ({error})") from None
+        raise InputError(f"the request is not JSON ({error})") from None
     check_depth(body, "the request")
     if not isinstance(body, dict):
         raise InputError(f"the request is {body!r:.80}: send an object")

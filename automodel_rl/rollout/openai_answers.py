@@ -55,7 +55,7 @@ class OpenAIAnswers:
         given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         prompts: list[Any] = [given] if given and isinstance(given[0], int) else given
         if not prompts:
-            raise InputError("prompt: is empty: give a text, or token ids")
+            raise InputError("prompt: is empty: pass a text or token ids")
         with_logprobs = body.echo and body.logprobs is not None
         ids = await asyncio.to_thread(lambda: [self._ids(prompt) for prompt in prompts])
         sampled = await self._sample(

@@ -1,4 +1,4 @@
-"""Rollouts: rewarded completions of prompts, as a program asks for them."""
+"""Rollouts: submits prompts to generators, and collects rewarded completions."""
 
 import contextlib
 import dataclasses
@@ -34,17 +34,14 @@ from automodel_rl.rollout.rewards.scorer import Scorer, Scoring
 
 @dataclass
 class _Pending:
-    """Completions that generators are writing.
+    """State of one `submit`. Dictionaries are by index of the request.
 
     Attributes:
-        asked: for each completion its prompt and its number among the prompt's.
-        requests: the requests for them.
-        group_size: number of completions of each prompt.
-        fleet: the generators.
-        underway: futures of those that were asked for; empty once somebody has waited for them.
-        done: completions by place.
-        scorings: completions that are scored already, by place.
-        episodes: conversations that have begun, by place.
+        asked: prompt and sample number (within the prompt's group) of each completion.
+        group_size: completions per prompt.
+        underway: futures of submitted completions; empty once waited for.
+        scorings: scores that are already being computed.
+        episodes: conversations that have begun.
     """
 
     asked: list[tuple[Promptlike, int]]
@@ -58,27 +55,26 @@ class _Pending:
 
     @property
     def missing(self) -> list[int]:
-        """Places that are not written yet."""
+        """Indices of requests without a completion."""
         return [place for place in range(len(self.requests)) if place not in self.done]
 
 
 class Rollouts:
-    """Rewarded completions of prompts. Tools, environments and rewards start at once, in processes beside the program.
+    """Rewarded completions of prompts. Starts tools, environments and rewards in processes of their own.
 
     Args:
         config: the run's config.
         fleet: the generators, which may be started later.
         rewards: the rewards.
         template: the chat template, with the tokenizer.
-        logs: folder for the log of what environments print.
-        worked: called from any thread when a completion was written or scored: with the lane of whoever did it
-            (launch/timeline.py), and when that began, by `time.time()`.
+        logs: folder for the output of environments and agents.
+        worked: called from any thread when a completion was written or scored, with the lane in the timeline
+            (launch/timeline.py) and the start by `time.time()`.
 
     Attributes:
         schemas: JSON schemas of the tools that prompts offer.
-        warning: what protection of tools the system does not allow, in one line; empty if nothing is missing.
-        config: the config, whose completions also stop at the tokens with which the chat template ends turns, if there
-            are several.
+        warning: one line about sandboxing of tools that the system does not support; empty if nothing is missing.
+        config: the config. For multi-turn runs its stop tokens include those with which the chat template ends turns.
         errors: warns of rewards whose calls fail.
 
     Example:
@@ -95,7 +91,7 @@ class Rollouts:
         (2, True)
 
     Raises:
-        InputError: tools, the environment or a reward cannot be started, or the chat template does not write calls.
+        InputError: tools, the environment or a reward cannot be started, or the chat template does not support calls.
     """
 
     def __init__(
@@ -140,21 +136,21 @@ class Rollouts:
         keeps_routes: bool = False,
         fleet: Fleet | None = None,
     ) -> int:
-        """Lets generators begin to write. They go on while the model trains, if they have memory of their own.
+        """Submits prompts to generators. They write while the model trains if they have memory of their own.
 
         Args:
             prompts: the prompts.
-            group_size: number of completions of each.
-            sampling: how tokens are drawn, and where completions end.
-            keeps_routes: whether ranks keep the completions' routes, for training, until `Policy.forget_routes` gets
-                what `numbers_taken` says.
+            group_size: completions per prompt.
+            sampling: the sampling settings.
+            keeps_routes: whether ranks keep the completions' routes for training, until `Policy.forget_routes` is
+                called with the result of `numbers_taken`.
             fleet: the generators; None for those of training.
 
         Returns:
             A number for `take`.
 
         Raises:
-            InputError: a prompt has a video, and vLLM writes.
+            InputError: a prompt has a video and the generator is vLLM.
         """
         if self.config.rollout.generator.runs_vllm:
             _check_for_vllm(prompts)
@@ -172,24 +168,17 @@ class Rollouts:
             for place, (prompt, sample) in enumerate(asked)
         ]
         pending = self._pending[self._numbers] = _Pending(asked, requests, group_size, fleet or self.fleet)
-        # Environments begin no earlier than their generators can answer.
+        # Environments do not begin before their generators can answer.
         if self.conversations is None or pending.fleet.works_alone:
             self._ask(pending)
         return self._numbers
 
     def is_written(self, number: int) -> bool:
-        """Whether `take` would not wait for a generator.
-
-        Args:
-            number: what `submit` returned.
-        """
+        """Whether `take(number)` would return without waiting for a generator."""
         return not self._pending[number].missing
 
     def take(self, number: int) -> list[list[Rollout]]:
-        """The rewarded completions of each prompt.
-
-        Args:
-            number: what `submit` returned.
+        """Waits for the submission `number`, and returns the rewarded completions of each prompt.
 
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
@@ -203,10 +192,8 @@ class Rollouts:
         return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
 
     def collect(self, prompts: Sequence[Promptlike], group_size: int, sampling: Sampling) -> list[list[Rollout]]:
-        """The rewarded completions of each prompt, whose routes nobody keeps. Generators must be awake (`Fleet.awake`).
-
-        Args:
-            prompts, group_size, sampling: as those of `submit`.
+        """Submits and takes in one call, without routes; `prompts`, `group_size` and `sampling` as in `submit`.
+        Generators must be awake (`Fleet.awake`).
 
         Raises:
             RolloutError: a generator failed more often than `rollout.retries` allows.
@@ -215,16 +202,16 @@ class Rollouts:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What users should know of agents, each in a line, by what it is about."""
+        """One-line notes on agents for the console, by topic."""
         return dict(self.conversations.notes) if isinstance(self.conversations, Agents) else {}
 
     def numbers_taken(self) -> set[int]:
-        """The numbers of the rollouts with routes that were taken since the last call."""
+        """Returns the numbers of the submissions with routes that were taken since the last call."""
         taken, self._taken = self._taken, set()
         return taken
 
     def close(self) -> None:
-        """Ends the processes of rewards and environments."""
+        """Ends the processes of rewards, environments and agents."""
         self.scorer.close()
         self._close_conversations()
 
@@ -233,7 +220,7 @@ class Rollouts:
             self.conversations.close()
 
     def _ask(self, pending: _Pending) -> None:
-        """Gives generators the requests that are missing."""
+        """Submits the requests without a completion."""
         places, began = pending.missing, time.time()
         if self.conversations is None:
             completions = pending.fleet.submit([pending.requests[place] for place in places])
@@ -249,7 +236,7 @@ class Rollouts:
         ]
 
     def _keep(self, pending: _Pending, place: int, began: float, completion: Completion) -> None:
-        """Keeps a completion, and begins to score it while others are still written."""
+        """Stores a completion and starts to score it while others are still being written."""
         self._worked(pending.fleet.name_of(completion.writer), began)
         if completion.finish != "error":
             example = scored_example(pending.asked[place][0], completion)
@@ -257,15 +244,15 @@ class Rollouts:
         pending.done[place] = completion
 
     def _finish(self, pending: _Pending) -> None:
-        """Waits until all is written. Generators that are lost are started again, while others write their part. Those
-        that do not come back are left to the next rollouts, if others can write.
+        """Waits until all completions are written, and restarts lost generators up to `rollout.retries` times. Those
+        that do not restart are skipped if others can write.
 
         Raises:
-            RolloutError: all were lost more often than the config allows.
+            RolloutError: completions are missing after all retries.
         """
         retries, losses, fleet = self.config.rollout.retries, Counter[int](), pending.fleet
         for attempt in range(retries + 1):
-            # First look for generators that lost their weights: others may wait for these, and would never finish.
+            # Restart lost generators before waiting: others may wait for them and would never finish.
             if not fleet.lost:
                 self._write(pending)
             lost = fleet.lost
@@ -279,14 +266,14 @@ class Rollouts:
         self._write(pending)
         if pending.missing and not problems:
             raise RolloutError(
-                fleet.nobody or "no generator is there to write what is missing: go on with --resume auto"
+                fleet.nobody or "no generator is available for the missing completions: resume with --resume auto"
             )
         if pending.missing:
             rank = max(problems, key=lambda rank: losses[rank])
             raise RolloutError(f"the generator of rank {rank} failed {losses[rank]} times: {problems[rank]}")
 
     def _write(self, pending: _Pending) -> None:
-        """Waits for what is missing, as long as a generator writes it."""
+        """Waits for missing completions, as long as a generator can write them."""
         while pending.missing and pending.fleet.can_write:
             if not pending.underway:
                 self._ask(pending)
@@ -296,32 +283,32 @@ class Rollouts:
         self._look_for_stale(pending)
 
     def _look_for_stale(self, pending: _Pending) -> None:
-        """Drops completions that are older than the run allows, and holds their generators for lost."""
+        """Drops completions older than `rollout.max_staleness` and marks their generators as lost. Conversations become
+        errors instead."""
         newest, most = pending.fleet.policy_version, self.config.rollout.max_staleness
         for place, completion in [*pending.done.items()]:
             age = 0 if completion.versions is None else newest - completion.versions[0]
             if age <= most:
                 continue
-            if completion.conversation is not None:  # a long one costs itself: the generator is not to blame
+            if completion.conversation is not None:  # long conversations are not counted against the generator
                 conversation = dataclasses.replace(completion.conversation, sampled=[], branches=[])
-                error = f"its first turn is {age} policy versions old, of rollout.max_staleness={most}"
+                error = f"its first turn is {age} policy versions old, more than rollout.max_staleness={most}"
                 pending.done[place] = Completion([], [], "error", error, conversation=conversation)
                 continue
             assert completion.writer is not None
             del pending.done[place]
-            text = f"the generator wrote with weights {age} policy versions old, of rollout.max_staleness={most}"
+            text = f"the generator used weights {age} policy versions old, more than rollout.max_staleness={most}"
             pending.fleet.lose(completion.writer, text)
 
     def _scoring(self, text: str, example: Mapping[str, Any]) -> Scoring:
-        """Begins to score a completion."""
+        """Starts to score a completion."""
         began = time.time()
         scoring = self.scorer.submit(text, example)
         scoring.when_done(lambda: self._worked(REWARDS, began))
         return scoring
 
     def _text(self, completion: Completion) -> str:
-        """The completion's text with its special tokens, less the one that ended it: of several turns, that of the
-        last."""
+        """Decodes the last turn of a completion, with special tokens except a final one."""
         tokens = completion.last_turn
         is_ended = bool(tokens) and tokens[-1] in self.tokenizer.all_special_ids
         return str(self.tokenizer.decode(tokens[:-1] if is_ended else tokens, skip_special_tokens=False))
@@ -332,7 +319,7 @@ class Rollouts:
         scorings = []
         for place, (completion, text) in enumerate(zip(completions, texts, strict=True)):
             scoring = pending.scorings.get(place)
-            # A completion that is checked later may become an error, whose text is empty.
+            # `_replayable` may have made it an error, whose text is empty.
             is_same = scoring is not None and scoring.completion == text
             example = scored_example(pending.asked[place][0], completion)
             scorings.append(scoring if scoring and is_same else self._scoring(text, example))
@@ -346,28 +333,23 @@ class Rollouts:
         ]
 
     def _replayable(self, completion: Completion) -> Completion:
-        """The completion, or an error if its routes cannot be replayed as the config asks."""
+        """Returns the completion, or an error if routes are missing and `router_replay.on_missing` is "error"."""
         missing = sum(branch.num_missing for branch in completion.branches([]))
         if missing and self.config.router_replay.on_missing == "error":
-            text = f"{missing} of its choices of experts are missing, and router_replay.on_missing=error"
+            text = f"{missing} of its expert choices are missing (router_replay.on_missing=error)"
             return Completion([], [], "error", text)
         return completion
 
 
 def _for_all_ranks(reward: RewardConfig, num_ranks: int) -> RewardConfig:
-    """The reward with as many processes as all ranks together ask for, if this machine has as many processors."""
+    """Multiplies the processes of a reward by the number of ranks, up to the number of CPUs."""
     workers = max(reward.workers, min(reward.workers * num_ranks, os.cpu_count() or 1))
     return reward.model_copy(update={"workers": workers})
 
 
 def completion_seed(seed: int, prompt: int, sample: int) -> int:
-    """The seed of a completion.
-
-    Args:
-        seed: the run's.
-        prompt: the prompt's number.
-        sample: the completion's number among the prompt's.
-    """
+    """Derives a completion's seed from the run's seed, the prompt's number and the completion's number within the
+    group."""
     return int(np.random.SeedSequence([seed, prompt, sample]).generate_state(1)[0])
 
 
@@ -376,6 +358,6 @@ def _check_for_vllm(prompts: Sequence[Promptlike]) -> None:
     for prompt in prompts:
         if any(isinstance(item, Video) for item in prompt.media):
             raise InputError(
-                f"prompt {prompt.number} has a video: rollout.generator=vllm gets images only: use transformers, or "
-                "give frames as images"
+                f"prompt {prompt.number} has a video: rollout.generator=vllm accepts only images: use transformers, or "
+                "pass frames as images"
             )

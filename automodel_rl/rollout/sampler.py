@@ -75,7 +75,7 @@ def _complete(
     for _ in range(MOST_ATTEMPTS):
         if fleet.lost:
             problem = next(iter(fleet.lost.values()))
-            print(f"warning: a generator failed ({problem}); starting it again", file=sys.stderr, flush=True)
+            print(f"warning: a generator failed ({problem}); restarting it", file=sys.stderr, flush=True)
             show()
             fleet.restart()
             if fleet.can_write:  # others take over the requests of those still lost
@@ -86,10 +86,10 @@ def _complete(
             problem = str(error)
         else:
             return [_sequences([*itertools.islice(completions, prompt.num_samples)]) for prompt in prompts]
-    raise InputError(f"sampling fails again and again ({problem})")
+    raise InputError(f"sampling failed repeatedly ({problem})")
 
 
-NOT_FINITE = Refused("log-probabilities are NaN or infinite under these weights: sample from others")
+NOT_FINITE = Refused("log-probabilities are NaN or infinite with these weights: sample from others")
 
 
 def _sequences(completions: list[Completion]) -> list[SampledSequence] | Refused:

@@ -146,7 +146,7 @@ class _Routes:
             if not hmac.compare_digest(request.headers.get("x-api-key", bearer).encode(), self.key):
                 return _error(
                     401,
-                    "the key is missing or wrong, in the header X-API-Key or as a bearer token: set TINKER_API_KEY, or "
+                    "missing or wrong key in the header X-API-Key or the bearer token: set TINKER_API_KEY, or "
                     "OPENAI_API_KEY, to the server's key",
                 )
             return await _answered(work, request)
@@ -257,7 +257,7 @@ def _path_of(found: dict[str, str]) -> str:
 
 
 async def _not_served(request: Request) -> Response:
-    return _error(404, f"{request.method} {request.url.path} is not served: serve/README.md says what is")
+    return _error(404, f"{request.method} {request.url.path} is not supported: see serve/README.md")
 
 
 async def _answered(work: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
@@ -277,10 +277,10 @@ async def _answered(work: Callable[[Request], Awaitable[Response]], request: Req
     except TooLargeError:
         return _error(413, "the body is larger than limits.body_mib: send less at once")
     except RanksAbsentError:
-        return _error(503, "the ranks have ended and are started again: jobs wait for them")
+        return _error(503, "the ranks have exited and are being restarted: jobs wait for them")
     except Exception as error:
         traceback.print_exc()
-        return _error(500, f"the server failed at this request ({innermost(error)})")
+        return _error(500, f"the server failed on this request ({innermost(error)})")
 
 
 def line_of(error: ValidationError) -> str:

@@ -41,7 +41,7 @@ class SparsePlaces:
                 f"{list(shape)}"
             )
         if len(np.unique(self.rows * shape[1] + columns)) < num_values:
-            raise InputError(f"{name} is sparse, and lists a place twice: list each place once")
+            raise InputError(f"{name} is sparse and lists a position twice: list each position once")
 
 
 def array_of(
@@ -61,14 +61,15 @@ def array_of(
         InputError: values, shape and positions do not match, or the array is too large.
     """
     if len(shape) > 2 or any(size < 0 for size in shape):
-        raise InputError(f"{name} has the shape {list(shape)}: give one or two dimensions")
+        raise InputError(f"{name} has the shape {list(shape)}: pass one or two dimensions")
     if places is None:
         if shape and np.prod(shape, dtype=object) != len(values):
             raise InputError(f"{name} has {len(values)} values for the shape {list(shape)}")
         return values.reshape(tuple(shape)) if shape else values
     if np.prod(shape, dtype=object) * values.itemsize > most_bytes:
         raise InputError(
-            f"{name} has the shape {list(shape)}: arrays of a request have at most limits.body_mib, also sparse ones"
+            f"{name} has the shape {list(shape)}: arrays of a request are limited to limits.body_mib, including sparse "
+            "ones"
         )
     places.check(shape, len(values), name)
     found = np.full(tuple(shape), unlisted, values.dtype)

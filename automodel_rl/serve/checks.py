@@ -34,27 +34,29 @@ SETTINGS: dict[str, tuple[str, ...]] = {"ppo": _CLIPS, "cispo": _CLIPS, "dro": (
 def check_model(model: OpenedModel) -> None:
     multimodal = model.description.multimodal
     if multimodal is not None:
-        raise InputError(f"model.path: a {multimodal!r} model has encoders, and models of text alone are served")
+        raise InputError(f"model.path: a {multimodal!r} model has encoders: only text models are supported")
     lora = model.model.lora
     if lora is not None and (lora.dora or lora.modules_to_save):
         raise InputError(
-            f"model.path: its adapters have lengths of rows (use_dora={lora.dora}) or modules beside them "
-            f"(modules_to_save={[*lora.modules_to_save]}), which are not served: merge them with automodel-rl export"
+            f"model.path: its adapters use DoRA (use_dora={lora.dora}) or have other modules "
+            f"(modules_to_save={[*lora.modules_to_save]}), which are not supported: merge them with automodel-rl export"
         )
 
 
 def check_base_model(name: str | None, config: ServeConfig) -> None:
     """Raises InputError if a client requests another base model than the one that is trained and sampled from."""
     if name in config.teachers:
-        raise InputError(f"base_model={name!r} scores prompts here, and {config.base_name!r} is trained: ask for that")
+        raise InputError(
+            f"base_model={name!r} only scores prompts here: request {config.base_name!r}, which is trained"
+        )
     if name != config.base_name:
         others = f", and {', '.join(map(repr, config.teachers))} to score prompts" if config.teachers else ""
-        raise InputError(f"base_model={name!r}: this server has {config.base_name!r}{others}: ask for that")
+        raise InputError(f"base_model={name!r}: this server has {config.base_name!r}{others}: request that")
 
 
 def check_optimizer(given: OptimizerKind | None) -> None:
     if given is not None and given.type != "adamw":
-        raise InputError(f"optimizer_config.type={given.type!r}: adamw is served")
+        raise InputError(f"optimizer_config.type={given.type!r}: only adamw is supported")
 
 
 def shape_of(body: CreateModelBody, config: ServeConfig) -> RunShape:
@@ -63,7 +65,7 @@ def shape_of(body: CreateModelBody, config: ServeConfig) -> RunShape:
     lora = body.lora_config
     if config.model.lora is None and lora is not None and lora.rank:
         raise InputError(
-            f"lora_config.rank={lora.rank}: this server trains all weights: ask for rank 0, or start it with model.lora"
+            f"lora_config.rank={lora.rank}: this server trains all weights: request rank 0, or start it with model.lora"
         )
     check_optimizer(body.optimizer_config)
     if config.model.lora is None:
@@ -71,7 +73,7 @@ def shape_of(body: CreateModelBody, config: ServeConfig) -> RunShape:
     largest = config.model.lora.rank
     if lora is None or not 1 <= lora.rank <= largest:
         given = "none" if lora is None else lora.rank
-        raise InputError(f"lora_config.rank={given}: ranks from 1 to {largest} (model.lora.rank) are served")
+        raise InputError(f"lora_config.rank={given}: must be from 1 to {largest} (model.lora.rank)")
     if not (lora.train_attn or lora.train_mlp):
         raise InputError("lora_config: train_attn and train_mlp are false, and the unembedding has no adapters here")
     return RunShape(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp)
@@ -87,7 +89,7 @@ def loss_of(message: Any) -> tuple[str, dict[str, float]]:
     """Returns the loss of a forward-backward request and its settings. Raises InputError if they are not supported."""
     name = message.loss_fn
     if name not in INPUTS:
-        raise InputError(f"loss_fn={name!r} is not served: use one of {', '.join(INPUTS)}{INSTEAD.get(name, '')}")
+        raise InputError(f"loss_fn={name!r} is not supported: use one of {', '.join(INPUTS)}{INSTEAD.get(name, '')}")
     settings = {}
     for key, value in message.settings.items():
         number = number_of(
@@ -95,7 +97,9 @@ def loss_of(message: Any) -> tuple[str, dict[str, float]]:
         )
         if number is None or key not in SETTINGS.get(name, ()):
             known = ", ".join(SETTINGS.get(name, ())) or "none"
-            raise InputError(f"loss_fn_config.{key}: {name} has the settings {known}, numbers of at most {LARGEST:g}")
+            raise InputError(
+                f"loss_fn_config.{key}: {name} supports the settings {known}, numbers of at most {LARGEST:g}"
+            )
         settings[key] = number
     if name == "dro" and "beta" not in settings:
         raise InputError("loss_fn=dro needs loss_fn_config.beta, a number")
@@ -133,15 +137,15 @@ def check_data(data: list[Datum], loss: str, config: ServeConfig, vocab_size: in
         for name in (TARGETS, *INPUTS[loss]):
             array = datum.inputs.get(name)
             if array is None:
-                raise InputError(f"datum {place} has no {name}, which {loss} reads")
+                raise InputError(f"datum {place} has no {name}, which {loss} needs")
             _check_shape(array, datum, name, loss, f"datum {place} has")
             if name != TARGETS and not np.isfinite(array).all():
                 raise InputError(f"datum {place} has NaN or infinity in {name}")
             if (array.dtype == np.int64) != (name == TARGETS):
-                raise InputError(f"datum {place} has {name} of {array.dtype}")
+                raise InputError(f"datum {place} has {name} of dtype {array.dtype}")
         for name, ids in (("model_input", datum.tokens), (TARGETS, datum.inputs[TARGETS])):
             if ids.min() < 0 or ids.max() >= vocab_size:
-                raise InputError(f"datum {place} has a token outside of 0 to {vocab_size - 1} in {name}")
+                raise InputError(f"datum {place} has a token outside 0 to {vocab_size - 1} in {name}")
 
 
 def _check_shape(array: np.ndarray, datum: Datum, name: str, loss: str, begins: str) -> None:
@@ -154,11 +158,11 @@ def _check_shape(array: np.ndarray, datum: Datum, name: str, loss: str, begins: 
     if len(shape) == 2 and loss != "cross_entropy":
         raise InputError(f"{begins} {name} of shape {list(shape)}: {loss} has one value for each token")
     if len(shape) == 2 and not shape[1]:
-        raise InputError(f"{begins} {name} of shape {list(shape)}: give at least one target for each token")
+        raise InputError(f"{begins} {name} of shape {list(shape)}: pass at least one target for each token")
     if shape != datum.inputs[TARGETS].shape:
         raise InputError(
-            f"{begins} {name} of shape {list(shape)} for {TARGETS} of shape {list(datum.inputs[TARGETS].shape)}: give "
-            "both the same"
+            f"{begins} {name} of shape {list(shape)} for {TARGETS} of shape {list(datum.inputs[TARGETS].shape)}: pass "
+            "the same shape for both"
         )
 
 
@@ -181,9 +185,9 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SampleP
     """Returns the prompt of a sample request. Raises InputError if it exceeds the model or the limits, or uses an
     unsupported option."""
     if body.prompt_alt_tokens_k:
-        raise InputError("prompt_alt_tokens_k is not served: topk_prompt_logprobs and target_prompt_logprobs are")
+        raise InputError("prompt_alt_tokens_k is not supported: use topk_prompt_logprobs or target_prompt_logprobs")
     if any(chunk.tokens is None for chunk in body.prompt.chunks):
-        raise InputError("the prompt has a chunk that is not text: images are not served")
+        raise InputError("the prompt has a chunk that is not text: images are not supported")
     tokens = list(itertools.chain.from_iterable(chunk.tokens or [] for chunk in body.prompt.chunks))
     params, room = body.sampling_params, config.microbatch_tokens - len(tokens)
     if not tokens or room < 1:
@@ -194,7 +198,7 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SampleP
         raise InputError(f"num_samples={body.num_samples}: at most {config.limits.sequences} (limits.sequences)")
     if params.max_tokens is not None and params.max_tokens > room:
         raise InputError(
-            f"max_tokens={params.max_tokens} after {len(tokens)} tokens of the prompt: prompt and sample have at most "
+            f"max_tokens={params.max_tokens} with a prompt of {len(tokens)} tokens: prompt and sample have at most "
             f"{config.microbatch_tokens} (microbatch_tokens)"
         )
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
@@ -229,8 +233,8 @@ def check_scored(prompt: SamplePrompt, teacher: str) -> None:
     """Raises InputError unless a request to a teacher only scores a prompt."""
     if prompt.sampling.max_tokens != 1 or prompt.num_top:
         raise InputError(
-            f"{teacher!r} scores prompts here: ask for max_tokens=1 without topk_sample_logprobs; the token is the "
-            "likeliest"
+            f"{teacher!r} only scores prompts here: request max_tokens=1 without topk_sample_logprobs; the token is "
+            "the top one"
         )
 
 
@@ -239,21 +243,21 @@ def _scoring_of(body: SampleBody, length: int, room: int, most_bytes: int, vocab
     last, k, named = body.prompt_logprobs_last_n, body.topk_prompt_logprobs or 0, body.target_prompt_logprobs
     if last is not None and not (body.prompt_logprobs and 1 <= last < length):
         raise InputError(
-            f"prompt_logprobs_last_n={last} for a prompt of {length} tokens: give 1 to {length - 1}, with "
+            f"prompt_logprobs_last_n={last} for a prompt of {length} tokens: set 1 to {length - 1}, with "
             "prompt_logprobs"
         )
     written = body.num_samples * (length + (body.sampling_params.max_tokens or room))
     of_samples = body.topk_sample_logprobs or 0
     for key, width, places in (("topk_prompt_logprobs", k, length), ("topk_sample_logprobs", of_samples, written)):
         if 8 * width * places > most_bytes:
-            raise InputError(f"{key}={width} for up to {places} tokens: the answer has at most limits.body_mib")
+            raise InputError(f"{key}={width} for up to {places} tokens: the answer is limited to limits.body_mib")
     first = 1 if last is None else length - last
     if named is None:
         return PromptScoring(bool(body.prompt_logprobs), k, None, first)
     if named.shape[0] != length - 1 or not named.shape[1]:
         raise InputError(
-            f"target_prompt_logprobs has the shape {[*named.shape]} for a prompt of {length} tokens: give "
-            f"[{length - 1}, K], a row for each token but the first"
+            f"target_prompt_logprobs has the shape {[*named.shape]} for a prompt of {length} tokens: pass "
+            f"[{length - 1}, K], one row for each token but the first"
         )
     values = np.array(named.data, np.int64)
     ids = array_of(values, named.shape, named.places, -1, most_bytes, "target_prompt_logprobs")

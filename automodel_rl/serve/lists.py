@@ -54,7 +54,7 @@ class Lists:
         saved = max((one for one in newest.values() if one is not None), key=lambda one: one.created, default=None)
         known = run or saved
         if known is None:
-            raise UnknownError(f"there is no training run {name!r}")
+            raise UnknownError(f"unknown training run {name!r}")
         used = run.used if run is not None else known.created  # type: ignore[union-attr]
         return {
             "training_run_id": name,

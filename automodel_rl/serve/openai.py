@@ -99,7 +99,7 @@ class Completions:
         except RefusedError as error:
             raise InputError(str(error)) from None
         except RanksLostError:
-            raise BusyError("the ranks ended while they sampled, and are started again: ask again") from None
+            raise BusyError("the ranks exited while sampling and are being restarted: try again") from None
         finally:
             results.forget(request)
         self.service.history.add_samples(body.model, jobs, found)
@@ -110,7 +110,7 @@ class Completions:
             return Weights()
         if not name.startswith("tinker://"):
             raise UnknownError(
-                f"there is no model {name!r}: use {self.config.base_name}, or the tinker:// path of saved weights"
+                f"unknown model {name!r}: use {self.config.base_name}, or the tinker:// path of saved weights"
             )
         return Weights(saved=self.service.saved.usable(name))
 

@@ -71,7 +71,7 @@ def _run(service: Service, name: str) -> dict[str, Any]:
         "requests": run.next - 1,
         "waiting": len(run.waiting),
         "steps": curve.num_steps,
-        "state": run.lost or "goes on",
+        "state": run.lost or "in progress",
         "used": run.used,
         "curve": {"step": list(steps[0]), "loss": list(steps[1]), "advantage": list(steps[2])},
     }

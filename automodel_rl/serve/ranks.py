@@ -134,7 +134,7 @@ class Ranks:
             running += self._orders
             self._orders.clear()
         for order in running:
-            order.settle(RanksLostError("the ranks of the server ended"))
+            order.settle(RanksLostError("the ranks of the server exited"))
 
     def _run(self, connection: AuthenticatedConnection, running: list[_Order]) -> None:
         """Sends jobs to ranks until they end. `running` holds the current jobs."""

@@ -28,7 +28,7 @@ SMALLEST = 1e-30
 
 def _known_norm(value: float) -> float:
     if 0 < value < SMALLEST:
-        raise ValueError(f"must be 0, which does not clip, or at least {SMALLEST:g}")
+        raise ValueError(f"must be 0 (no clipping) or at least {SMALLEST:g}")
     return value
 
 
@@ -40,7 +40,7 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
     try:
         size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
     except ValueError:
-        raise ValueError("has NaN or infinity, which JSON does not have: leave such values out") from None
+        raise ValueError("has NaN or infinity, which JSON does not support: remove these values") from None
     if size > MOST_METADATA:
         raise ValueError(f"has {size} bytes: at most {MOST_METADATA}")
     return value

@@ -66,8 +66,8 @@ class Results:
             return False
         if self._entries[request].digest != digest:
             raise InputError(
-                f"{request}: another request was sent with this number before, and runs: give this one a number of its "
-                "own, or send the same again"
+                f"{request}: a different request with this number was already accepted: use a new number, or resend "
+                "the same request"
             )
         return True
 
@@ -92,8 +92,8 @@ class Results:
             self._forget_told(session)
         if not self._fits(session, size, is_early):
             raise BusyError(
-                f"{len(self._entries)} requests wait or their results are kept (limits.waiting, limits.waiting_gib): "
-                "ask again later"
+                f"{len(self._entries)} requests are waiting or have stored results (limits.waiting, "
+                "limits.waiting_gib): try again later"
             )
         entry = _Entry(asyncio.get_running_loop().create_future(), digest, size)
         self._entries[request] = entry
@@ -142,8 +142,8 @@ class Results:
         """Returns the future of a request's result. Raises InputError if it does not exist or was evicted."""
         if request not in self._entries:
             raise InputError(
-                f"there is no request {request!r}: its result is older than limits.result_minutes, or the server was "
-                "started again since"
+                f"unknown request {request!r}: its result is older than limits.result_minutes, or the server was "
+                "restarted since"
             )
         return self._entries[request].result
 

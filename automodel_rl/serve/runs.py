@@ -27,7 +27,7 @@ from automodel_rl.step.agreement import GlobalBatch
 RUNS = "runs"
 """Name of a rank's `Runs` for remote calls."""
 
-GONE = "the state of the run is gone, for the ranks of the server ended or its weights could not be loaded"
+GONE = "the state of the run is lost: the ranks of the server exited or its weights could not be loaded"
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Runs:
             self.engine.zero_grad()
             raise InputError(
                 "a forward_backward before this optim_step failed: the gradients of the others are dropped, and the "
-                "weights are as before"
+                "weights are unchanged"
             )
         shape = self.shapes[run]
         for name, parameter in self.handle.named_parameters():
@@ -149,7 +149,7 @@ class Runs:
                 parameter.grad = None
         step = self.engine.optimizer_step(AdamWSettings(**settings))
         if not step.skipped:
-            self._check_weights("this optimizer step has made")
+            self._check_weights("this optimizer step produced")
         norm = {"grad_norm:mean": step.grad_norm} if math.isfinite(step.grad_norm) else {}
         return {**norm, "skipped:max": float(step.skipped)}
 
@@ -176,7 +176,7 @@ class Runs:
         self._leave()
         self.forget((run,), ())  # a run that cannot be loaded must not continue with its old state
         self.trained.load(Path(folder), shape, with_optimizer)
-        self._check_weights("the saved weights have")
+        self._check_weights("the saved run has")
         self.shapes[run] = shape
         self._states[run] = self.engine.take_state()
 
@@ -207,7 +207,7 @@ class Runs:
             self.engine.put_state(state)
         elif folder is not None:
             self.trained.load(Path(folder), shape or self.trained.whole, with_optimizer=False)
-            self._check_weights("the saved weights have")
+            self._check_weights("the saved run has")
         else:
             self.trained.begin(self.trained.whole)
 
@@ -216,7 +216,7 @@ class Runs:
         trained = [local_tensor(parameter.detach()) for _, parameter in trained_parameters(self.handle)]
         if not self._are_finite(trained):
             raise InputError(
-                f"{what} weights that are NaN or infinite: go on from weights that were saved before, with a smaller "
+                f"{what} weights that are NaN or infinite: resume from weights saved earlier, with a smaller "
                 "learning_rate"
             )
 

@@ -35,11 +35,11 @@ class Samplers:
         name, weights = f"{body.session_id}:sample:{body.sampling_session_seq_id}", self._asked(body)
         of_session = sum(one.startswith(f"{body.session_id}:") for one in self.table)
         if name not in self.table and of_session >= MOST_SAMPLERS:
-            raise InputError(f"the session {body.session_id!r} has {of_session} samplers: begin another session")
+            raise InputError(f"the session {body.session_id!r} has {of_session} samplers: start another session")
         if self.table.setdefault(name, weights) != weights:
             raise InputError(
-                f"sampling_session_seq_id={body.sampling_session_seq_id}: this number has a sampler of other weights: "
-                "give this one a number of its own"
+                f"sampling_session_seq_id={body.sampling_session_seq_id}: this number belongs to a sampler of other "
+                "weights: use a new number"
             )
         return {"sampling_session_id": name}
 
@@ -48,7 +48,7 @@ class Samplers:
         base, name = self.config.base_name, body.base_model
         if body.model_path is not None:
             if name not in (None, base):
-                raise InputError(f"base_model={name!r}: {body.model_path} belongs to {base!r}: leave base_model out")
+                raise InputError(f"base_model={name!r}: {body.model_path} belongs to {base!r}: remove base_model")
             return Weights(saved=self.service.saved.usable(body.model_path))
         if name in self.config.teachers:
             return Weights(teacher=name)
@@ -91,7 +91,7 @@ class Samplers:
 
     def _sampler(self, name: str) -> Weights:
         if name not in self.table:
-            raise UnknownError(f"there is no sampler {name!r}: create a sampling client")
+            raise UnknownError(f"unknown sampler {name!r}: create a sampling client")
         weights = self.table[name]
         if weights.saved is not None and not self.service.saved.is_current(weights.saved):
             raise UnknownError(
@@ -105,7 +105,7 @@ class Samplers:
             and weights.kept not in self.service.runs[owner].kept
         ):
             raise UnknownError(
-                f"the weights of the sampler {name!r} are gone: a run keeps its newest "
-                f"{self.config.limits.samplers_of_run} without a name (limits.samplers_of_run); save them with one"
+                f"the weights of the sampler {name!r} were dropped: a run keeps its newest "
+                f"{self.config.limits.samplers_of_run} unnamed ones (limits.samplers_of_run); save them under a name"
             )
         return weights

@@ -96,7 +96,7 @@ class SavedWeights:
     def __getitem__(self, path: str) -> Saved:
         """Raises InputError if there are none under this path."""
         if path not in self._table:
-            raise InputError(f"there are no saved weights {path!r}: look at the paths that saving returned")
+            raise InputError(f"unknown saved weights {path!r}: use a path that saving returned")
         return self._table[path]
 
     def usable(self, path: str) -> Saved:
@@ -110,12 +110,12 @@ class SavedWeights:
         if other is not None:
             raise InputError(
                 f"{path}: belongs to {other}={saved.origin.get(other)}, and this server has {self.origin[other]}: "
-                "start it as it was, or train anew"
+                "start it as before, or train again"
             )
         if saved.shape.rank > self.rank:
             raise InputError(
                 f"{path}: has adapters of rank {saved.shape.rank}, and this server's model.lora.rank is {self.rank}: "
-                "start it with a larger one"
+                "start it with a larger rank"
             )
         return saved
 
@@ -138,7 +138,7 @@ class SavedWeights:
         """
         path = f"tinker://{run}/{kind}/{name}"
         if path in self._table and not body.overwrite:
-            raise InputError(f"{path}: there are such weights, and overwrite is false: choose another name")
+            raise InputError(f"{path}: these weights exist and overwrite is false: choose another name")
         used = self.num_bytes
         if used >= self.limit:
             raise InputError(
@@ -191,7 +191,7 @@ class SavedWeights:
             write_complete(before.folder / ABOUT, json.dumps({**values, "expires": self[path].expires}))
         except (OSError, ValueError) as error:
             self._table[path] = before
-            raise UnwritableError(f"{path}: its time cannot be changed ({innermost(error)})") from None
+            raise UnwritableError(f"{path}: its expiry cannot be changed ({innermost(error)})") from None
 
     @property
     def all(self) -> list[Saved]:
@@ -249,9 +249,9 @@ def _read(file: Path) -> Saved | None:
         shape = RunShape(**values["shape"])
         path = values["path"]
         if PATH.fullmatch(path) is None:
-            raise ValueError(f"{path} is no path")
+            raise ValueError(f"{path} is not a path")
         known = {key: values[key] for key in ("created", "expires", "user_metadata", "origin")}
         return Saved(path, file.parent, shape, **known)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"warning: {file}: is damaged ({innermost(error)}): its weights are passed over", file=sys.stderr)
+        print(f"warning: {file}: is damaged ({innermost(error)}): its weights are ignored", file=sys.stderr)
         return None

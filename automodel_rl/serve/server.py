@@ -72,7 +72,7 @@ def _keep_ranks(ranks: Ranks, starter: RanksStarter) -> int:
         if code == EXIT_OK or (failures == 0 and not ranks.ready.is_set()) or failures >= starter.restarts:
             return code
         failures = 0 if ranks.num_jobs else failures + 1
-        print("the ranks have ended; starting them again, runs can go on from saved weights", flush=True)
+        print("the ranks have exited; restarting them, runs can resume from saved weights", flush=True)
 
 
 END_SECONDS = 10.0
@@ -111,7 +111,7 @@ class Server:
         print(
             f"serving {self.config.base_name} on http://{host}:{port}\n"
             f"    export TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={self.key}\n"
-            f"    http://{host}:{port}/?key={self.key} shows runs and queue; Ctrl-C saves all runs and ends",
+            f"    http://{host}:{port}/?key={self.key} shows runs and queue; Ctrl-C saves all runs and exits",
             flush=True,
         )
         self.loop.create_task(self._tidy())

@@ -65,12 +65,12 @@ class Service:
 
     def create_session(self, body: NewSessionBody) -> dict[str, Any]:
         if len(self.sessions) >= MOST_SESSIONS:
-            raise BusyError(f"there are {len(self.sessions)} sessions, and no more: end one, or ask again later")
+            raise BusyError(f"there are already {len(self.sessions)} sessions: end one, or try again later")
         session = secrets.token_hex(8)
         self.sessions[session] = Session(
             time.monotonic(), user_metadata=body.user_metadata, display_name=body.display_name
         )
-        note = "this server's adapters leave the unembedding as it is: train_unembed is not followed"
+        note = "this server's adapters do not train the unembedding: train_unembed is ignored"
         return {"session_id": session, "warning_message": note}
 
     def heartbeat(self, session: str) -> dict[str, Any]:
@@ -98,8 +98,8 @@ class Service:
         for run in self.runs.values():
             if run.waiting and now - run.since > GAP_SECONDS:
                 run.lost = run.lost or (
-                    f"request {run.next} of this run never came, so those behind it cannot be done: load saved "
-                    "weights into a new run"
+                    f"request {run.next} of this run never arrived, so later ones cannot run: load saved weights into "
+                    "a new run"
                 )
                 run.next = min(run.waiting)
                 self._advance(run)
@@ -108,7 +108,7 @@ class Service:
             try:
                 self.delete(path)
             except UnwritableError as error:
-                print(f"warning: {error}; trying again in an hour", file=sys.stderr, flush=True)
+                print(f"warning: {error}; retrying in an hour", file=sys.stderr, flush=True)
                 self.saved.put_off(path, 3600)
 
     def _end_session(self, session: str) -> None:
@@ -176,7 +176,7 @@ class Service:
     def optim_step(self, body: OptimStepBody) -> dict[str, Any]:
         def work() -> Work:
             if body.adam_params is None:
-                raise InputError("optim_step needs adam_params: AdamW is the optimizer that is served")
+                raise InputError("optim_step needs adam_params: only AdamW is supported")
 
             def done(metrics: Any) -> Result:
                 self.history.of_run(str(body.model_id)).add_step()
@@ -257,7 +257,7 @@ class Service:
     def _training_weights(self, path: str) -> Any:
         saved = self.saved.usable(path)
         if "/weights/" not in path:
-            raise InputError(f"{path}: has no optimizer state; training goes on from weights of save_state")
+            raise InputError(f"{path}: has no optimizer state; resume training from weights of save_state")
         return saved
 
     def _new_run(
@@ -270,8 +270,12 @@ class Service:
         if not self.results.repeats(request, digest):
             alive, most = sum(not run.lost for run in self.runs.values()), self.config.most_runs
             if alive >= most:
-                remedy = "for it trains all weights" if self.config.model.lora is None else "or raise it"
-                raise BusyError(f"there are {alive} runs, and limits.runs is {most}: end one, {remedy}")
+                remedy = (
+                    "because the server trains all weights"
+                    if self.config.model.lora is None
+                    else "or raise limits.runs"
+                )
+                raise BusyError(f"there are {alive} runs, and the limit is {most}: end one, {remedy}")
             run = ServedRun(body.session_id, self._placed(shape, name), metadata)
             self.start(request, digest, run, make(name, run.shape), lambda _: {"model_id": name})
             self.runs[name] = run
@@ -287,7 +291,7 @@ class Service:
     def _note_unmade(self, name: str, result: Result) -> None:
         """Marks a run as lost if its creation failed, so that it does not count as alive."""
         if name in self.runs and isinstance(result, dict) and "error" in result:
-            self.runs[name].lost = self.runs[name].lost or f"the run was not made: {result['error']}"
+            self.runs[name].lost = self.runs[name].lost or f"the run was not created: {result['error']}"
 
     def refuse(self, turn: TurnBody, body: bytes, text: str) -> dict[str, Any]:
         """Makes an invalid request take its turn and fail, as later requests wait for that turn."""
@@ -365,7 +369,7 @@ class Service:
         Raises:
             BusyError: too many requests are waiting.
         """
-        lost = (lambda: run.lost) if run is not None else (lambda: "the ranks ended while they sampled: sample again")
+        lost = (lambda: run.lost) if run is not None else (lambda: "the ranks exited while sampling: sample again")
         self._watch(finish(self.results.open(request, digest, size), self.ranks.submit(job), convert, lost))
 
     def _watch(self, work: Any) -> None:
@@ -379,8 +383,8 @@ class Service:
         """Records that the ranks have ended, and with them all unsaved state."""
         for name, run in self.runs.items():
             saved = self.saved.newest(name)
-            remedy = "it has no saved weights: start a new run" if saved is None else f"go on from {saved.path}"
-            run.lost = f"the ranks of the server ended, and with them the state of the run {name}; {remedy}"
+            remedy = "it has no saved weights: start a new run" if saved is None else f"resume from {saved.path}"
+            run.lost = f"the ranks of the server exited and lost the state of the run {name}; {remedy}"
             for kept in run.kept:
                 self.samplers.table.pop(kept, None)
             run.kept.clear()
@@ -415,14 +419,12 @@ class Service:
     def session(self, name: str) -> Session:
         """Returns a session. Raises UnknownError if there is none."""
         if name not in self.sessions:
-            raise UnknownError(f"there is no session {name!r}: it has ended, or the server was started again")
+            raise UnknownError(f"unknown session {name!r}: it has ended, or the server was restarted")
         return self.sessions[name]
 
     def _run(self, name: str) -> ServedRun:
         if name not in self.runs:
             saved = self.saved.newest(name)
             remedy = "" if saved is None else f"; its newest saved weights are {saved.path}"
-            raise UnknownError(
-                f"there is no training run {name!r}: it has ended, or the server was started again{remedy}"
-            )
+            raise UnknownError(f"unknown training run {name!r}: it has ended, or the server was restarted{remedy}")
         return self.runs[name]

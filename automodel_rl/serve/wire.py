@@ -107,7 +107,7 @@ def read_request(body: bytes) -> Any:
     try:
         return MESSAGES["Request"].FromString(body)
     except DecodeError:
-        raise InputError("the body is no forward_backward request in protobuf: use tinker 0.38") from None
+        raise InputError("the body is not a forward_backward request in protobuf: use tinker 0.38") from None
 
 
 def bytes_of_arrays(message: Any) -> int:
@@ -138,7 +138,7 @@ def read_data(messages: Sequence[Any], most: int, most_bytes: int) -> list[Datum
 def read_datum(message: Any, most_bytes: int) -> Datum:
     """Decodes a datum, whose arrays may have at most `most_bytes` bytes each. Raises InputError as `read_data`."""
     if any(not chunk.HasField("text") for chunk in message.chunks):
-        raise InputError("model_input has a chunk that is not text: images and sound are not served")
+        raise InputError("model_input has a chunk that is not text: images and sound are not supported")
     chunks = [_from_bytes(chunk.text.tokens, np.dtype(np.int32), "model_input") for chunk in message.chunks]
     tokens = np.concatenate([np.empty(0, np.int32), *chunks]).astype(np.int64)
     return Datum(tokens, {name: _read_array(name, array, most_bytes) for name, array in message.inputs.items()})
@@ -146,7 +146,7 @@ def read_datum(message: Any, most_bytes: int) -> Datum:
 
 def _read_array(name: str, message: Any, most_bytes: int) -> np.ndarray:
     if message.dtype not in DTYPES:
-        raise InputError(f"{name} has dtype {message.dtype}: it is float32 (1) or int64 (2)")
+        raise InputError(f"{name} has dtype {message.dtype}: must be float32 (1) or int64 (2)")
     dtype, places = DTYPES[message.dtype], None
     if message.HasField("csr"):
         index = np.dtype(np.int64)
@@ -160,7 +160,7 @@ def _read_array(name: str, message: Any, most_bytes: int) -> np.ndarray:
 
 def _from_bytes(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
-        raise InputError(f"{name} has {len(data)} bytes, which are no array of {dtype}")
+        raise InputError(f"{name} has {len(data)} bytes, which are not an array of {dtype}")
     return np.frombuffer(data, dtype)
 
 

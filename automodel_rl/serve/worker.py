@@ -104,7 +104,7 @@ class ServiceWorker:
                 return self.crew.ask(RUNS, method, run, *arguments)
             case Forget(runs, kept):
                 return self.crew.ask(RUNS, "forget", runs, kept)
-        raise AssertionError(f"ranks have no job {type(job).__name__}")
+        raise AssertionError(f"unknown job {type(job).__name__}")
 
     def _sample(self, job: SampleJob) -> Any:
         prompts = job.prompts
@@ -127,8 +127,8 @@ def _reach_server() -> AuthenticatedConnection:
         return address.knock()
     except (AuthenticationError, OSError, EOFError) as error:
         raise InputError(
-            f"the server at {address.host}:{address.port} cannot be reached ({innermost(error)}): let the machines of "
-            "ranks connect to that machine, on any port"
+            f"the server at {address.host}:{address.port} cannot be reached ({innermost(error)}): allow the machines "
+            "of ranks to connect to it on any port"
         ) from None
 
 

@@ -97,7 +97,7 @@ def _agreed_microbatches(of_ranks: dict[str, Tensor]) -> int:
     num_microbatches = by_data_rank("num_microbatches").tolist()
     if len(set(num_microbatches)) > 1:
         raise InputError(
-            f"data ranks have {num_microbatches} microbatches: give every one equally many, as pack(..., "
+            f"data ranks have {num_microbatches} microbatches: pass each the same number, as pack(..., "
             f"share=DataShare(rank=R, count={len(num_microbatches)})) does"
         )
     return num_microbatches[0]
@@ -121,7 +121,7 @@ def _problem(microbatches: Sequence[Microbatch], vocab_size: int) -> str:
     for number, microbatch in enumerate(microbatches):
         if microbatch.input_ids.device.type != "cpu":
             return (
-                f"microbatch {number} is on {microbatch.input_ids.device}: leave microbatches on the host, the step "
+                f"microbatch {number} is on {microbatch.input_ids.device}: keep microbatches on the host, the step "
                 "moves them"
             )
         for name, ids in (("input_ids", microbatch.input_ids), ("targets", microbatch.targets)):

@@ -73,9 +73,10 @@ def _ids(microbatch: Microbatch, name: str, vocab_size: int) -> Tensor:
     if found is None:
         raise ValueError(f"Readout.ids={name}: the microbatch has values {sorted(microbatch.values)}")
     if found.dtype != torch.int64 or found.ndim != 2:
-        raise ValueError(f"{name} is of {found.dtype} with shape {list(found.shape)}: token ids are int64 [T, K]")
+        raise ValueError(f"{name} is of {found.dtype} with shape {list(found.shape)}: token ids must be int64 [T, K]")
     if found.numel() and int(found.max()) >= vocab_size:  # otherwise scored as a token with logit 0
         raise ValueError(
-            f"{name} has the token id {int(found.max())}, and those of the model are 0 to {vocab_size - 1}; -1 is none"
+            f"{name} has the token id {int(found.max())}, but those of the model are 0 to {vocab_size - 1}; -1 means "
+            "none"
         )
     return found

@@ -87,8 +87,8 @@ class PPLossAdapter:
         if unknown or not output.sums:
             given = repr(unknown[0]) if unknown else "nothing"
             raise ValueError(
-                f"the loss gave sums over {given}: name what divides them, {', '.join(self.counts)}"
-                f"{_place(self.loss_fn)}"
+                f"the loss returned sums over {given}: name what divides them, "
+                f"{', '.join(self.counts)}{_place(self.loss_fn)}"
             )
         # A global batch may have a count of 0; its sums are then 0.
         everything = (*output.sums.items(), *output.beside.items())

@@ -222,7 +222,7 @@ class StepRunner:
             try:
                 self._abandon_step()
             except Exception as more:  # a failed device or a lost peer: the first error matters
-                error.add_note(f"the model cannot be used any more: {type(more).__name__}: {more}")
+                error.add_note(f"the model can no longer be used: {type(more).__name__}: {more}")
             raise
 
     def _abandon_step(self) -> None:
@@ -301,7 +301,7 @@ class StepRunner:
     ) -> list[LocalMicrobatch]:
         """Returns this rank's share of every microbatch, as `local_microbatches`."""
         if not self.handle.is_mixture and any(microbatch.routes is not None for microbatch in microbatches):
-            raise ValueError("a microbatch has routes, and no layer of this model has a router: leave routes out")
+            raise ValueError("a microbatch has routes, but no layer of this model has a router: remove routes")
         return local_microbatches(microbatches, embeddings, self.handle, logprob_gradient, readout)
 
     @contextlib.contextmanager

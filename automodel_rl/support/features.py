@@ -209,13 +209,13 @@ MUON = Feature(
 LORA = Feature("LoRA", _lora)
 LORA_DROPOUT = Feature("dropout of adapters", _lora_dropout)
 DORA = Feature(
-    "trained lengths of rows (dora)",
+    "trained row magnitudes (dora)",
     lambda asked: _when(asked.model.lora is not None and asked.model.lora.dora, "model.lora.dora=true"),
 )
 EXPERT_ADAPTERS = Feature("adapters of experts", _expert_adapters)
 SAVED_MODULES = Feature("modules to save", _saved_modules)
 BASE_IN_FEW_BITS = Feature("a base in few bits", _base_in_few_bits)
-OWN_NF4_BASE = Feature("a base in nf4 of a checkpoint that is not", _own_nf4_base)
+OWN_NF4_BASE = Feature("a base in nf4 for a checkpoint that is not", _own_nf4_base)
 FROZEN = Feature("frozen parts", lambda asked: _when(bool(asked.model.frozen), "model.frozen"))
 AUX_LOSS = Feature("the auxiliary loss of routers", _aux_loss)
 WINDOWED_MIXTURE = Feature("sliding windows of mixtures", _windowed_mixture)
@@ -234,14 +234,14 @@ EXCHANGED_HEADS = Feature(
     "exchange of heads",
     lambda asked: _when(asked.parallel.cp_exchange == "all_to_all", "parallel.cp_exchange=all_to_all"),
 )
-BIDIRECTIONAL_IMAGES = Feature("images that see both ways", _bidirectional_images)
+BIDIRECTIONAL_IMAGES = Feature("images with bidirectional attention", _bidirectional_images)
 AUDIO = Feature("audio", _audio)
-HIDDEN_INTERLEAVING = Feature("interleaved M-RoPE that the config does not name", _hidden_interleaving)
+HIDDEN_INTERLEAVING = Feature("interleaved M-RoPE that the config does not set", _hidden_interleaving)
 QUANTIZED = Feature(
     "quantized checkpoints",
     lambda asked: _when(bool(asked.description.quantization), f"{asked.description.quantization} weights"),
 )
-SENT_PLAIN = Feature("quantized checkpoints, but for nf4 with adapters alone", _sent_plain)
+SENT_PLAIN = Feature("quantized checkpoints, except nf4 with adapters alone", _sent_plain)
 VLLM = Feature("vLLM", _generator("vllm"))
 SERVERS = Feature("vLLM servers", _generator("servers"))
 JOINED = Feature("generators that join", _generator("joined"))

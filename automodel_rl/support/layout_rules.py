@@ -42,7 +42,7 @@ def _shared_keys(asked: Combination) -> str | None:
         return None
     return (
         f"parallel.pp={asked.parallel.pp}: layers of this {asked.description.family!r} model take keys and values of "
-        "earlier layers, or embeddings of their own, which do not travel between stages: use pp=1 and dp_shard"
+        "earlier layers, or embeddings of their own, which are not sent between stages: use pp=1 and dp_shard"
     )
 
 
@@ -63,14 +63,14 @@ def _chosen_keys(asked: Combination) -> str | None:
         return None
     number = next(start for start in range(cut[0], -1, -1) if start not in taking)
     return (
-        f"parallel.pp={parallel.pp}: a stage begins with layer {cut[0]}, which takes the keys that layer {number} "
-        f"chose (indexer_types): begin it with layer {number}, by parallel.layers_per_stage"
+        f"parallel.pp={parallel.pp}: a stage begins with layer {cut[0]}, which uses the keys that layer {number} chose "
+        f"(indexer_types): begin it with layer {number}, with parallel.layers_per_stage"
     )
 
 
 CHOSEN_KEYS = Rule(
     "sparse attention with an indexer (DeepSeek-V3.2, GLM-5)",
-    "every layout; a pipeline's stages begin with layers that choose keys themselves",
+    "every layout; pipeline stages begin with layers that choose keys themselves",
     _chosen_keys,
 )
 OPTIMIZERS = Rule(
@@ -156,7 +156,7 @@ def _token_mixers(asked: Combination) -> str | None:
 
 CONTEXT_PARALLEL = Rule(
     "context parallel (cp)",
-    "every model and schedule; every attention backend, but windows with te; cp x tp divides heads and channels of "
+    "every model and schedule; every attention backend, except windows with te; cp x tp divides heads and channels of "
     "linear attention, state spaces and convolutions",
     _token_mixers,
 )
@@ -168,7 +168,7 @@ def _exchanged_heads(asked: Combination) -> str | None:
         return None
     what = f"parallel.cp_exchange={parallel.cp_exchange}"
     if parallel.cp == 1:
-        return f"{what} needs parallel.cp of at least 2: leave it out, or raise cp"
+        return f"{what} needs parallel.cp of at least 2: remove it, or raise cp"
     if asked.family.index_rotary:
         return f"{what}: indexers choose keys among all heads' tokens: use all_gather"
     ranks = parallel.cp * parallel.tp

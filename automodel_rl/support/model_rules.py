@@ -57,7 +57,7 @@ def _quantized(asked: Combination) -> str | None:
     if method in ("", *QUANTIZATIONS):
         return None
     return (
-        f"model.path: the weights are quantized by {method!r}, and only {', '.join(QUANTIZATIONS)} can be read: "
+        f"model.path: the weights are quantized by {method!r}, but only {', '.join(QUANTIZATIONS)} can be read: "
         "convert the checkpoint to bfloat16 and remove quantization_config from config.json"
     )
 
@@ -75,7 +75,7 @@ QUANTIZED = Rule(
 def _noise(asked: Combination) -> str | None:
     for name, size in asked.description.noise.items():
         return (
-            f"model.path: config.json has {name}={size}, and training here is not random, so that log-probabilities "
+            f"model.path: config.json has {name}={size}, but training here is not random, so that log-probabilities "
             "are those that are trained: set it to 0"
         )
     return None
@@ -90,7 +90,9 @@ NOISE = Rule(
 
 def _bidirectional(asked: Combination) -> str | None:
     if asked.description.is_bidirectional:
-        return "model.path: config.json has use_bidirectional_attention, and attention here is causal: use a causal one"
+        return (
+            "model.path: config.json has use_bidirectional_attention, but attention here is causal: use a causal model"
+        )
     return None
 
 
@@ -107,8 +109,8 @@ def _rotary(asked: Combination) -> str | None:
     if wrong is None:
         return None
     return (
-        f"model.path: config.json has rope_type={wrong}, whose frequencies depend on the length of a sequence, and all "
-        "sequences of a microbatch have the same: use a checkpoint with another rope_type, such as yarn or linear"
+        f"model.path: config.json has rope_type={wrong}, whose frequencies depend on the length of a sequence, but all "
+        "sequences of a microbatch share them: use a checkpoint with another rope_type, such as yarn or linear"
     )
 
 
@@ -131,7 +133,7 @@ def _attention(asked: Combination) -> str | None:
     if limits.needs_cuda and dtype != "bfloat16":
         return f"model.attention={name} computes in bfloat16, not {dtype}: use model.attention=sdpa"
     if asked.parallel.gathers_keys and asked.description.has_windows and not limits.has_windows_over_cp:
-        return f"model.attention={name} with parallel.cp={cp}: it has no sliding windows there: use varlen"
+        return f"model.attention={name} with parallel.cp={cp}: it does not support sliding windows with cp: use varlen"
     return None
 
 
@@ -180,24 +182,26 @@ def _routers(asked: Combination) -> str | None:
 def _mtp(asked: Combination) -> str | None:
     if asked.model.mtp is None:
         return None
-    remedy = "leave model.mtp out, and exports keep its layers as they are"
+    remedy = "remove model.mtp (exports keep its layers unchanged)"
     if not asked.family.mtp_files:
-        return f"model.mtp: layers for multi-token prediction of {asked.description.family!r} are not trained: {remedy}"
+        return (
+            f"model.mtp: layers for multi-token prediction of {asked.description.family!r} cannot be trained: {remedy}"
+        )
     if asked.model.lora is not None:
-        return f"model.mtp: its layer is trained whole, and model.lora freezes it: {remedy}"
+        return f"model.mtp: its layer is trained in full, but model.lora freezes it: {remedy}"
     if asked.model.implementation != "transformers":
         return f"model.mtp: only transformers' classes have its layer: {remedy}"
     if asked.model.num_labels is not None:
-        return f"model.mtp: it needs the vocabulary's head, and model.num_labels takes its place: {remedy}"
+        return f"model.mtp: it needs the vocabulary head, which model.num_labels replaces: {remedy}"
     if asked.description.multimodal is not None:
-        return f"model.mtp: it does not go with encoders: {remedy}, or train the text model with model.text_only=true"
+        return f"model.mtp: it does not work with encoders: {remedy}, or train the text model with model.text_only=true"
     return None
 
 
 MTP = Rule(
     "multi-token prediction (model.mtp)",
-    f"{', '.join(name for name, family in TEXT_FAMILIES.items() if family.mtp_files)}: the first further layer, "
-    "beside any loss, on every layout; not sent to generators",
+    f"{', '.join(name for name, family in TEXT_FAMILIES.items() if family.mtp_files)}: the first further layer, in "
+    "addition to any loss, on every layout; not sent to generators",
     _mtp,
 )
 
@@ -206,16 +210,16 @@ def _indexer(asked: Combination) -> str | None:
     if asked.model.indexer is None:
         return None
     if not asked.family.index_rotary:
-        return f"model.indexer: a {asked.description.family!r} model has no indexers: leave it out"
+        return f"model.indexer: a {asked.description.family!r} model has no indexers: remove it"
     if asked.model.lora is not None:
-        return "model.indexer: indexers are trained whole, and model.lora freezes them: leave model.indexer out"
+        return "model.indexer: indexers are trained in full, but model.lora freezes them: remove model.indexer"
     return None
 
 
 INDEXER = Rule(
     "indexers of sparse attention (model.indexer)",
-    f"{', '.join(name for name, family in TEXT_FAMILIES.items() if family.index_rotary)}: their own loss, beside "
-    "any, on every layout; without it they are frozen",
+    f"{', '.join(name for name, family in TEXT_FAMILIES.items() if family.index_rotary)}: their own loss, in addition "
+    "to any other, on every layout; without it they are frozen",
     _indexer,
 )
 ROUTERS = Rule(
@@ -231,8 +235,8 @@ def _lora(asked: Combination) -> str | None:
         return None
     if "lm_head" in lora.targets:
         return (
-            "model.lora.targets: lm_head cannot have adapters, for log-probabilities read its weight: remove it, or "
-            "train it whole with modules_to_save"
+            "model.lora.targets: lm_head cannot have adapters, because log-probabilities read its weight: remove it, "
+            "or train it in full with modules_to_save"
         )
     return None
 
@@ -255,9 +259,9 @@ def _stored_base(asked: Combination) -> str | None:
 BASE_IN_FEW_BITS = Rule(
     "adapters on a base in few bits",
     "linear layers and experts of decoder layers, without routers and indexers: nf4, with rows of multiples of 64 "
-    "values, where weights that are published so, in blocks of 64, keep their codes; or as they are stored in fp8 "
-    "(scales of tensors, rows, or blocks of multiples of 128 columns), MXFP4 or nf4; with pp, cp, ep, dp, and tp "
-    "where ranks have whole blocks",
+    "values (weights published in nf4 with blocks of 64 keep their codes); or as they are stored in fp8 (scales of "
+    "tensors, rows, or blocks of multiples of 128 columns), MXFP4 or nf4; with pp, cp, ep, dp, and tp where ranks "
+    "have whole blocks",
     _stored_base,
     features=(f.BASE_IN_FEW_BITS,),
 )

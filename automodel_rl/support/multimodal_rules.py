@@ -15,7 +15,7 @@ def _multimodal(asked: Combination) -> str | None:
         return _without_encoder(asked)
     family, name = MULTIMODAL_FAMILIES[multimodal], f"a {multimodal!r} model"
     if asked.run is not None and _sets_pixels(asked.run) and not family.has_pixel_limits:
-        return f"data.min_pixels and data.max_pixels: {name} has no image processor with limits: leave them out"
+        return f"data.min_pixels and data.max_pixels: {name} has no image processor with limits: remove them"
     if asked.description.family not in family.known_languages:
         return (
             f"model.path: {name} with a {asked.description.family!r} language model is not supported: use one with "
@@ -28,7 +28,7 @@ def _multimodal(asked: Combination) -> str | None:
     if problem := _names(asked, name):
         return problem
     if {*model.frozen} == {*asked.description.encoders, "projector", "language"}:
-        return "model.frozen: all parts are frozen and nothing is left to train: leave one out"
+        return "model.frozen: all parts are frozen and nothing is left to train: remove one"
     layouts = {} if asked.components is None else asked.components.encoders
     found = (_layout(asked, family, which, layouts[which].tp) for which in asked.description.encoders if layouts)
     return next((problem for problem in found if problem), None)
@@ -47,11 +47,11 @@ def _names(asked: Combination, name: str) -> str | None:
         if other in asked.model.frozen:
             return f"model.frozen: {name} has no encoder {other}: name {', '.join([*known, 'projector', 'language'])}"
         if asked.model.lora is not None and other in asked.model.lora.targets:
-            return f"model.lora.targets: {name} has no encoder {other}: leave it out"
+            return f"model.lora.targets: {name} has no encoder {other}: remove it"
     if asked.components is not None and [*asked.components.encoders] != known:
         return (
-            f"components: {name} has {', '.join([*known, 'language'])}, and layouts are given for "
-            f"{', '.join([*asked.components.encoders, 'language'])}: give one for each"
+            f"components: {name} has {', '.join([*known, 'language'])}, but layouts are set for "
+            f"{', '.join([*asked.components.encoders, 'language'])}: set one for each"
         )
     return None
 
@@ -70,13 +70,13 @@ def _layout(asked: Combination, family: Multimodal, which: EncoderName, tp: int)
 def _without_encoder(asked: Combination) -> str | None:
     name = f"a {asked.description.family!r} model"
     if asked.components is not None:
-        return f"components: {name} has one component: give its layout in parallel"
+        return f"components: {name} has one component: set its layout in parallel"
     lora = asked.model.lora
     if lora is not None and {"vision", "audio", "projector"} & {*lora.targets}:
-        return f"model.lora.targets: {name} has no encoder: leave vision, audio and projector out"
+        return f"model.lora.targets: {name} has no encoder: remove vision, audio and projector"
     if asked.run is not None and _sets_pixels(asked.run):
-        return f"data.min_pixels and data.max_pixels: {name} reads no images: leave them out"
-    return f"model.frozen: {name} has no encoder: leave it out" if asked.model.frozen else None
+        return f"data.min_pixels and data.max_pixels: {name} reads no images: remove them"
+    return f"model.frozen: {name} has no encoder: remove it" if asked.model.frozen else None
 
 
 _VIDEOS = ", ".join(name for name, family in MULTIMODAL_FAMILIES.items() if family.reads_videos)
@@ -92,7 +92,7 @@ MULTIMODAL = Rule(
     "multimodal models",
     f"{', '.join(MULTIMODAL_FAMILIES)} with {', '.join(TEXT_MODELS)} or their own; encoders of CLIP, SigLIP, Pixtral "
     f"or their own; images and audio; videos with {_VIDEOS}; sft, dpo and grpo; every layout of the language model; "
-    f"encoders: dp_shard, dp_replicate and, but for those of {', '.join(sorted(_UNSPLIT))}, tp; LoRA on each part; "
+    f"encoders: dp_shard, dp_replicate and, except for those of {', '.join(sorted(_UNSPLIT))}, tp; LoRA on each part; "
     "videos without vLLM",
     _multimodal,
     features=(f.MULTIMODAL,),

@@ -47,7 +47,7 @@ def _rollout_offload(asked: Combination) -> str | None:
     run = asked.run
     if run is None or run.generation is not None or asked.memory.offload is None:
         return None
-    return "memory.offload.during=rollout: only grpo has rollouts: leave memory.offload out"
+    return "memory.offload.during=rollout: only grpo and ppo have rollouts: remove memory.offload"
 
 
 ROLLOUT_OFFLOAD = Rule(
@@ -67,7 +67,7 @@ def _adapters_alone(asked: Combination) -> str | None:
     if lora is None:
         return "weight_sync.adapters=alone needs model.lora: set it, or use merged"
     if run.rollout.generator.kind == "vllm" and lora.rank > VLLM_RANKS[-1]:
-        return f"weight_sync.adapters=alone: vLLM takes ranks up to {VLLM_RANKS[-1]}, not {lora.rank}: use merged"
+        return f"weight_sync.adapters=alone: vLLM supports ranks up to {VLLM_RANKS[-1]}, not {lora.rank}: use merged"
     return None
 
 

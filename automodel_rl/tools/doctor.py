@@ -40,20 +40,20 @@ def doctor(vllm_python: str | None = None) -> bool:
     print(f"{PACKAGE} {_found(PACKAGE) or NOT_INSTALLED}, Python {platform.python_version()}, {platform.platform()}")
     if _found(PACKAGE) is None:
         print("\n".join(_devices()))
-        print(f"to install it, with what it needs: pip install {PACKAGE}, or pip install -e . in its folder")
+        print(f"to install it with its dependencies: pip install {PACKAGE}, or pip install -e . in its folder")
         return False
     needed, missing = _needed()
     for line in (*_devices(), *needed):
         print(line)
     lacking = {extra: lacks for extra in EXTRAS if (lacks := _lacks(extra))}
     for extra, purpose in EXTRAS.items():
-        state = f"needs {', '.join(lacking[extra])}" if extra in lacking else "is there"
+        state = f"needs {', '.join(lacking[extra])}" if extra in lacking else "is installed"
         print(f"  {extra:6} {purpose}: {state}")
     print(f"  vLLM   rollout.generator=vllm: {_vllm(vllm_python)}")
     if missing:
         print(f"to repair it: pip install --upgrade {PACKAGE} {' '.join(repr(text) for text in missing)}")
     if lacking:
-        print(f"to get all of it: pip install '{PACKAGE}[{','.join(lacking)}]'")
+        print(f"to install all of it: pip install '{PACKAGE}[{','.join(lacking)}]'")
     return not missing
 
 
@@ -64,7 +64,7 @@ def _devices() -> Iterator[str]:
     yield f"{os.cpu_count()} cores, {memory:.0f} GiB of memory"
     built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
     if not torch.cuda.is_available():
-        hint = ", and finds no GPU: check nvidia-smi" if torch.version.cuda else ""
+        hint = ", but finds no GPU: check nvidia-smi" if torch.version.cuda else ""
         yield f"no GPU: {built}{hint}"
     for number in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(number)
@@ -79,7 +79,7 @@ def _needed() -> tuple[list[str], list[str]]:
         found = _found(requirement.name)
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             missing.append(str(requirement).partition(";")[0].strip())
-            lines.append(f"  {requirement.name} {found or 'is missing'}: needed is {requirement.specifier or 'any'}")
+            lines.append(f"  {requirement.name} {found or 'is missing'}: required: {requirement.specifier or 'any'}")
         elif requirement.name in tested:
             lines.append(f"  {requirement.name} {found}; tested with {', '.join(tested[requirement.name])}")
     return lines, missing
@@ -115,13 +115,13 @@ def _vllm(python: str | None) -> str:
     first, last = (".".join(map(str, tested)) for tested in TESTED)
     if python is None:
         return (
-            f"give its interpreter to look at it: {PACKAGE} doctor --vllm PYTHON; tested with {first} to {last}, in an "
-            "environment of its own: python -m venv vllm && vllm/bin/pip install vllm"
+            f"to check it, pass its interpreter: {PACKAGE} doctor --vllm PYTHON; tested with {first} to {last}, in a "
+            "separate environment: python -m venv vllm && vllm/bin/pip install vllm"
         )
     done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=ASK_SECONDS)
     if done.returncode:
         problem = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return f"{python} has none that can be imported ({problem}): {python} -m pip install vllm"
+        return f"{python} cannot import it ({problem}): {python} -m pip install vllm"
     found, torch_version, has_gpu = json.loads(done.stdout.splitlines()[-1])
     where = "on GPUs" if has_gpu else "on the CPU"
     return untested(found) or f"{found} with torch {torch_version} {where}; tested with {first} to {last}"

@@ -64,7 +64,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         InputError: the checkpoint is incomplete, its model is not found, or `out` exists or cannot be written.
     """
     if os.path.lexists(out):
-        raise InputError(f"{out}: exists already; export makes its own folder, so name a new one")
+        raise InputError(f"{out}: already exists; export creates its own folder, so name a new one")
     check_place(out, str(out))
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _export_adapters(checkpoint, out, overrides, adapters)
@@ -89,7 +89,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
         tokenizer.chat_template = (checkpoint / TEMPLATE).read_text()
     reader, weights = SafetensorsReader(checkpoint / TENSORS), open_weights(files, whole_config, model.pickled_weights)
     if adapters != "peft" and model.lora is None:
-        raise InputError(f"{checkpoint}: has no adapters: leave {FLAGS[adapters]} out")
+        raise InputError(f"{checkpoint}: has no adapters: remove {FLAGS[adapters]}")
     if adapters == "per-expert":
         _check_single(weights)
     alone = model.lora if adapters != "merged" else None  # adapters that are not merged
@@ -150,8 +150,8 @@ def _write_adapters(folder: Path, tensors: dict[str, Tensor], origin: AdapterOri
 def _check_single(source: Checkpoint) -> None:
     if source.family.file_names.experts is None or source.is_composite:
         raise InputError(
-            f"--per-expert: files of {source.family.name} models have no single experts by names that vLLM knows, and "
-            "it reads PEFT's own files for most of them: leave --per-expert out"
+            f"--per-expert: vLLM supports no per-expert names for {source.family.name} models, and reads PEFT's own "
+            "files for most of them: remove --per-expert"
         )
 
 
@@ -161,10 +161,11 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
     given = dict(parse_overrides(overrides))
     if kind == "peft":
         raise InputError(
-            f"{folder}: holds adapters as PEFT opens them: add --merge to write a whole model, or --per-expert for vLLM"
+            f"{folder}: already holds adapters in PEFT's format: add --merge to write a whole model, or --per-expert "
+            "for vLLM"
         )
     if given.keys() - {"model.path"}:
-        raise InputError(f"--{min(given.keys() - {'model.path'})}: for a folder of adapters only --model.path is read")
+        raise InputError(f"--{min(given.keys() - {'model.path'})}: only --model.path is read for a folder of adapters")
     base = given.get("model.path")
     adapters_of_base = None if base is None else str(folder)
     files = find_model(ModelConfig(path=base or str(folder), adapters=adapters_of_base, merge_adapters=True))
@@ -193,7 +194,7 @@ def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Ad
         write_description(unfinished, config, tokenizer, files.folder, ends.ids)
         return written
 
-    how = "merged in" if kind == "merged" else "one by one for each expert"
+    how = "merged in" if kind == "merged" else "split by expert"
     _publish(out, write, f"{files.name} with the adapters of {folder} {how}", ends.note)
 
 
@@ -201,9 +202,9 @@ def _export_plain(folder: Path, out: Path, overrides: Sequence[str], adapters: A
     config = read_config(folder)
     method = describe_model(config).quantization
     if not method:
-        raise InputError(f"{folder}: is a model with plain weights already: name a step_N folder of a run")
+        raise InputError(f"{folder}: is already a model with plain weights: pass a step_N folder of a run")
     if overrides or adapters != "peft":
-        raise InputError(f"{folder}: is a model with {method} weights: export takes no more arguments for it")
+        raise InputError(f"{folder}: is a model with {method} weights: export takes no further arguments for it")
     tokenizer = load_tokenizer(folder, language_config(config).vocab_size)
     weights = Checkpoint(find_model(ModelConfig(path=str(folder))), config)
 
@@ -220,8 +221,8 @@ def _export_published(version: Path, out: Path, overrides: Sequence[str]) -> Non
     given = dict(parse_overrides(overrides))
     if given.keys() != {"model.path"}:
         raise InputError(
-            f"{version}: a published version is weights alone: add --model.path and the model that the run began with, "
-            "and nothing else"
+            f"{version}: a published version has only weights: add --model.path with the model that the run started "
+            "from, and nothing else"
         )
     files = find_model(ModelConfig(path=given["model.path"]))
     config = read_config(files.folder)

@@ -29,13 +29,13 @@ class Command:
 
 TRAINING = """\
 CONFIG.yaml is a config file; any of its keys may follow as --dotted.key value. The command starts as many local ranks
-as the layout asks for, or joins torchrun's.
+as the layout needs, or joins those of torchrun.
 
-  --launcher ray       places the ranks on a Ray cluster, as launch.ray says; local ignores launch.ray
-  --resume auto        goes on with the run in the output folder, from its newest whole checkpoint
-  --resume CHECKPOINT  goes on from that one, perhaps of another run, in another output folder
+  --launcher ray       places the ranks on a Ray cluster, as set in launch.ray; local ignores launch.ray
+  --resume auto        resumes the run in the output folder from its newest complete checkpoint
+  --resume CHECKPOINT  resumes from that one, which may be from another run, in another output folder
   --max-minutes M      saves and stops in time for the end of a batch job
-  --show N             prints the first N records with marks around what is trained, and starts nothing
+  --show N             prints the first N records with marks around what is trained, and exits
   --help WORDS         shows only keys with these words, such as --help optimizer"""
 
 _TRAIN = (
@@ -53,7 +53,7 @@ def _training(brief: str) -> Command:
 COMMANDS: dict[str, Command] = {
     "sft": _training("supervised fine-tuning on chats and texts"),
     "dpo": _training("preference training on pairs of a chosen and a rejected completion"),
-    "kto": _training("preference training on completions that are each called good or bad"),
+    "kto": _training("preference training on completions that are each labeled good or bad"),
     "reward": _training("a reward model from pairs of a chosen and a rejected completion"),
     "distill": _training("distillation of larger models into a student, on chats"),
     "grpo": _training("reinforcement learning on prompts with rewards, or with teachers that judge each token"),
@@ -61,14 +61,14 @@ COMMANDS: dict[str, Command] = {
     "run": Command(
         "LOOP.py --config CONFIG.yaml [--resume auto|never|CHECKPOINT] [--launcher ray|local] [--max-minutes M] "
         "[--dotted.key value ...]",
-        "a program of your own, a file with a function main(policy, fleet, run), on the ranks of a config",
-        "CONFIG.yaml is a config of sft, dpo or grpo, which says what the program reads, trains and generates with. "
-        "The other options are those of sft. configs/loops has two such programs.",
+        "your own program, a file with a function main(policy, fleet, run), on the ranks of a config",
+        "CONFIG.yaml is a config of sft, dpo or grpo, which sets what the program reads, trains and generates with. "
+        "The other options are those of sft. configs/loops has two examples.",
         ("--config", "--resume", "--launcher", "--max-minutes"),
     ),
     "serve": Command(
         "CONFIG.yaml [--launcher ray|local] [--dotted.key value ...]",
-        "a training service: several clients train adapters and sample, by Tinker's API over HTTP",
+        "a training service: several clients train adapters and sample through Tinker's API over HTTP",
         "Scripts and recipes for the package tinker run against it with TINKER_BASE_URL and TINKER_API_KEY, which it "
         "prints. It needs automodel-rl[serve]. Ctrl-C saves all runs.",
         ("--launcher",),
@@ -83,74 +83,74 @@ COMMANDS: dict[str, Command] = {
     "verify": Command(
         "CONFIG.yaml | --config MODEL_FOLDER [--family-like NAME] [--launcher ray|local] [--json] "
         "[--dotted.key value ...]",
-        "proves the config's layout: a small model of the same architecture on it against one process",
+        "verifies the config's layout: compares a small model of the same architecture on it with one process",
         "--config takes a model instead, of which only config.json is read. --family-like tries a family that is not "
-        "in the table with the facts of one that is.",
+        "in the table with the properties of one that is.",
         ("--config", "--family-like", "--launcher", "--json"),
     ),
     "plan": Command(
         "CONFIG.yaml [--gpus N] [--device H200] [--device-gib G] [--json] [--dotted.key value ...]",
         "memory, stages, bubble and time of the config's layout, without GPUs and without weights",
-        "Where the layout does not fit, or a faster one is known, it shows the best others. --device-gib is the memory "
-        "of a card that is not in its list.",
+        "If the layout does not fit, or a faster one is known, it shows the best alternatives. --device-gib is the "
+        "memory of a device that is not in its list.",
         ("--gpus", "--device", "--device-gib", "--json"),
     ),
     "watch": Command(
         "RUN [RUN ...] [--port 6060]",
-        "shows runs in a browser as they go on, from a small server on this machine",
+        "shows runs in a browser as they progress, from a small server on this machine",
         "",
         ("--port",),
     ),
     "report": Command(
         "RUN [RUN ...] [--out PAGE.html]",
-        "writes the page of one run or several: of finished, stopped and failed ones, too",
+        "writes the page of one or more runs, including finished, stopped and failed ones",
         "",
         ("--out",),
     ),
     "export": Command(
         "CHECKPOINT OUT [--merge | --per-expert] [--dotted.key value ...]",
-        "a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine",
-        "--merge writes a whole model in place of adapters, --per-expert adapters of a mixture as vLLM reads them; "
-        "CHECKPOINT may then also be a folder of adapters. A version that weight_sync.publish has written needs "
-        "--model.path and the model that the run began with.",
+        "writes a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine",
+        "--merge writes a whole model instead of adapters, --per-expert adapters of a mixture of experts as vLLM reads "
+        "them; CHECKPOINT may then also be a folder of adapters. A version written by weight_sync.publish needs "
+        "--model.path with the model that the run started from.",
         ("--merge", "--per-expert", "--model.path"),
     ),
     "generate": Command(
         "--join FOLDER | HOST:PORT --key FILE [--weights HOST:PORT] [--wait MINUTES] [--vllm PYTHON] "
         "[--memory-fraction F] [--evaluate]",
-        "writes completions for a run on any machine, which it joins and may leave at any time",
-        "FOLDER is weight_sync.publish of a run with rollout.generator.kind=joined, and it reads the weights there. "
+        "writes completions for a run on any machine, and may join and leave at any time",
+        "FOLDER is weight_sync.publish of a run with rollout.generator.kind=joined, from which it reads the weights. "
         "Without the folder it joins HOST:PORT, with the run's rollout.generator.key in FILE; --weights is where it "
-        "reads weights, if a tunnel has another port for them than the run. It computes on the first "
-        "GPU that it sees, or on the CPU, with transformers, or with --vllm, the interpreter of an environment with "
-        "vLLM, which takes the share F of the GPU's memory (0.9). With --evaluate it writes for validation alone, of a "
-        "run with rollout.generator.evaluators. It ends with the run, by Ctrl-C or by SIGTERM. It "
-        "waits for a run that is not there yet or has broken off, at most MINUTES (30).",
+        "reads weights if a tunnel uses a different port for them. It computes on the first visible GPU, or on the "
+        "CPU, with transformers, or with --vllm, the interpreter of an environment with vLLM, which takes the fraction "
+        "F of the GPU's memory (0.9). With --evaluate it writes only for validation, of a run with "
+        "rollout.generator.evaluators. It ends with the run, on Ctrl-C or on SIGTERM. It waits at most MINUTES (30) "
+        "for a run that has not started yet or was interrupted.",
         ("--join", "--key", "--weights", "--wait", "--vllm", "--memory-fraction", "--evaluate"),
     ),
     "verify-checkpoint": Command(
-        "FOLDER", "says whether a checkpoint or exported folder is whole: every file as written"
+        "FOLDER", "checks that a checkpoint or exported folder is intact: every file as written"
     ),
     "quickstart": Command(
         "FOLDER [--task problems|calculator|agent|images] [--vllm PYTHON] [--seed N]",
         "makes a small model and data and trains it with GRPO, on a laptop",
-        "It takes about five minutes on two cores. With --task calculator the model learns to call a tool, with "
-        "--task agent it does so for a program that calls it by OpenAI's API, with --task images it looks at pictures. "
-        "With --vllm, the interpreter of an environment with vLLM, vLLM writes the completions; a build for CPUs does. "
-        "FOLDER then has model/ (random weights, a vocabulary of 500 tokens), data/, the configs sft.yaml and "
-        "grpo.yaml, and both runs, whose final/ are trained models.",
+        "It takes about five minutes on two cores. With --task calculator the model learns to call a tool, with --task "
+        "agent the same for a program that uses OpenAI's API, with --task images it looks at pictures. With --vllm, "
+        "the interpreter of an environment with vLLM, vLLM writes the completions; a CPU build is enough. FOLDER then "
+        "has model/ (random weights, a vocabulary of 500 tokens), data/, the configs sft.yaml and grpo.yaml, and both "
+        "runs, whose final/ are trained models.",
         ("--task", "--vllm", "--seed"),
     ),
     "doctor": Command(
         "[--vllm PYTHON]",
-        "shows versions, devices, and what is missing for what",
-        "With the interpreter of an environment with vLLM it looks at that, too. It ends with 1 if what automodel-rl "
-        "needs is not there, or in a version that it does not take, and names the command that brings it.",
+        "shows versions, devices, and what is missing for each feature",
+        "With the interpreter of an environment with vLLM it checks that too. It exits with 1 if a requirement of "
+        "automodel-rl is missing or has an unsupported version, and prints the command that installs it.",
         ("--vllm",),
     ),
     "tasks": Command(
         "TASKSET --python PYTHON [--args JSON]",
-        "prints the tasks of a taskset for verifiers as prompts, a line of JSON each",
+        "prints the tasks of a taskset for verifiers as prompts, one line of JSON each",
         "PYTHON is the interpreter of an environment with verifiers, JSON the taskset's settings. A run with "
         "rollout.verifiers reads such a file as data.",
         ("--python", "--args"),
@@ -170,7 +170,7 @@ def overview() -> str:
         textwrap.fill(f"  {name:<{width}}  {command.brief}", _width(), subsequent_indent=" " * (width + 4))
         for name, command in COMMANDS.items()
     ]
-    end = "automodel-rl COMMAND --help says more of a command, and lists the keys of its config."
+    end = "automodel-rl COMMAND --help describes a command and lists the keys of its config."
     return "\n".join(["usage: automodel-rl COMMAND ...", "", *rows, "", end])
 
 

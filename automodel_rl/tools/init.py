@@ -93,10 +93,10 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     """
     if algorithm not in READS:
         raise InputError(
-            f"init writes no config for {algorithm}, only for {', '.join(READS)}: write it by hand, from one for sft"
+            f"init does not support {algorithm}, only {', '.join(READS)}: write the config by hand, from one for sft"
         )
     if os.path.lexists(out):
-        raise InputError(f"{out}: exists already: give another file in --out")
+        raise InputError(f"{out}: already exists: pass another file to --out")
     check_place(out.parent, f"--out {out}")
     opened_model = OpenedModel.open(ModelConfig(path=model))
     source = SourceConfig(path=data)
@@ -167,7 +167,7 @@ def guess_columns(algorithm: str, record: dict[str, Any], where: str) -> dict[st
                 found["answer"] = answer
             return found
     raise InputError(
-        f"{where}: no columns that {algorithm} knows, only {', '.join(record)}: write the config by hand, with "
+        f"{where}: no columns for {algorithm}, only {', '.join(record)}: write the config by hand, with "
         "data.train.0.columns"
     )
 
@@ -198,7 +198,7 @@ def _add_lengths(algorithm: str, values: dict[str, Any], model: OpenedModel) -> 
     if READS[algorithm] != "prompts":
         needed = max(sum(min(length, limit) for length in record) for record in records)
         too_long = sum(max(record) > limit for record in records)
-        cut = "left out" if algorithm == "reward" else "cut; data.overlong: drop leaves out"
+        cut = "not used" if algorithm == "reward" else "cut; data.overlong: drop drops them"
         remedy = f"are longer than the model's context of {limit:,} tokens and are {cut}"
         what = "completion with its prompt" if READS[algorithm] == "pairs" else "one"
         said = f"the longest {what} of some {longest:,} tokens"
@@ -207,13 +207,13 @@ def _add_lengths(algorithm: str, values: dict[str, Any], model: OpenedModel) -> 
     completion = min(1024, limit - prompt)
     values["rollout"] |= {"max_prompt_tokens": prompt, "max_new_tokens": completion}
     too_long = sum(max(record) > prompt for record in records)
-    remedy = f"are longer than {prompt:,} tokens, half of the model's context, and are left out"
+    remedy = f"are longer than {prompt:,} tokens, half of the model's context, and are dropped"
     said = f"the longest prompt of some {longest:,} tokens"
     return Lengths(prompt + completion, said, _of_records(too_long, len(records), remedy))
 
 
 def _of_records(count: int, seen: int, remedy: str) -> tuple[str, ...]:
-    return (f"{count} of the {seen} records looked at {remedy}",) if count else ()
+    return (f"{count} of the {seen} records examined {remedy}",) if count else ()
 
 
 def _lengths_of_records(algorithm: str, values: dict[str, Any], model: OpenedModel) -> list[list[int]]:
@@ -278,11 +278,11 @@ def _add_layout(
     if encoders:
         raise InputError(
             f"{count} x {device}: training all weights does not fit: write the config by hand, with components, frozen "
-            "parts or model.lora, and ask automodel-rl plan"
+            "parts or model.lora, and check it with automodel-rl plan"
         )
     if model.files.lora is not None:
         raise InputError(
-            f"{count} x {device}: training the adapters of {values['model']['path']} does not fit: name more GPUs in "
+            f"{count} x {device}: training the adapters of {values['model']['path']} does not fit: set more GPUs in "
             "--gpus, or larger ones in --device"
         )
     values["model"]["lora"] = {"rank": 16, "targets": "all-linear"}
@@ -298,13 +298,13 @@ def _layouts(count: int, num_layers: int) -> list[dict[str, int]]:
 COMMENTS = {
     "output": "run directory: config.yaml, metrics.jsonl, report.html, checkpoints/, final/",
     "model": "further keys: lora: {rank: 16, targets: all-linear} trains adapters",
-    "data": "validation: [held_out.jsonl] beside train gives val/ metrics",
+    "data": "validation: [held_out.jsonl] beside train adds val/ metrics",
     "rollout": "further keys: generator: vllm; validation_samples",
     "rewards": "math, last_number, exact_match, format, length, or package.module:function of your own",
-    "batch": "examples of an optimizer step, over all data ranks; microbatch_tokens: auto takes what the GPU holds",
-    "length": "steps or epochs; validate_every: 50 validates between",
+    "batch": "examples of an optimizer step, over all data ranks; microbatch_tokens: auto fills the GPU",
+    "length": "steps or epochs; validate_every: 50 validates in between",
     "optimizer": "lr is the peak, ten times as large for adapters as for all weights; decay: cosine is the default",
-    "checkpoint": "--resume auto goes on from the newest one",
+    "checkpoint": "--resume auto resumes from the newest one",
     "parallel": "pp: pipeline stages, tp: tensor parallel, cp: context parallel, dp_shard: FSDP2",
     "memory": "activation_checkpointing trades time for memory",
 }

@@ -16,12 +16,12 @@ def verify_checkpoint(folder: Path) -> None:
     if is_exported(folder):
         files = check_exported(folder, whole=True)
         size = sum(file.bytes for file in files.values())
-        print(f"{folder}: whole. {len(files)} files, {size / 2**30:.2f} GiB, every one as it was written")
+        print(f"{folder}: intact. {len(files)} files, {size / 2**30:.2f} GiB, each as written")
         return
     marker = read_marker(folder)
     check_files(folder, marker, marker.files)
     size = sum(file.bytes for file in marker.files.values())
     print(
-        f"{folder}: whole. After step {marker.step}, written by {marker.world_size} ranks, "
-        f"{len(marker.files)} files, {size / 2**30:.2f} GiB, every one as it was written"
+        f"{folder}: intact. After step {marker.step}, written by {marker.world_size} ranks, {len(marker.files)} files, "
+        f"{size / 2**30:.2f} GiB, each as written"
     )

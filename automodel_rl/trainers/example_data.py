@@ -41,7 +41,9 @@ class ExampleData:
         self.train = self._loader(config.data.train, config.seed if config.data.shuffle else None, config.length.epochs)
         self.total_steps = config.length.steps or len(self.train.sampler)
         if self.total_steps == 0:
-            raise InputError(f"length.epochs={config.length.epochs} is less than one example: raise it, or give steps")
+            raise InputError(
+                f"length.epochs={config.length.epochs} is less than one example: raise it, or set length.steps"
+            )
 
     @property
     def per_step(self) -> int:

@@ -59,7 +59,7 @@ class FurtherCheckpoints:
         for name, model in self.models.items():
             folder = _beside(of_policy, name)
             if not folder.is_dir():
-                raise InputError(f"{of_policy}: the checkpoint of the {name} is missing, {folder}: give another one")
+                raise InputError(f"{of_policy}: the checkpoint of the {name}, {folder}, is missing: pass another one")
             with self._ready(model):
                 model.crew.ask(model.name, "check_checkpoint", folder)
                 model.crew.ask(model.name, "load_checkpoint", folder)

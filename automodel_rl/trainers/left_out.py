@@ -25,7 +25,7 @@ class LeftOut:
     def note_held_out(self, steps: Sequence[LoadedStep]) -> None:
         """Stores the counts of the validation data. `steps` are all of its loaded steps."""
         counts = _counts(steps)
-        self._tell(steps, counts, "of the validation data", "val/ measures the others")
+        self._tell(steps, counts, "of the validation data", "val/ metrics cover the others")
         self.held_out = {f"val/{name}": count for name, count in counts.items()}
 
     def _tell(self, steps: Sequence[LoadedStep], counts: dict[str, int], which: str, end: str) -> None:
@@ -34,10 +34,10 @@ class LeftOut:
         cut, dropped, bad = counts.values()
         if too_long and f"{which}, too long" not in self._told:
             self._told.add(f"{which}, too long")
-            self.say(f"warning: {too_long}; {which} {cut} examples were cut and {dropped} dropped, and {end}")
+            self.say(f"warning: {too_long}; {which}, {cut} examples were cut and {dropped} dropped; {end}")
         if refused and f"{which}, refused" not in self._told:
             self._told.add(f"{which}, refused")
-            self.say(f"warning: {refused}: left out; {which} {bad} records were refused, and {end}")
+            self.say(f"warning: {refused}: skipped; {which}, {bad} records were refused; {end}")
 
 
 def _counts(steps: Sequence[LoadedStep]) -> dict[str, int]:

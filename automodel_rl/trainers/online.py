@@ -55,8 +55,8 @@ class OnlineRun:
         self.num_optimizer_steps = self.total_steps * self.config.batch.steps_of_all_epochs
         if idle_steps and idle_steps >= self.total_steps:
             raise InputError(
-                f"critic.warmup_steps={idle_steps} and a run of {self.total_steps} steps: the policy would never be "
-                "trained: lower the former"
+                f"critic.warmup_steps={idle_steps} in a run of {self.total_steps} steps: the policy would never be "
+                "trained: lower it"
             )
         self._idle = idle_steps * self.config.batch.steps_of_all_epochs
         self._collected: StepRollouts

@@ -63,7 +63,7 @@ def open_run(config: RunConfig, resume: str) -> OpenedRun:
     if handle.unused_tensors:
         _say_phase(
             f"{len(handle.unused_tensors)} tensors of the checkpoint, such as {handle.unused_tensors[0]}, belong to no "
-            "part of the model: they are not trained, and exports keep them as they are"
+            "part of the model: they are not trained, and exports keep them unchanged"
         )
     handles = {name: _load_further(*opened, config) for name, opened in further.items()}
     torch.manual_seed(mixed_seed(config.seed, dist.get_rank()))
@@ -100,7 +100,7 @@ def choose_loss(config: RunConfig, default: LossFn) -> LossFn:
         inspect.signature(function).bind("outputs", "microbatch")
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"loss_function={config.loss_function}: cannot be called as function(outputs, microbatch) ({error}): give "
-            "a function of these two"
+            f"loss_function={config.loss_function}: cannot be called as function(outputs, microbatch) ({error}): set a "
+            "function of these two arguments"
         ) from None
     return function

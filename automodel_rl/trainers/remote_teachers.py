@@ -82,16 +82,14 @@ class RemoteTeacher(ABC):
     def _of_rows(self, ask: Callable[[Any], T], rows: Sequence[Any]) -> list[T]:
         """Calls a function on each row, concurrently. Raises InputError for rows with images or clips."""
         if any(row.media for row in rows):
-            raise InputError(
-                f"{self.key}.url: rows have images or clips, which are not sent: use a teacher without url"
-            )
+            raise InputError(f"{self.key}.url: rows with images or clips are not supported: use a teacher without url")
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             return [*pool.map(ask, rows)]
 
 
 def _check(temperature: float) -> None:
     if temperature != 1.0:
-        raise ValueError(f"temperature={temperature}: servers give log-probabilities at 1")
+        raise ValueError(f"temperature={temperature}: servers return log-probabilities at temperature 1")
 
 
 def _after_first(values: Tensor, filling: float) -> Tensor:
@@ -111,14 +109,14 @@ class VllmTeacher(RemoteTeacher):
         self.server, self.name = VllmServer(url), name
         served = [one["id"] for one in self._tried(lambda: self.server.get("/v1/models"))["data"]]
         if name not in served:
-            raise InputError(f"{key}.name={name}: {url} has {', '.join(served)}: name one of them")
+            raise InputError(f"{key}.name={name}: {url} serves {', '.join(served)}: use one of them")
 
     def close(self) -> None: ...  # each request uses its own connection
 
     def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
         rows = [_ranked(of_token)[:k] for of_token in self._scored(tokens, k)]
         if any(len(row) < k for row in rows):
-            raise InputError(f"{self.key}.url={self.server.url}: gives fewer than {k} likeliest tokens: lower top_k")
+            raise InputError(f"{self.key}.url={self.server.url}: returns fewer than {k} top tokens: lower top_k")
         values = torch.tensor([[value for _, value in row] for row in rows]).view(-1, k)
         return values, torch.tensor([[token for token, _ in row] for row in rows], dtype=torch.int64).view(-1, k)
 
@@ -127,7 +125,7 @@ class VllmTeacher(RemoteTeacher):
         return [of_token[str(token)]["logprob"] for token, of_token in zip(tokens[1:], scored, strict=True)]
 
     def at_of(self, tokens: list[int], ids: Tensor) -> Tensor:
-        raise NotImplementedError("vLLM scores its own likeliest tokens")  # configs that need this are refused
+        raise NotImplementedError("vLLM only scores its own top tokens")  # configs that need this are refused
 
     def _scored(self, tokens: list[int], k: int) -> list[dict[str, Any]]:
         body = {"model": self.name, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
@@ -149,7 +147,7 @@ class VllmTeacher(RemoteTeacher):
             except (OSError, http.client.HTTPException, ValueError) as error:  # unreachable, or lost while answering
                 problem = f"{type(error).__name__}: {error}"
             if attempt == 3:
-                print(f"warning: {self.key}: {problem}; asking again for ten minutes", file=sys.stderr, flush=True)
+                print(f"warning: {self.key}: {problem}; retrying for up to ten minutes", file=sys.stderr, flush=True)
             if attempt < TRIES - 1:
                 time.sleep(min(0.5 * 2**attempt, LONGEST_WAIT))
         raise InputError(f"{self.key}.url={self.server.url}: {problem}")
@@ -237,7 +235,7 @@ def open_remote_teacher(key: str, config: TeacherConfig, tokenizer: PreTrainedTo
         own, size = AutoTokenizer.from_pretrained(config.path), _vocab_size(config.path)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{key}.path={config.path}: no tokenizer and config can be opened ({reason})") from None
+        raise InputError(f"{key}.path={config.path}: cannot open a tokenizer and config ({reason})") from None
     try:
         check_same_tokens(tokenizer, own)
     except InputError as error:

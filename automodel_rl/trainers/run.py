@@ -235,10 +235,8 @@ class Run:
         self.progress = Progress(self.total_steps, self.step)
         with StopSignal(self.policy.crew.signals) as stop, self.progress, self._tracking(), _short_collections():
             if self.directory.begins_anew:
-                self.progress.say(
-                    f"{self.directory.folder} holds a run that finished no step; this one takes its place"
-                )
-            start = f", going on from step {self.step}" if self.step else ""
+                self.progress.say(f"{self.directory.folder} holds a run that finished no step; this run replaces it")
+            start = f", resuming from step {self.step}" if self.step else ""
             self.progress.say(f"{self.total_steps} steps{start}: {summary}, {self._where}")
             if self.directory.changes and self.step:
                 self.progress.say(f"changed since it was stopped: {', '.join(self.directory.changes)}")
@@ -288,13 +286,13 @@ class Run:
         if error is not None:
             raise JobEndedError(
                 f"error: stopped by {by} after step {self.step}, and its checkpoint could not be written ({error}): "
-                "--resume auto goes on from the one before"
+                "--resume auto resumes from the previous one"
             )
-        raise StoppedError(f"stopped by {by} after step {self.step}: add --resume auto to go on")
+        raise StoppedError(f"stopped by {by} after step {self.step}: resume with --resume auto")
 
     def _warn(self, error: str | None) -> None:
         if error is not None:
-            self.say(f"warning: a checkpoint could not be written ({error}); training goes on, older ones are intact")
+            self.say(f"warning: a checkpoint could not be written ({error}); training continues, older ones are intact")
         warning = self.checkpoints.warning()
         if warning is not None:
             self.say(f"warning: {warning}")
@@ -354,8 +352,8 @@ class Run:
         warmup = warmup_steps(self.config.optimizer, total)
         if total is not None and warmup >= total:
             self.progress.say(
-                f"warning: the warm-up of {warmup} steps is as long as the run's {total} optimizer steps or longer: "
-                "the learning rate reaches its peak in the last step or never"
+                f"warning: the warm-up of {warmup} steps is not shorter than the run's {total} optimizer steps: the "
+                "learning rate reaches its peak in the last step or never"
             )
 
     def _warn_of_another_rate(self) -> None:
@@ -370,9 +368,9 @@ class Run:
         )
         if not math.isclose(was, now):
             self.progress.say(
-                f"warning: the run was planned for {planned} steps and now has {self.total_steps}, so that after step "
-                f"{self.step} optimizer.decay={self.config.optimizer.decay} goes on with a learning rate of {now:.3g} "
-                f"in place of {was:.3g}"
+                f"warning: the run was planned for {planned} steps and now has {self.total_steps}, so after step "
+                f"{self.step} optimizer.decay={self.config.optimizer.decay} continues with a learning rate of "
+                f"{now:.3g} instead of {was:.3g}"
             )
 
     @property
@@ -420,7 +418,7 @@ class Run:
             name = self.goal.best_metric
             self.say(f"final/ is the best checkpoint, of step {best['step']:.0f}, with {name} {best['metric']:.5g}")
         elif self.checkpoints.best is None:
-            self.say(f"warning: no checkpoint has {self.goal.best_metric}, so final/ is the last step and not the best")
+            self.say(f"warning: no checkpoint has {self.goal.best_metric}, so final/ is the last step, not the best")
 
     def save_samples(self, samples: list[Sample], step: int | None = None) -> None:
         """Stores completions for the report. `samples` belong to `step`; None for the current step."""

@@ -145,8 +145,8 @@ class RunCheckpoints:
         for change in changes(read_json(folder / INPUTS), self.inputs):
             if is_own and change.before.follows and not self.config.accept_changed_inputs:
                 raise InputError(
-                    f"{change}: it has changed since {folder}, and {change.before.follows}: put it back; begin a new "
-                    "run from the checkpoint's weights (automodel-rl export); or go on nevertheless with "
+                    f"{change}: it has changed since {folder}, and {change.before.follows}: restore it; start a new "
+                    "run from the checkpoint's weights (automodel-rl export); or continue anyway with "
                     "--checkpoint.accept_changed_inputs true"
                 )
             say(f"changed since {folder}: {change}")
@@ -170,8 +170,8 @@ class RunCheckpoints:
         """Raises InputError if the run needs its initial weights, and they have changed."""
         if there not in (None, self.began_with) and self.needs_first_weights:
             raise InputError(
-                f"model.path={self.source}: its weights or adapters are not those with which {folder} began, and the "
-                "run needs these as its reference or as frozen weights: put them back, or begin anew"
+                f"model.path={self.source}: its weights or adapters differ from those that {folder} started from, and "
+                "the run needs these as its reference or as frozen weights: restore them, or start a new run"
             )
 
     def load_best(self, step: int) -> dict[str, float] | None:
@@ -194,13 +194,13 @@ class RunCheckpoints:
                 say(warning)
             if newest is None:
                 raise InputError(
-                    f"output={self.directory.folder}: none of its {len(folders)} checkpoints is whole: give the folder "
-                    "of another one in --resume, or choose another output to begin anew"
+                    f"output={self.directory.folder}: none of its {len(folders)} checkpoints is complete: pass another "
+                    "checkpoint to --resume, or choose another output to restart"
                 )
             problem = self.further.problem_of(newest)
             if not problem:
                 break
-            say(f"warning: {problem}, so that {newest} is of no use; going back to the one before")
+            say(f"warning: {problem}, so {newest} is unusable; falling back to the previous one")
             older = [folder for folder in older if step_of(folder) < step_of(newest)]
         self.directory.set_aside(newer_than=newest)
         return Path(newest)
@@ -306,7 +306,7 @@ class RunCheckpoints:
         try:
             warning = self._keep_chosen(written)
         except OSError as error:
-            warning = f"{written.folder} is complete, but what comes after failed ({error.strerror})"
+            warning = f"{written.folder} is complete, but the work after it failed ({error.strerror})"
         self._warning = warning or self._warning
 
     def _join(self) -> None:
@@ -362,12 +362,12 @@ class RunCheckpoints:
         os.close(export.our_end)
         if export.process.returncode == 0:
             return None
-        said = (errors.strip().splitlines() or ["it ended without a word"])[-1]
-        return f"{export.folder / HF_COPY} could not be made ({said})"
+        said = (errors.strip().splitlines() or ["it exited without output"])[-1]
+        return f"{export.folder / HF_COPY} could not be written ({said})"
 
     def _say_differences(self, folder: Path, say: Callable[[str], None]) -> None:
         with contextlib.suppress(InputError):
             there = completed(read_yaml(folder / CONFIG), self.directory.config)
             keys = differing_keys(there, parse_yaml(self.directory.config_text))
             if keys:
-                say(f"going on from {folder}, of a run that differs in {', '.join(keys[:8])}")
+                say(f"resuming from {folder}, of a run that differs in {', '.join(keys[:8])}")

@@ -73,7 +73,7 @@ class Step:
         nothing = sum(output.nothing_to_train for output in outputs)
         if nothing:
             where = "its batch" if count == 1 else f"{nothing} of its {count} batches"
-            self.say(f"warning: step {self.number} had no trained token in {where}, which changed no weight")
+            self.say(f"warning: step {self.number} had no trained token in {where}, which updated no weights")
         names = dict.fromkeys(name for output in outputs for name in output.metrics)
         seconds = time.perf_counter() - self.started
         device = self.handle.layout.device
@@ -117,8 +117,8 @@ class Step:
             )
         elif compiled.graphs:
             self.say(
-                f"warning: step {self.number} compiled {compiled.graphs} graphs anew, in {compiled.seconds:.0f} s; "
-                "graphs fit microbatches of any size, so this should not be: report it, or set memory.compile=false"
+                f"warning: step {self.number} compiled {compiled.graphs} more graphs in {compiled.seconds:.0f} s; "
+                "graphs fit microbatches of any size, so this is unexpected: report it, or set memory.compile=false"
             )
 
 

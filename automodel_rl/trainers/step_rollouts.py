@@ -55,8 +55,8 @@ class RewardWatch:
         self.num_steps = 0 if any(group.has_signal for group in groups) else self.num_steps + 1
         if self.num_steps >= MOST_STEPS:
             raise RolloutError(
-                f"in {MOST_STEPS} steps in a row no prompt had completions with different rewards, so there is nothing "
-                f"to learn: look at {self.rollouts}, use easier or harder prompts, or raise rollout.group_size"
+                f"in {MOST_STEPS} consecutive steps no prompt had completions with different rewards, so there is "
+                f"nothing to learn: inspect {self.rollouts}, use easier or harder prompts, or raise rollout.group_size"
             )
 
     def state_dict(self) -> dict[str, int]:
@@ -196,9 +196,7 @@ class StepRollouts:
         if not chosen:
             error = first_error(rollout for group in generated for rollout in group.rollouts)
             needed = "two completions" if fewest == 2 else "a completion"
-            raise RolloutError(
-                f"no group has {needed} with rewards: others failed or got none, the first with: {error}"
-            )
+            raise RolloutError(f"no group has {needed} with rewards: others failed or got none; first error: {error}")
         self._generated = generated
         return chosen
 
@@ -208,7 +206,7 @@ class StepRollouts:
             self._say_once(
                 "overlong",
                 f"warning: {training} of the first {self.prompts.num_drawn} prompts and {held_out} held-out ones are "
-                f"longer than rollout.max_prompt_tokens={self.config.rollout.max_prompt_tokens} and left out; "
+                f"longer than rollout.max_prompt_tokens={self.config.rollout.max_prompt_tokens} and were dropped; "
                 "data/num_overlong_prompts counts them",
             )
 
@@ -216,7 +214,7 @@ class StepRollouts:
         if refused := self.prompts.refused or self.validation.refused:
             self._say_once(
                 "refused",
-                f"warning: {refused}: left out, as {self.prompts.num_refused} of the first {self.prompts.num_drawn} "
+                f"warning: {refused}: skipped; so far {self.prompts.num_refused} of the first {self.prompts.num_drawn} "
                 f"prompts and {self.validation.num_refused} held-out ones; data/num_bad_records counts them",
             )
 
@@ -226,8 +224,8 @@ class StepRollouts:
         if count:
             self._say_once(
                 "held out",
-                f"warning: {count} of the step's {len(self._generated)} prompts are held-out prompts, too, so that "
-                "val/ measures what was trained: keep data.validation apart from data.train",
+                f"warning: {count} of the step's {len(self._generated)} prompts are also held-out prompts, so val/ "
+                "measures what was trained: keep data.validation apart from data.train",
             )
 
     def _say_once(self, what: str, text: str) -> None:
@@ -241,8 +239,8 @@ class StepRollouts:
         for rank, problem in self.fleet.given_up.items():
             self._say_once(
                 f"lost {rank}",
-                f"warning: the generator of rank {rank} does not come back ({problem}): others write its part, and it "
-                "is started again some steps later; rollout/lost_generators counts those that are lost",
+                f"warning: the generator of rank {rank} does not recover ({problem}): others generate its share, and "
+                "it is restarted some steps later; rollout/lost_generators counts lost ones",
             )
         for what, note in self.queue.rollouts.notes.items():
             self._say_once(f"agents {what}", note)
@@ -251,17 +249,18 @@ class StepRollouts:
             self._say_once("forks", forked)
         if self.signal.num_steps == 1:
             but = " but length" if self.config.filter.overlong_buffer and not self.config.filter.dynamic else ""
-            self.run.say(f"warning: no group of step {step.number} has rewards that differ; it taught nothing{but}")
+            self.run.say(f"warning: no group of step {step.number} has differing rewards; it taught nothing{but}")
         if step.metrics["rollout/failed"]:
             self.run.say(
-                f"warning: {step.metrics['rollout/failed']} completions of step {step.number} failed and left "
-                "their groups; rollouts/ has the errors"
+                f"warning: {step.metrics['rollout/failed']} completions of step {step.number} failed and were removed "
+                "from their groups; see rollouts/ for the errors"
             )
         if count := step.metrics["rollout/invalid_logprobs"]:
             self._say_once(
                 "invalid",
-                f"warning: the generator gave no log-probability (nan, infinite or above 0) for {count} tokens of step "
-                f"{step.number}, which are left out of the loss; rollout/invalid_logprobs counts them in every step",
+                f"warning: the generator returned no valid log-probability (nan, infinite or above 0) for {count} "
+                f"tokens of step {step.number}, which are excluded from the loss; rollout/invalid_logprobs counts them "
+                "in every step",
             )
         error, most = step.metrics.get("train/logprob_error"), self.config.rollout.warn_logprob_error
         is_stale = self.config.rollout.max_staleness > 0  # older weights, so disagreement is expected

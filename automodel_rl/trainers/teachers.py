@@ -75,7 +75,9 @@ class Teachers:
         for name, config in self.configs.items():
             unknown = [path for path in config.sources if path not in paths]
             if unknown:
-                raise InputError(f"teachers.{name}.sources: {unknown[0]} is the path of no source in data: correct it")
+                raise InputError(
+                    f"teachers.{name}.sources: {unknown[0]} is not the path of a source in data: correct it"
+                )
 
     def begin(self) -> None:
         """Prepares the teachers. Must be called before they compute."""
@@ -93,7 +95,7 @@ class Teachers:
             return found[0]
         said = f"{' and '.join(found)} teach it" if found else "no teacher teaches it"
         raise InputError(
-            f"teachers: of the source {path} {said}: name each source in the sources of one teacher; one without "
+            f"teachers: for the source {path}, {said}: name each source in the sources of one teacher; one without "
             "sources teaches all others"
         )
 

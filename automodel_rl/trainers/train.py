@@ -153,9 +153,9 @@ def open_loop(file: Path) -> Callable[..., Any]:
         InputError: there is no such file, it cannot be imported, or it has no such function.
     """
     if not file.is_file():
-        raise InputError(f"run {file}: there is no such file")
+        raise InputError(f"run {file}: file not found")
     if not file.stem.isidentifier():
-        raise InputError(f"run {file}: its name is no name of a Python module: use letters, digits and _")
+        raise InputError(f"run {file}: its name is not a valid Python module name: use letters, digits and _")
     sys.path.append(str(file.parent.absolute()))  # last, so that files beside it shadow no other module
     try:
         module = importlib.import_module(file.stem)

@@ -119,15 +119,15 @@ class Validation:
         underway, publish = self._underway, self.config.weight_sync.publish
         if underway is None:
             return
-        problem = "" if self.fleet.evaluators else "the run has no evaluators any longer"
+        problem = "" if self.fleet.evaluators else "the run no longer has evaluators"
         if not problem:
             assert publish is not None
             if underway.weights[0] == self.fleet.newest[0]:  # published anew, with another hash
                 underway = _Underway(underway.step, self.fleet.newest, None)
             elif not has_version(publish, *underway.weights):
-                problem = f"{publish} has its weights no longer"
+                problem = f"{publish} no longer has its weights"
         if problem:
-            self.run.say(f"warning: the validation of step {underway.step} is left out: {problem}")
+            self.run.say(f"warning: the validation of step {underway.step} is skipped: {problem}")
             self.load_state_dict({})
         else:
             self._ask(underway)
@@ -211,8 +211,8 @@ class Validation:
             self.run.say(warning)
         if failed:
             self.run.say(
-                f"warning: {len(failed)} of {len(rollouts)} held-out completions of step {step} failed, and count with "
-                f"the reward 0 as not passed, the first: {first_error(failed)}"
+                f"warning: {len(failed)} of {len(rollouts)} held-out completions of step {step} failed, and count as "
+                f"reward 0 and not passed; first error: {first_error(failed)}"
             )
         written = zip(self.prompts, [[r for r in group if r.is_rewarded] for group in groups], strict=True)
         samples = itertools.islice(((prompt, group) for prompt, group in written if group), self.config.observe.samples)

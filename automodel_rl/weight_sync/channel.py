@@ -44,7 +44,7 @@ def expect(channel: Channel, verb: Verb, seconds: float, watch: Callable[[], Non
         case Answer(answered, value) if answered == verb:
             return value
         case other:
-            raise WeightSyncError(f"the generator answered {name_of(other)} where {verb} was due")
+            raise WeightSyncError(f"the generator answered {name_of(other)} instead of {verb}")
 
 
 def call(channel: Channel, verb: Verb, *arguments: Any, seconds: float) -> Any:

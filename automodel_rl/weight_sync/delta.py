@@ -48,7 +48,7 @@ def changes_of(delta: bytes, numel: int, itemsize: int) -> tuple[np.ndarray, np.
     changed = np.flatnonzero(np.unpackbits(mask[some], bitorder="little").view(bool))
     places = 8 * some[changed >> 3] + (changed & 7)
     if len(delta) - size != len(places) * itemsize or (len(places) and places[-1] >= numel):
-        raise ValueError(f"a delta of {len(delta)} bytes is none of {numel} numbers with {len(places)} changes")
+        raise ValueError(f"a delta of {len(delta)} bytes does not fit {numel} numbers with {len(places)} changes")
     return places, np.frombuffer(delta, f"i{itemsize}", offset=size)
 
 

@@ -111,9 +111,7 @@ class GeneratorEnd:
             try:
                 message = self.messages.get(timeout=seconds)
             except queue.Empty:
-                raise WeightSyncError(
-                    f"the trainer was silent for {seconds:g} s in the middle of a weight sync"
-                ) from None
+                raise WeightSyncError(f"the trainer sent nothing for {seconds:g} s during a weight sync") from None
             match message:
                 case Call("bucket", (sender, number, slot)):
                     self._take(sender, number, slot)

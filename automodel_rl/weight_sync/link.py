@@ -79,7 +79,7 @@ class Link:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise WeightSyncError(f"the other side is gone: {innermost(error)}") from None
+                raise WeightSyncError(f"the peer has disconnected: {innermost(error)}") from None
             return True
 
         return is_done
@@ -106,10 +106,10 @@ def report_failure(store: dist.Store, why: str) -> None:
 
 
 def raise_failure(store: dist.Store) -> None:
-    """Raises WeightSyncError if a member has reported a failure, or the first rank is gone."""
+    """Raises WeightSyncError if a member has reported a failure, or the first rank has exited."""
     try:
         failed = store.check([FAILED]) and store.get(FAILED).decode()
     except RuntimeError as error:
-        raise WeightSyncError(f"the job's first rank is gone: {innermost(error)}") from None
+        raise WeightSyncError(f"the job's first rank has exited: {innermost(error)}") from None
     if failed:
-        raise WeightSyncError(f"the sync failed elsewhere: {failed}")
+        raise WeightSyncError(f"the sync failed in another process: {failed}")

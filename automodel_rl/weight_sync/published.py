@@ -128,12 +128,12 @@ def read_version(files: VersionFiles, number: int) -> Version:
     try:
         values = json.loads(files.description(number))
         if not isinstance(values, dict):
-            raise ValueError("it is no object")
+            raise ValueError("not a JSON object")
         digest, signature = values.pop("hash"), values.pop("signature", None)
         if digest != _hash_values(values):
-            raise ValueError("its hash is another")
+            raise ValueError("hash mismatch")
         if values["format"] != FORMAT:
-            raise ValueError(f"format {values['format']}, and this version of automodel_rl reads {FORMAT}")
+            raise ValueError(f"format {values['format']}, but this automodel_rl release reads {FORMAT}")
         tensors = {
             name: (_shape_of(shape), _dtype_of(dtype), int(total))
             for name, (shape, dtype, total) in values["tensors"].items()
@@ -142,26 +142,26 @@ def read_version(files: VersionFiles, number: int) -> Version:
         stored = {inner_name(name): (int(size), str(of_file)) for name, (size, of_file) in values["files"].items()}
         before = None if values["before"] is None else (int(values["before"][0]), str(values["before"][1]))
         if values["version"] != number:
-            raise ValueError(f"it is version {values['version']}")
+            raise ValueError(f"it describes version {values['version']}")
     except InputError:
         raise
     except (OSError, *NOT_AS_WRITTEN) as error:
         raise InputError(
-            f"{files.where(number, VERSION_FILE)}: is no published version ({error}): wait for the next whole one"
+            f"{files.where(number, VERSION_FILE)}: is not a published version ({error}): wait for the next full one"
         ) from None
     return Version(number, before, tensors, stored, values["changed"], digest, signature)
 
 
 def _shape_of(shape: Any) -> tuple[int, ...]:
     if not all(isinstance(size, int) and 0 <= size < 2**48 for size in shape):
-        raise ValueError(f"{str(shape)[:60]} is no shape")
+        raise ValueError(f"{str(shape)[:60]} is not a shape")
     return tuple(shape)
 
 
 def _dtype_of(name: Any) -> torch.dtype:
     dtype = getattr(torch, name) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{str(name)[:60]} is no dtype")
+        raise ValueError(f"{str(name)[:60]} is not a dtype")
     return dtype
 
 
@@ -170,7 +170,7 @@ def _check_fits(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, int]])
     needed = sum(math.prod(max(size, 1) for size in shape) * dtype.itemsize for shape, dtype, _ in tensors.values())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > memory:
-        raise ValueError(f"its tensors take {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} GiB")
+        raise ValueError(f"its tensors take {needed / 2**30:,.0f} GiB, but this machine has {memory / 2**30:,.0f} GiB")
 
 
 class HashedFile:
@@ -255,12 +255,12 @@ class PublishedWeights:
         """
         number = self.files.newest() if number is None else number
         if number is None:
-            raise InputError(f"{self.files.place}: holds no published version yet")
+            raise InputError(f"{self.files.place}: contains no published version yet")
         target, chain = read_version(self.files, number), list[Version]()
         if digest not in (None, target.hash):
-            raise InputError(f"{self.files.where(number)}: is of another run: give each run a folder of its own")
+            raise InputError(f"{self.files.where(number)}: belongs to another run: use one folder per run")
         if self.signatures is not None and not self.signatures.accepts(target.hash, target.signature):
-            raise InputError(f"{self.files.where(number)}: is not signed with the run's key: use nothing of it")
+            raise InputError(f"{self.files.where(number)}: is not signed with the run's key: do not use it")
         now, self.version = self.version, None
         if now is not None and self._stamps != _stamps_of(tensors, now):
             now = None  # changed since the last call
@@ -271,7 +271,9 @@ class PublishedWeights:
                 break
             before = read_version(self.files, step.before[0])
             if before.hash != step.before[1]:
-                raise InputError(f"{self.files.where(before.number)}: is not what version {step.number} changes")
+                raise InputError(
+                    f"{self.files.where(before.number)}: is not the version that {step.number} is based on"
+                )
             step = before
         self.num_bytes = sum(size for version in chain for size, _ in version.files.values())
         for version in reversed(chain):
@@ -289,24 +291,26 @@ class PublishedWeights:
         lacking = sorted(version.tensors.keys() - tensors.keys())
         if lacking:
             raise InputError(
-                f"{self.files.where(version.number)}: changes tensors that the version before lacks, the first "
-                f"{lacking[0]}: use nothing of it"
+                f"{self.files.where(version.number)}: changes tensors that the previous version lacks, the first "
+                f"{lacking[0]}: do not use it"
             )
         for name, stored in version.files.items():
             where = self.files.where(version.number, name)
             try:
                 with self.files.opened(version.number, name, stored[0], is_shared=self.signatures is None) as file:
                     if _size_and_hash(file) != stored:
-                        raise InputError(f"{where}: is damaged: wait for the next whole version")
+                        raise InputError(f"{where}: is damaged: wait for the next full version")
                     file.seek(0)
                     for changes in _in_threads(functools.partial(_load_block, tensors=tensors), _blocks_in(file)):
                         self._note(changes)
             except NOT_AS_WRITTEN as error:
                 raise InputError(
-                    f"{where}: is no file of a published version ({innermost(error)}): use nothing of it"
+                    f"{where}: is not a file of a published version ({innermost(error)}): do not use it"
                 ) from None
             except OSError as error:
-                raise InputError(f"{where}: is gone ({innermost(error)}): wait for the next whole version") from None
+                raise InputError(
+                    f"{where}: cannot be read ({innermost(error)}): wait for the next full version"
+                ) from None
         unknown = [name for name in version.tensors if name not in self._sums]
         self._sums |= zip(unknown, _in_threads(lambda name: int(checksum(tensors[name])), unknown), strict=True)
 
@@ -321,8 +325,7 @@ class PublishedWeights:
         wrong = [name for name, (*_, total) in version.tensors.items() if self._sums[name] != total]
         if wrong:
             raise InputError(
-                f"{self.files.where(version.number)}: {len(wrong)} tensors are not those of this version, the first "
-                f"{wrong[0]}"
+                f"{self.files.where(version.number)}: {len(wrong)} tensors have wrong checksums, the first {wrong[0]}"
             )
 
 
@@ -336,7 +339,7 @@ def _blocks_in(file: BinaryIO) -> Iterator[tuple[dict[str, Any], bytes]]:
     while line := file.readline(MAX_LINE_BYTES):
         block = json.loads(line)
         if not isinstance(block["bytes"], int) or not 0 <= block["bytes"] <= size - file.tell():
-            raise ValueError(f"a block of {block['bytes']} bytes is not in it")
+            raise ValueError(f"a block of {block['bytes']} bytes exceeds the file")
         yield block, file.read(block["bytes"])
 
 
@@ -347,7 +350,7 @@ def _load_block(packed: tuple[dict[str, Any], bytes], tensors: Mapping[str, Tens
     stretches = [_stretch(tensors[name], dtype, start, count) for name, start, count in block["chunks"]]
     itemsize, numel = dtype.itemsize, sum(len(stretch) for stretch in stretches)
     if numel > sum(tensors[name].numel() for name in {name for name, *_ in block["chunks"]}):
-        raise ValueError("a block has some numbers twice")
+        raise ValueError("a block contains some numbers twice")
     content = _unpacked(packed[1], itemsize * numel, is_whole=bool(block["whole"]), numel=numel)
     ends = np.cumsum([len(stretch) for stretch in stretches])
     if block["whole"]:
@@ -378,10 +381,10 @@ def _unpacked(packed: bytes, num_bytes: int, *, is_whole: bool, numel: int) -> b
     most = num_bytes if is_whole else num_bytes + -(-numel // 8)
     said = zstandard.frame_content_size(packed)
     if said > most:
-        raise ValueError(f"a block unpacks to {said:,} bytes, and at most {most:,} are due")
+        raise ValueError(f"a block unpacks to {said:,} bytes, more than {most:,}")
     content = zstandard.ZstdDecompressor().decompress(packed, max_output_size=max(most, 1))
     if is_whole and len(content) != num_bytes:
-        raise ValueError(f"a block unpacks to {len(content):,} bytes, and {num_bytes:,} are due")
+        raise ValueError(f"a block unpacks to {len(content):,} bytes instead of {num_bytes:,}")
     return content
 
 

@@ -88,7 +88,7 @@ class PublishedSync:
         self._slots.rejoin()
         committed = self.transport.commit(number, sums=False)
         if committed.version != number:
-            raise WeightSyncError(f"the generator reports version {committed.version} where {number} was sent")
+            raise WeightSyncError(f"the generator reports version {committed.version} instead of {number}")
         return Brought(self._weights.num_bytes, read - started, time.perf_counter() - read)
 
     @torch.no_grad()

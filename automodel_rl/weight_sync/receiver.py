@@ -39,14 +39,14 @@ class Receiver:
         for name, spec in sent.items():
             home = self.homes.get(name)
             if home is None:
-                raise WeightSyncError(f"the trainer sends {spec}, and the generator has no such tensor")
+                raise WeightSyncError(f"the trainer sends {spec}, which the generator does not have")
             if (tuple(home.shape), home.dtype) != (spec.shape, spec.dtype):
                 kind = f"{list(home.shape)} {str(home.dtype).removeprefix('torch.')}"
-                raise WeightSyncError(f"the trainer sends {spec}, and the generator's is {kind}")
+                raise WeightSyncError(f"the trainer sends {spec}, but the generator's is {kind}")
         missing = self.homes.keys() - sent.keys()
         if missing:
             raise WeightSyncError(
-                f"the trainer does not send {min(missing)} and {len(missing) - 1} more of the generator"
+                f"the trainer does not send {min(missing)} and {len(missing) - 1} more tensors of the generator"
             )
         self.plans = list(plans)
         self._targets = {
@@ -77,8 +77,8 @@ class Receiver:
         """Returns the version of the weights. Raises WeightSyncError if they have none."""
         if self.version is None:
             raise WeightSyncError(
-                "the generator has no complete weights: none came yet, or a weight sync was interrupted; it generates "
-                "after the next complete one"
+                "the generator has no complete weights: none received yet, or a weight sync was interrupted; it "
+                "generates after the next complete one"
             )
         return self.version
 

@@ -62,11 +62,9 @@ def _read_key(file: Path, kind: str, named: str) -> Any:
             else reading.load_pem_public_key(content)
         )
     except OSError as error:
-        raise InputError(f"{named}: cannot be read ({error.strerror}): give the file of a key") from None
+        raise InputError(f"{named}: cannot be read ({error.strerror}): pass a key file") from None
     except (ValueError, TypeError) as error:
-        raise InputError(
-            f"{named}: is no key in PEM without a password ({' '.join(str(error).split())[:100]})"
-        ) from None
+        raise InputError(f"{named}: is not an unencrypted PEM key ({' '.join(str(error).split())[:100]})") from None
     if not isinstance(key, getattr(ed25519, kind)):
-        raise InputError(f"{named}: is a {type(key).__name__.lstrip('_')}, and versions are signed with {kind}")
+        raise InputError(f"{named}: is a {type(key).__name__.lstrip('_')}, but versions are signed with {kind}")
     return key

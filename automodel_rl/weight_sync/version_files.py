@@ -68,7 +68,7 @@ class VersionFiles:
             )
         except (ValueError, ImportError, OSError) as error:
             reason = innermost(error)
-            raise InputError(f"{self.place}: cannot be opened ({reason}): give a folder or an address") from None
+            raise InputError(f"{self.place}: cannot be opened ({reason}): pass a folder or a URL") from None
         self._system: AbstractFileSystem = opened[0]
         self._root: str = opened[1]
         self._is_here = isinstance(self._system, LocalFileSystem)
@@ -87,13 +87,11 @@ class VersionFiles:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise InputError(
-                f"{self.place}: cannot be read ({error.strerror}): see whether it is yours to read"
-            ) from None
+            raise InputError(f"{self.place}: cannot be read ({error.strerror}): check its permissions") from None
         try:
             return int(json.loads(content)["version"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise InputError(f"{self.place}/{NEWEST_FILE}: names no version ({innermost(error)})") from None
+            raise InputError(f"{self.place}/{NEWEST_FILE}: contains no version ({innermost(error)})") from None
 
     def description(self, number: int) -> bytes:
         """Returns the content of a `VERSION_FILE`.
@@ -150,7 +148,7 @@ class VersionFiles:
             if self._is_here or attempt == TRIES - 1:
                 break
             time.sleep(0.5 * 2**attempt)
-        raise InputError(f"{self.place}: cannot be read ({problem}): see whether it is there, and is yours to read")
+        raise InputError(f"{self.place}: cannot be read ({problem}): check that it exists and is readable")
 
 
 class _Bound(Callback):
@@ -173,13 +171,13 @@ def _check_file(at: str, max_bytes: int) -> None:
     """Raises InputError for a local file that is too large, or not a regular one, such as a pipe."""
     about = os.stat(at)
     if not stat.S_ISREG(about.st_mode):
-        raise InputError(f"{at}: is no ordinary file: use nothing of it")
+        raise InputError(f"{at}: is not a regular file: do not use it")
     _check_size(at, about.st_size, max_bytes)
 
 
 def _check_size(at: str, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
-        raise InputError(f"{at}: has {num_bytes:,} bytes, and at most {max_bytes:,} are read: use nothing of it")
+        raise InputError(f"{at}: has {num_bytes:,} bytes, more than the limit of {max_bytes:,}: do not use it")
 
 
 def numbers_in(folder: Path) -> list[int]:

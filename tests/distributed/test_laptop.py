@@ -75,7 +75,7 @@ def test_from_chats_to_rewards(ranks: RankPool, tmp_path: Path, monkeypatch: pyt
     ]
     (watch,) = [arguments for arguments in commands if arguments[0] == "watch"]
     with Job([sys.executable, "-m", "automodel_rl", *watch]) as page:
-        assert page.wait_until(lambda: "shows the runs as they go on" in page.stdout), page.stderr
+        assert page.wait_until(lambda: "shows the runs as they progress" in page.stdout), page.stderr
         for arguments in commands:
             if arguments != watch:
                 done = run_command([sys.executable, "-m", "automodel_rl", *arguments])

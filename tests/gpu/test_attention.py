@@ -87,7 +87,7 @@ def test_sinks_are_closer_to_the_mathematics_than_bf16_attention_written_out(
     backend: Backend, cp: int, window: int | None
 ) -> None:
     if backend is BACKENDS["te"]:
-        pytest.skip("refused: TransformerEngine computes no sinks")
+        pytest.skip("refused: TransformerEngine does not support sinks")
     for call in calls(cp):
         inputs = [t.detach()[..., :64].contiguous().requires_grad_() for t in make_inputs(call, torch.bfloat16)]
         generator = torch.Generator("cuda").manual_seed(2)

@@ -17,7 +17,7 @@ pytestmark = [
     ("launcher", "way", "last_line"),
     [
         (OURS, "loss", f"error: rank 1: {IN_LOSS} failed: ValueError: planted in the loss"),
-        (OURS, "killed", "error: rank 1 was ended by SIGKILL; the machine may have run out of memory"),
+        (OURS, "killed", "error: rank 1 was killed by SIGKILL; the machine may have run out of memory"),
         (OURS, "hang", "error: rank 1 hangs: "),
         (TORCHRUN, "loss", f"error: rank 1: {IN_LOSS} failed: ValueError: planted in the loss"),
         (TORCHRUN, "killed", ""),

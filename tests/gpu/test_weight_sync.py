@@ -123,4 +123,4 @@ def test_an_generator_that_dies_under_nccl_is_noticed(ranks: RankPool, tmp_path:
     need_gpus(2)
     save_tiny_model(tmp_path, "qwen3", dtype=torch.float32)
     (message,) = ranks(1).run(lose_the_generator, tmp_path)
-    assert "its process ended with code -9" in message
+    assert "its process exited with code -9" in message

@@ -60,7 +60,7 @@ def test_a_new_folder_is_complete_or_leaves_nothing(tmp_path: Path) -> None:
         (unfinished / "a").write_text("a")
         assert not (tmp_path / "above" / "new").exists()
     assert (tmp_path / "above" / "new" / "a").read_text() == "a"
-    with pytest.raises(InputError, match="new: exists already"), new_folder(tmp_path / "above" / "new"):
+    with pytest.raises(InputError, match="new: already exists"), new_folder(tmp_path / "above" / "new"):
         pass
     with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "other") as unfinished:
         (unfinished / "a").write_text(str(1 / 0))
@@ -88,9 +88,7 @@ def test_what_the_disk_refuses_is_one_line(tmp_path: Path, error: Exception) -> 
 @pytest.mark.parametrize("place", ["file/below", "file", "/proc/version/below"])
 def test_a_place_below_a_file_is_no_folder(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        InputError, match="^--out x: .*(file|version) is not a folder one can write to: choose another$"
-    ):
+    with pytest.raises(InputError, match="^--out x: .*(file|version) is not a writable folder: choose another$"):
         check_place(tmp_path / place, "--out x")
     check_place(tmp_path / "not" / "there", "--out x")
 

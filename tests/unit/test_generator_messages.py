@@ -106,7 +106,7 @@ connection.recv_bytes()
 
 
 def test_an_answer_that_this_side_cannot_read_ends_the_generator() -> None:
-    with pytest.raises(RuntimeError, match="its process sent what cannot be read .AttributeError: .*'Newer'"):
+    with pytest.raises(RuntimeError, match="its process sent an unreadable message .AttributeError: .*'Newer'"):
         GeneratorProcess(ChildProcess([sys.executable, "-c", UNREADABLE]), None).start()
 
 

@@ -71,19 +71,19 @@ def test_a_whole_folder_is_told(folder: Path, capsys: pytest.CaptureFixture[str]
     (folder / "README.md").write_text("Mine.")  # a file that came later is nobody's business
     find_model(ModelConfig(path=str(folder)))
     assert main(["verify-checkpoint", str(folder)]) == 0
-    assert "whole. 6 files" in capsys.readouterr().out
+    assert "intact. 6 files" in capsys.readouterr().out
 
 
 def test_a_change_that_is_meant_is_allowed_without_the_manifest(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(InputError, match=f"if the change is meant, remove {MANIFEST}"):
+    with pytest.raises(InputError, match=f"if the change is intended, remove {MANIFEST}"):
         find_model(ModelConfig(path=str(folder)))
     (folder / MANIFEST).unlink()
     find_model(ModelConfig(path=str(folder)))
     assert main(["verify-checkpoint", str(folder)]) == 2
-    assert f"no {MANIFEST}, so nothing says what its files were" in capsys.readouterr().err
+    assert f"no {MANIFEST} to compare the files with" in capsys.readouterr().err
 
 
 def test_a_start_compares_only_the_size_of_large_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,8 @@ class OnlineConfig(RolloutRunConfig):
             raise ValueError("rewards: name at least one, such as math, or package.module:function")
         if self.filter.dynamic and not self.compares_completions:
             raise ValueError(
-                "filter.dynamic leaves out groups with equal rewards, and completions are not compared in groups here: "
-                "set it to false"
+                "filter.dynamic drops groups with equal rewards, but completions are not compared in groups here: set "
+                "it to false"
             )
         return self
 
@@ -104,8 +104,8 @@ class OnlineConfig(RolloutRunConfig):
         telling = [reward.function for reward in self.rewards if reward.passes_at is not None]
         if len(telling) > 1:
             raise ValueError(
-                f"rewards: {' and '.join(telling)} have passes_at, and one reward tells whether a completion passes: "
-                "give it to one"
+                f"rewards: {' and '.join(telling)} have passes_at, but one reward decides whether a completion passes: "
+                "set it for one"
             )
         return self
 
@@ -115,13 +115,13 @@ class OnlineConfig(RolloutRunConfig):
         is_asked = ENVIRONMENT in [reward.function for reward in self.rewards]
         if is_asked and rollout.environment is None and not rollout.has_agent:
             raise ValueError(
-                "rewards.function=environment: there is no rollout.environment or rollout.agent that gives rewards: "
-                "name one, or use another reward"
+                "rewards.function=environment: no rollout.environment or rollout.agent returns rewards: set one, or "
+                "use another reward"
             )
         if not is_asked and rollout.agent_failed != "leave_out":
             raise ValueError(
-                f"rollout.agent_failed={rollout.agent_failed:g} is a reward that an agent gives, and rewards do not "
-                "ask for it: add environment to rewards, or leave agent_failed out"
+                f"rollout.agent_failed={rollout.agent_failed:g} is a reward from an agent, and rewards do not use it: "
+                "add environment to rewards, or remove agent_failed"
             )
         return self
 
@@ -167,18 +167,18 @@ class OnlineConfig(RolloutRunConfig):
         replay = self.router_replay
         if replay.enabled and "old_logprobs" not in replay.stages and not self.is_on_policy:
             raise ValueError(
-                f"router_replay.stages={list(replay.stages)} leave out old_logprobs, and ratios would compare "
-                "different experts: add old_logprobs, or set loss.on_policy to true"
+                f"router_replay.stages={list(replay.stages)} lack old_logprobs, so ratios would compare different "
+                "experts: add old_logprobs, or set loss.on_policy to true"
             )
         buffer = self.filter.overlong_buffer
         if buffer > rollout.max_new_tokens:
             raise ValueError(
                 f"filter.overlong_buffer={buffer} with rollout.max_new_tokens={rollout.max_new_tokens}: the penalty "
-                "rises over the last tokens before the limit, so the buffer is at most as long: lower it"
+                "rises over the last tokens before the limit, so the buffer must not be longer: lower it"
             )
         if rollout.max_staleness and self.loss.correction.kind == "none":
             raise ValueError(
-                f"rollout.max_staleness={rollout.max_staleness} with loss.correction.kind=none: completions of older "
+                f"rollout.max_staleness={rollout.max_staleness} with loss.correction.kind=none: completions from older "
                 "weights need a correction: use truncate, icepop, sequence_mask or a product of weights"
             )
         product = "rollout.prompts x rollout.group_size / batch.optimizer_steps"
@@ -245,21 +245,26 @@ class GRPOConfig(OnlineConfig):
         if self.advantage.kind == "gdpo":
             key = "filter.overlong_buffer" if self.filter.overlong_buffer else "loss.kl.where=reward"
             if self.filter.overlong_buffer or self.has_kl_in_reward:
-                raise ValueError(f"advantage.kind=gdpo compares each reward alone, and {key} is none: leave it out")
+                raise ValueError(
+                    f"advantage.kind=gdpo compares each reward separately, and {key} is not a reward: remove it"
+                )
             if len(self.rewards) < 2:
-                raise ValueError("advantage.kind=gdpo compares each of several rewards alone: name two, or use grpo")
+                raise ValueError(
+                    "advantage.kind=gdpo compares several rewards separately: name at least two, or use grpo"
+                )
         return self
 
     @model_validator(mode="after")
     def _teachers_are_asked(self) -> "GRPOConfig":
         if not self.teachers and self.distillation != OnPolicyDistillationConfig():
-            raise ValueError("distillation: there are no teachers: name one in teachers, or leave it out")
+            raise ValueError("distillation: no teachers are set: name one in teachers, or remove distillation")
         divergence = self.distillation.loss
         check_can_compare(self.teachers, divergence, self.rollout.temperature)
         if divergence is not None and divergence.temperature != self.rollout.temperature:
             raise ValueError(
-                f"distillation.loss.temperature={divergence.temperature:g} with rollout.temperature="
-                f"{self.rollout.temperature:g}: one pass reads both at one temperature: give them the same"
+                f"distillation.loss.temperature={divergence.temperature:g} with "
+                f"rollout.temperature={self.rollout.temperature:g}: one pass computes both at one temperature: set "
+                "both to the same"
             )
         if self.rollout.group_size == 1 and (self.has_kl_in_reward or self.filter.overlong_buffer):
             key = "loss.kl.where=reward" if self.has_kl_in_reward else "filter.overlong_buffer"

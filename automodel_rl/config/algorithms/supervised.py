@@ -180,7 +180,7 @@ class RewardModelConfig(_OfPairs):
             return values
         given = model.get("num_labels")
         if given not in (None, 1):
-            raise ValueError(f"model.num_labels={given}: a reward model gives one score: leave it out")
+            raise ValueError(f"model.num_labels={given}: a reward model returns one score: remove it")
         return {**values, "model": {**model, "num_labels": 1}}
 
     @property

@@ -101,7 +101,7 @@ class ScaledMamba2(Mamba2):
     def split(self, module: Any, tp: int) -> None:
         if tp > 1 and module.mamba_rms_norm:
             raise InputError(
-                f"parallel.tp={tp}: the norms in this model's Mamba-2 (mamba_rms_norm) do not split: use tp=1"
+                f"parallel.tp={tp}: the norms in this model's Mamba-2 (mamba_rms_norm) cannot be split: use tp=1"
             )
         super().split(module, tp)
 

@@ -30,7 +30,7 @@ def fast_kernels_obstacle(title: str, device: torch.device) -> str | None:
     """Returns why flash-linear-attention's kernels cannot be used, with the remedy; None if they can. `title` is the
     mixer's name."""
     if device.type != "cuda":
-        return f"{title} has kernels on CUDA alone: use a GPU"
+        return f"{title} has kernels on CUDA only: use a GPU"
     if importlib.util.find_spec("fla") is None:
         return (
             f"{title} needs the package fla-core on CUDA, which is not installed: "

@@ -79,8 +79,8 @@ def refuse_schedule(parallel: ParallelConfig) -> str | None:
         )
     if rule.splits_backward and TORCH < (2, 13):
         return (
-            f"parallel.schedule={parallel.schedule} needs torch 2.13, and this is {version('torch')}: older ones "
-            "cannot split the backward of a function with a backward of its own, as log-probabilities have; use "
+            f"parallel.schedule={parallel.schedule} needs torch 2.13, but this is {version('torch')}: older versions "
+            "cannot split the backward of a function with its own backward, as log-probabilities have; use "
             "Interleaved1F1B"
         )
     return None

@@ -36,14 +36,14 @@ def main() -> None:
     try:
         agent = import_function("rollout.agent", setup.agent)
         if not callable(agent):
-            raise InputError(f"rollout.agent={setup.agent}: is no function but {agent!r:.60}: name a function")
+            raise InputError(f"rollout.agent={setup.agent}: is not a function but {agent!r:.60}: name a function")
         inspect.signature(agent).bind("endpoint", "example")
     except InputError as error:
         connection.send((None, str(error)))
         return
     except (TypeError, ValueError) as error:
         text = f"rollout.agent={setup.agent}: cannot be called as function(endpoint, example) ({error})"
-        connection.send((None, f"{text}: give a function of these two"))
+        connection.send((None, f"{text}: use a function of these two arguments"))
         return
     ForkServer(connection, functools.partial(_run, agent=agent), setup.log).run((None, ""))
 

@@ -1,4 +1,4 @@
-"""The agents of a run: starts a process for each episode, and lets generators write what agents ask for."""
+"""Agents of a run: starts an agent per episode, and passes its calls to generators."""
 
 import asyncio
 import contextlib
@@ -28,16 +28,16 @@ from automodel_rl.rollout.protocol import Promptlike
 from automodel_rl.rollout.seeds import mixed_seed
 
 MOST_METRICS = 64
-"""Most metrics of an agent, for every record of the run has them."""
+"""Largest number of metrics of an agent, since each record of the run contains them."""
 
 ROOM_SECONDS = 0.1
-"""Seconds between two looks for room for more episodes."""
+"""Seconds between checks whether more episodes may begin."""
 
 PAUSE_SECONDS = 0.05
-"""How long a generator that writes when waited for waits for further calls, once half of the agents wait."""
+"""Seconds that a generator that does not work alone waits for further calls, once half of the agents wait for it."""
 
 LONG_PAUSE_SECONDS = 0.5
-"""How long it waits for further calls as long as fewer do."""
+"""Seconds that it waits while fewer agents wait for it."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,16 @@ class _TurnWritten:
 
 
 class Agents:
-    """Makes and drives episodes of agents.
+    """Creates and runs episodes of agents.
 
     Args:
-        config: the run's config, with an agent.
-        template: the chat template.
-        folder: folder for the log of what agents print.
-        newest_version: tells the newest policy version.
+        folder: folder for the log of the agents' output.
+        newest_version: returns the newest policy version.
         needs_reward: whether agents must return a reward.
 
     Attributes:
         stop_ids: tokens with which the chat template ends turns.
-        notes: what users should know, each in a line.
+        notes: one-line notes for the console, by topic.
 
     Raises:
         InputError: the agent cannot be imported, or the endpoint cannot listen.
@@ -103,26 +101,22 @@ class Agents:
             raise
 
     def episode(self, prompt: Promptlike, request: Request) -> AgentEpisode:
-        """The episode of a prompt.
-
-        Args:
-            prompt: the prompt.
-            request: what its calls inherit.
+        """Creates an episode whose calls inherit the settings of `request`.
 
         Raises:
             InputError: the prompt has images or clips.
         """
         if prompt.media:
-            raise InputError(f"prompt {prompt.number} has media, which agents cannot send: leave rollout.agent out")
+            raise InputError(f"prompt {prompt.number} has media, which agents cannot send: remove rollout.agent")
         example = {**prompt.example, "messages": list(prompt.messages)}
         seed = mixed_seed("environment", self.seed, prompt.number) % 2**32
         return AgentEpisode(request, example, seed, self.codecs, self.limits, self.newest_version)
 
     def submit(self, generator: Generator, episodes: Sequence[AgentEpisode]) -> "list[Future[Completion]]":
-        """Begins episodes, or resumes them if an earlier generator was lost. A thread drives them.
+        """Begins episodes, or resumes them after a generator was lost, in a thread.
 
         Returns:
-            A future for each episode. It raises what the generator raises; agents keep waiting for their turns then.
+            A future per episode. It raises the generator's error; agents then keep waiting for their turns.
         """
         work = _AgentWork(generator, episodes, self._room, self._start)
         in_thread(work.drive, "agents")
@@ -134,7 +128,7 @@ class Agents:
         self._endpoint.close()
 
     def _start(self, episode: AgentEpisode) -> None:
-        """Starts the process of an episode's agent."""
+        """Runs an episode's agent in the endpoint's event loop."""
 
         def done(future: "Future[None]") -> None:
             if future.cancelled():
@@ -145,20 +139,20 @@ class Agents:
         asyncio.run_coroutine_threadsafe(self._run(episode), self._endpoint.loop).add_done_callback(done)
 
     async def _run(self, episode: AgentEpisode) -> None:
-        """Runs the agent of an episode, and ends the episode with it."""
+        """Runs an episode's agent, and ends the episode when the agent returns, fails or times out."""
         address = self._endpoint.open(episode, episode.seed)
         has_returned: asyncio.Future[tuple[AgentResult, str]] = self._endpoint.loop.create_future()
 
         def returned(result: AgentResult, error: str) -> None:
             if len(result.metrics) > MOST_METRICS:
-                error = f"it returned {len(result.metrics)} metrics, and at most {MOST_METRICS} are kept: return fewer"
+                error = f"it returned {len(result.metrics)} metrics, more than {MOST_METRICS}: return fewer"
                 result = AgentResult(None)
             if not has_returned.done():
                 has_returned.set_result((result, error and f"the agent failed: {error}"))
 
         try:
             end_agent = await self._runner.begin(address, episode.example, returned)
-        except Exception as error:  # this machine may lack processes, or open files
+        except Exception as error:  # for example at the limit of processes or open files
             text = f"the agent failed: it could not be started ({innermost(error)})"
             self._end(episode, AgentResult(None), text)
             return
@@ -178,7 +172,7 @@ class Agents:
         if self._overridden:
             asked = ", ".join(f"{name}={value}" for name, value in sorted(self._overridden.items()))
             self.notes["overridden"] = (
-                f"agents ask for {asked}: the run decides how turns are sampled, and the model whether it calls a tool"
+                f"agents requested {asked}: ignored: the run sets the sampling, and the model decides on tool calls"
             )
         if episode.refused:
             self.notes["refused"] = (
@@ -191,9 +185,10 @@ class _AgentWork:
     """The episodes of one call of `submit`.
 
     Attributes:
-        news: what agents and the generator have done.
-        calls: calls that no generator has got yet.
-        begun: how many episodes have begun, the first ones.
+        news: events of agents and the generator.
+        calls: calls that have not been submitted yet.
+        begun: number of episodes begun, in order.
+        over: number of finished episodes.
     """
 
     generator: Generator
@@ -210,7 +205,7 @@ class _AgentWork:
         self._places = {id(episode): place for place, episode in enumerate(self.episodes)}
 
     def drive(self) -> None:
-        """Drives the episodes to their ends."""
+        """Handles events until all episodes are over. An error fails the remaining ones."""
         try:
             while self.over < len(self.episodes):
                 self._begin()
@@ -222,7 +217,7 @@ class _AgentWork:
             fail_unfinished(self.completions, error)
 
     def _begin(self) -> None:
-        """Begins as many episodes as there is room for, and goes on with those that have begun."""
+        """Begins, or resumes, as many episodes as the limit allows."""
         while self.begun < len(self.episodes) and self.room.acquire(blocking=False):
             episode = self.episodes[self.begun]
             self.begun += 1
@@ -232,10 +227,11 @@ class _AgentWork:
                 self.start(episode)
 
     def _listen(self) -> None:
-        """Takes news: at least one, and all that come in a moment if the generator writes when waited for."""
+        """Handles events: at least one, or until more episodes may begin. If the generator does not work alone, also
+        collects further calls for a moment."""
         until = None if self.begun == len(self.episodes) else time.monotonic() + ROOM_SECONDS
         while True:
-            with contextlib.suppress(queue.Empty):  # others may have made room
+            with contextlib.suppress(queue.Empty):  # another `submit` may have made room
                 self._handle(self.news.get(timeout=None if until is None else max(0.0, until - time.monotonic())))
             while not self.news.empty():
                 self._handle(self.news.get())
@@ -270,9 +266,9 @@ class _AgentWork:
                 raise error
 
     def _ask(self) -> None:
-        """Lets the generator write all calls that wait."""
+        """Submits all waiting calls."""
         pairs = [(asked, asked.episode.waiting.get(asked.number)) for asked in self.calls]
-        asked = [(one, call) for one, call in pairs if call is not None]  # others are of episodes that are over
+        asked = [(one, call) for one, call in pairs if call is not None]  # the episodes of others are over
         self.calls = []
         if not asked:
             return

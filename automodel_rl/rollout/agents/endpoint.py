@@ -147,10 +147,10 @@ def _safe(work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request],
         except InputError as error:
             return refusal(400, str(error), "invalid_request")
         except _UnknownKeyError:
-            return refusal(401, "the key is that of no episode: send AgentEndpoint.key", "invalid_api_key")
+            return refusal(401, "unknown key: send AgentEndpoint.key", "invalid_api_key")
         except Exception as error:
             traceback.print_exc()
-            return refusal(400, f"the endpoint failed at this request ({innermost(error)})", "failed")
+            return refusal(400, f"the endpoint failed on this request ({innermost(error)})", "failed")
 
     return safe
 

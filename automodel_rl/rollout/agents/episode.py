@@ -200,7 +200,7 @@ class AgentEpisode:
         name, model = secrets.token_hex(8), MODEL
         async with self._turn:
             if self._limit:
-                raise NoMoreCallsError(f"{self._limit}: the agent was told before, end it")
+                raise NoMoreCallsError(f"{self._limit}: already reported, end the episode")
             self._limit = self._reached_limit()
             if self._limit:
                 return ChatAnswer(name, model, OVER_LIMIT)
@@ -246,7 +246,7 @@ class AgentEpisode:
 
     def _too_long(self, length: str) -> TooLongError:
         return TooLongError(
-            f"the messages have {length}, and with an answer they may have {self.limits.sequence_tokens} tokens "
+            f"the messages have {length}, but only {self.limits.sequence_tokens} tokens fit with an answer "
             "(rollout.max_prompt_tokens + rollout.max_tokens): send fewer"
         )
 

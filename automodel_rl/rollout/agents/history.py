@@ -142,7 +142,7 @@ class History:
         """
         parent = next((turn for turn in self.turns if turn.answer.id == name), None)
         if parent is None:
-            raise InputError(f"previous_response_id: there is no answer {name} in this episode: send all messages")
+            raise InputError(f"previous_response_id: unknown answer {name} in this episode: send all messages")
         known = [message for turn in parent.path for message in turn.messages]
         instructions = [message for message in messages[:1] if message["role"] == "system"]
         results = with_results_in_order([*known, *messages[len(instructions) :]])[len(known) :]
@@ -171,7 +171,7 @@ class History:
         """Adds a sampled turn. The arguments are attributes of `SampledTurn`."""
         parent, digest, kind, reason = opening.parent, digest_of(opening.prompt), opening.kind, opening.reason
         if parent is not None and parent.children:  # others may have followed it in the meantime
-            kind, reason = "sibling", "one history went on in two ways"
+            kind, reason = "sibling", "one history continued in two ways"
         if kind != "first" and any(one.digest == digest for one in self.turns):
             reason = "the same messages were sent again"
         message = _message_of(answer)
@@ -268,9 +268,9 @@ class History:
         reason why no deeper turn matches."""
         other = next((message["role"] for message in new if message["role"] not in MAY_FOLLOW), None)
         if parent.turn.is_cut:
-            reason = "a turn that was cut off was gone on with"
+            reason = "a turn that was cut off was continued"
         elif len(parent.turn.calls) > len(parent.answer.calls):
-            reason = "the agent was given the first of several calls"
+            reason = "the agent received only the first of several calls"
         elif not new:
             reason = "the request ends with an answer"
         elif other is not None:
@@ -279,7 +279,7 @@ class History:
             try:
                 suffix = codec.suffix(new, parent.turn, parent.completion.token_ids[-1])
             except InputError:  # the turn ended with a stop text, or the template refuses the messages
-                reason = "the chat template cannot go on where a turn ended"
+                reason = "the chat template cannot continue where a turn ended"
             else:
                 return Opening(parent, [*new], parent.token_ids + suffix, suffix, "extension")
         return self._root(whole, codec, reason)
@@ -314,5 +314,5 @@ def _why(known: Sequence[Told], messages: Sequence[Message], start: int, differs
     if differs == 0:
         return "another conversation began"
     if old.is_sampled:
-        return "an answer was changed" if messages[differs]["role"] == "assistant" else "an answer was left out"
+        return "an answer was changed" if messages[differs]["role"] == "assistant" else "an answer was dropped"
     return "an earlier message was changed"

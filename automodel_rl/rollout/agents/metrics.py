@@ -52,6 +52,4 @@ def why_forked(conversations: Sequence[Conversation]) -> str:
     if not conversations or reasons.total() / len(conversations) < MANY:
         return ""
     told = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
-    return (
-        f"histories of {len(conversations)} agents forked {reasons.total()} times, each into a row of its own: {told}"
-    )
+    return f"histories of {len(conversations)} agents forked {reasons.total()} times, each into its own row: {told}"

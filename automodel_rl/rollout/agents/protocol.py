@@ -91,5 +91,5 @@ def _number(value: Any, what: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):
-        raise TypeError(f"the agent returned {value!r:.80} for {what}, which is no finite number")
+        raise TypeError(f"the agent returned {value!r:.80} for {what}, which is not a finite number")
     return number

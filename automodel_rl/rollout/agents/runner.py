@@ -102,7 +102,7 @@ class ForkedAgents:
         reader = FrameReader(connection)
 
         def take() -> None:
-            result, error = AgentResult(None), "its process ended before it returned"
+            result, error = AgentResult(None), "its process exited before it returned"
             try:
                 messages = reader.take()
                 if not messages:
@@ -112,7 +112,7 @@ class ForkedAgents:
             except (EOFError, OSError):
                 pass
             except Exception as problem:  # the agent wrote to the connection
-                error = f"its process sent what cannot be read ({innermost(problem)})"
+                error = f"its process sent an unreadable message ({innermost(problem)})"
             leave(at_once=bool(error))
             returned(result, error)
 
@@ -151,8 +151,8 @@ class VerifiersAgents:
         task = example.get("task")
         if not isinstance(task, int) or not 0 <= task < self.num_tasks:
             raise InputError(
-                f"a prompt has task={task!r}, and {self.config.taskset} has {self.num_tasks}: give each prompt the "
-                "number of its task as `task` (automodel-rl tasks writes such prompts)"
+                f"a prompt has task={task!r}, but {self.config.taskset} has {self.num_tasks} tasks: set each prompt's "
+                "`task` to the number of its task (automodel-rl tasks writes such prompts)"
             )
         if self._worker is None:  # it was lost
             self._worker, self.num_tasks = self._start()
@@ -189,7 +189,7 @@ class VerifiersAgents:
             worker.send(self.config.model_dump() | {"max_turns": self.max_turns})
             num_tasks, error = worker.receive(START_SECONDS)
         except (ChildEndedError, TimeoutError):
-            num_tasks, error = 0, "its worker does not start: does this interpreter have verifiers 0.4 or later?"
+            num_tasks, error = 0, "its worker failed to start: check that this interpreter has verifiers 0.4 or later"
         if error:
             worker.close()
             raise InputError(f"{what} with taskset={self.config.taskset}: {error}")
@@ -215,7 +215,7 @@ class VerifiersAgents:
         worker.close()
         lost, self._returned = self._returned, {}
         for returned in lost.values():
-            returned(AgentResult(None), "the worker of verifiers ended")
+            returned(AgentResult(None), "the verifiers worker exited")
 
 
 def print_tasks(taskset: str, python: str, args: str) -> None:
@@ -234,6 +234,6 @@ def print_tasks(taskset: str, python: str, args: str) -> None:
     except OSError as error:
         raise InputError(f"--python {python}: cannot be started ({error.strerror})") from None
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no error output"])[-1]
         raise InputError(f"tasks {taskset}: cannot be read with {python}: {last}")
     print(done.stdout, end="")

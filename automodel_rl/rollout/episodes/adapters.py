@@ -93,9 +93,7 @@ class _SkyRLEnvironment:
         found = self.inner.step(turn.text)
         action = found.get("postprocessed_action")
         if action is not None and action != turn.text:
-            raise ValueError(
-                "the environment changes what the model wrote, and tokens are trained as they were sampled"
-            )
+            raise ValueError("the environment changes the model's text, but tokens are trained as they were sampled")
         metrics = self.inner.get_metrics() if found["done"] else {}
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         return Outcome(found["observations"], found["done"], found["reward"], numbers)
@@ -163,7 +161,7 @@ def _new_messages(messages: Sequence[Any], known: Sequence[Message]) -> list[Mes
     begun = [(message["role"], message["content"]) for message in messages[: len(known)]]
     if begun != [(message["role"], message["content"]) for message in known]:
         raise ValueError(
-            "the environment's conversation does not begin with the prompt and the turns so far: make the record's "
-            "prompt of what it begins with"
+            "the environment's conversation does not begin with the prompt and the turns so far: set the record's "
+            "prompt to its first messages"
         )
     return [dict(message) for message in messages[len(known) :]]

@@ -39,7 +39,7 @@ class ChatTurns:
         tools: Sequence[dict[str, Any]],
         form: Format | None,
         most_tokens: int | None = None,
-        what: str = "what the environment began with",
+        what: str = "the environment's first messages",
     ):
         self.template, self.tokenizer = template, template.tokenizer
         self.tools = tuple(self._without_marks(tool) for tool in tools)
@@ -107,7 +107,7 @@ class ChatTurns:
 def _checked(function: Any) -> dict[str, Any]:
     """Checks a call. Raises ValueError or InputError if name or arguments are missing, or nested too deep."""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
-        raise ValueError(f"it should be an object with name and arguments, and is {function!r:.80}")
+        raise ValueError(f"expected an object with name and arguments, got {function!r:.80}")
     check_depth(function["arguments"], "its arguments")
     json.dumps(function["arguments"], allow_nan=False)  # must be JSON, to be sent on
     return {"name": function["name"], "arguments": function["arguments"]}

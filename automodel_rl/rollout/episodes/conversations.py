@@ -1,4 +1,4 @@
-"""The conversations of a run: its environments, what reads and writes turns, and what drives them."""
+"""Conversations of a run with tools or an environment."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,20 +20,18 @@ from automodel_rl.rollout.seeds import mixed_seed
 
 
 class Conversations:
-    """Makes and drives episodes.
+    """Creates and runs episodes with tools or an environment.
 
     Args:
-        config: the run's config, with tools or an environment.
-        template: the chat template.
-        folder: folder for the log of what environments print.
+        folder: folder for the log of the environments' output.
 
     Attributes:
         schemas: JSON schemas of the tools.
         stop_ids: tokens with which the chat template ends turns.
-        warning: what protection the system does not allow, in one line; empty if nothing is missing.
+        warning: one line about sandboxing that the system does not support; empty if nothing is missing.
 
     Raises:
-        InputError: tools or the environment cannot be imported, or the chat template does not write calls.
+        InputError: tools or the environment cannot be imported, or the chat template does not support calls.
     """
 
     def __init__(self, config: RolloutRunConfig, template: ChatTemplate, folder: Path):
@@ -65,8 +63,8 @@ class Conversations:
         self._driver = EpisodeDriver(rollout.max_episodes * config.world_size)
 
     def episode(self, prompt: Promptlike, request: Request) -> Episode:
-        """The episode of a prompt. All episodes of a prompt have environments of the same seed."""
-        seed = mixed_seed("environment", self.seed, prompt.number) % 2**32  # numpy.random.seed takes no larger one
+        """Creates an episode. All episodes of a prompt have the same environment seed."""
+        seed = mixed_seed("environment", self.seed, prompt.number) % 2**32  # the limit of numpy.random.seed
         environment = self.pool.open({**prompt.example, "messages": list(prompt.messages)}, seed)
         return Episode(request, prompt.messages, environment, self._codec, self._limits)
 
@@ -81,8 +79,8 @@ class Conversations:
 
 
 def scored_example(prompt: Promptlike, completion: Completion) -> dict[str, object]:
-    """The record of a prompt as rewards get it: with the messages of the prompt, and with the whole
-    conversation if the completion is one."""
+    """Returns the prompt's record for rewards, with the messages of the prompt and those of the whole conversation, if
+    any."""
     example = {**prompt.example, PROMPT: list(prompt.messages)}
     if completion.conversation is None:
         return example

@@ -1,4 +1,4 @@
-"""Drives episodes: conversations advance on their own, and environments run while the generator writes."""
+"""Runs episodes concurrently: environments work while the generator writes."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from automodel_rl.rollout.episodes.episode import ENVIRONMENT_ERRORS, Episode
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 
 ROOM_SECONDS = 0.1
-"""Seconds between two looks for room for more episodes."""
+"""Seconds between checks whether more episodes may begin."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Written:
 
 @dataclass(frozen=True)
 class _Answered:
-    """What an environment began with or answered, or why it did not. `seconds` is how long it took."""
+    """The messages of an environment's reset, or the outcome of a step, or an error. `seconds` is its duration."""
 
     place: int
     answer: Sequence[Message] | Outcome = ()
@@ -38,27 +38,24 @@ class _Answered:
 
 
 class EpisodeDriver:
-    """Writes episodes with a generator that writes single turns.
-
-    Args:
-        at_once: most episodes that are under way at the same time, of all calls of `submit` together.
-    """
+    """Writes episodes, turn by turn, with a generator. At most `at_once` episodes run at a time, over all calls of
+    `submit`."""
 
     def __init__(self, at_once: int):
         self._room = threading.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="environment")
 
     def close(self) -> None:
-        """Ends the threads of environments, once their calls have returned."""
+        """Ends the threads of environments once their current calls return."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, generator: Generator, episodes: Sequence[Episode]) -> "list[Future[Completion]]":
-        """Begins episodes, or resumes them if an earlier generator was lost. A thread drives them.
+        """Begins episodes, or resumes them after a generator was lost, in a thread.
 
-        A generator that does not work alone gets all turns that are ready as one batch, once no environment is at work.
+        A generator that does not work alone gets all ready turns as one batch once all environments have answered.
 
         Returns:
-            A future for each episode. It raises what the generator raises; no environment is at work then.
+            A future per episode. It raises the generator's error, once all environments have answered.
         """
         work = _Work(generator, episodes, self._threads, self._room)
         in_thread(work.drive, "episodes")
@@ -70,10 +67,11 @@ class _Work:
     """The episodes of one call of `submit`.
 
     Attributes:
-        news: what the generator and environments have done.
-        ready: episodes whose next turn can be written.
-        begun: number of episodes that have begun, the first ones.
-        writing, acting: number of turns that the generator has, and of environments at work.
+        news: events of the generator and the environments.
+        ready: indices of episodes whose next turn can be written.
+        begun: number of episodes begun, in order.
+        writing, acting: numbers of turns being written, and of environments at work.
+        over: number of finished episodes.
     """
 
     generator: Generator
@@ -91,14 +89,14 @@ class _Work:
         self.completions: list[Future[Completion]] = [Future() for _ in self.episodes]
 
     def drive(self) -> None:
-        """Drives the episodes to their ends."""
+        """Handles events until all episodes are over. An error fails the remaining ones."""
         try:
             while self.over < len(self.episodes):
                 self._begin()
                 if self.ready and (self.generator.works_alone or not (self.acting or self.writing)):
                     self._ask()
                 if self.over < len(self.episodes):
-                    with contextlib.suppress(queue.Empty):  # others may have made room
+                    with contextlib.suppress(queue.Empty):  # another `submit` may have made room
                         self._handle(self.news.get(timeout=None if self.begun == len(self.episodes) else ROOM_SECONDS))
         except BaseException as error:
             self._end_calls()
@@ -107,7 +105,7 @@ class _Work:
             fail_unfinished(self.completions, error)
 
     def _begin(self) -> None:
-        """Begins as many episodes as there is room for."""
+        """Begins as many episodes as the limit allows."""
         while self.begun < len(self.episodes) and self.room.acquire(blocking=False):
             place, episode = self.begun, self.episodes[self.begun]
             self.begun += 1
@@ -120,7 +118,7 @@ class _Work:
                     self._count(place)
 
     def _ask(self) -> None:
-        """Lets the generator write the next turn of the episodes that are ready."""
+        """Submits the next turns of the ready episodes."""
         places, self.ready = self.ready, []
         self.writing += len(places)
         completions = self.generator.submit([self.episodes[place].request for place in places])
@@ -161,7 +159,7 @@ class _Work:
             episode.begin(event.answer, event.seconds)
 
     def _call(self, place: int, call: Callable[[], Sequence[Message] | Outcome]) -> None:
-        """Lets an environment work in a thread."""
+        """Calls an environment in a thread."""
 
         def timed() -> None:
             began = time.monotonic()
@@ -180,7 +178,7 @@ class _Work:
         self.completions[place].set_result(self.episodes[place].completion)
 
     def _end_calls(self) -> None:
-        """Waits for environments that are at work, so that every episode is in a state to go on from."""
+        """Waits for environments at work, so that every episode can be resumed."""
         while self.acting:
             event = self.news.get()
             if isinstance(event, _Answered):

@@ -82,7 +82,7 @@ class PooledEnvironment:
                 raise RuntimeError(f"{name} took longer than rollout.tool_seconds={self.pool.setup.tool_seconds:g}")
             value, error = self._connection.recv()
         except (OSError, EOFError):
-            error = f"its process ended in {name}"
+            error = f"its process exited in {name}"
         except RuntimeError as problem:
             error = str(problem)
         if error:

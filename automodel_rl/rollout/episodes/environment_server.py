@@ -60,7 +60,9 @@ def _load(setup: Setup) -> tuple[EnvironmentFactory, list[dict[str, Any]], str]:
         return (lambda example, seed: ToolEnvironment(tools, setup.tool_seconds)), schemas_of(tools), warning
     factory = import_function("rollout.environment", setup.environment)
     if not callable(factory):
-        raise InputError(f"rollout.environment={setup.environment}: is no function but {factory!r:.60}: name a factory")
+        raise InputError(
+            f"rollout.environment={setup.environment}: is not a function but {factory!r:.60}: name a factory"
+        )
     schemas = [dict(schema) for schema in vars(factory).get("tools", ())]
     if not all(isinstance(schema.get("function"), dict) and "name" in schema["function"] for schema in schemas):
         raise InputError(

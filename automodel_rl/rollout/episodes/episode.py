@@ -106,7 +106,7 @@ class Episode:
         self.transcript = Transcript(prompt)
         if len(prompt) > self.limits.prompt_tokens:
             self.fail(
-                f"the prompt with what reset returned has {len(prompt)} tokens, more than rollout.max_prompt_tokens="
+                f"the prompt with the messages of reset has {len(prompt)} tokens, more than rollout.max_prompt_tokens="
                 f"{self.limits.prompt_tokens}"
             )
 

@@ -60,7 +60,7 @@ class ForkPool:
             ours.close()
             self.end(number, at_once=True)
             raise TimeoutError(
-                f"a process for rollout.{self.what} was not there after {FORK_SECONDS:g} s: look at its log"
+                f"a process for rollout.{self.what} did not start within {FORK_SECONDS:g} s: see its log"
             )
         with contextlib.suppress(EOFError, OSError):  # it has ended: the user of the connection will notice
             ours.recv()
@@ -81,7 +81,7 @@ class ForkPool:
             server.send(self.setup)
             greeting, error = server.receive(START_SECONDS)
         except (ChildEndedError, TimeoutError):
-            greeting, error = None, f"rollout.{self.what}: its process does not start: import it to see why"
+            greeting, error = None, f"rollout.{self.what}: its process failed to start: import it to see why"
         if error:
             server.close()
             raise InputError(error)

@@ -95,7 +95,7 @@ class ForkServer:
         _end_children(lambda pid: pid not in known)
         if self._log_path.exists() and os.fstat(self.log).st_size > MOST_LOG_BYTES:
             os.ftruncate(self.log, 0)
-            os.write(self.log, f"(what came before, more than {MOST_LOG_BYTES} bytes, is left out)\n".encode())
+            os.write(self.log, f"(earlier output, more than {MOST_LOG_BYTES} bytes, was dropped)\n".encode())
 
     def _end_late(self) -> None:
         now = time.monotonic()

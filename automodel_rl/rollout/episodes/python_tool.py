@@ -92,15 +92,18 @@ def check_sandbox(sandbox: str) -> str:
     except ValueError:
         raise InputError(
             f"rollout.tools=python: the system refuses namespaces for its sandbox ({' '.join(found.split())[-160:]}): "
-            "allow unprivileged user namespaces, or set rollout.sandbox to none, which lets code of the model use the "
+            "allow unprivileged user namespaces, or set rollout.sandbox to none, which lets the model's code use the "
             "network and this user's files and processes"
         ) from None
     if missing and sandbox == "strict":
         raise InputError(
-            f"rollout.sandbox=strict: the system does not give the tool python {missing}: use Linux {OLDEST_LINUX} or "
-            "newer, and no root without the right to change users, or set rollout.sandbox to auto, which only warns"
+            f"rollout.sandbox=strict: the system does not provide {missing} for the tool python: use Linux "
+            f"{OLDEST_LINUX} or newer, not as root without the right to change users, or set rollout.sandbox to "
+            "auto, which only warns"
         )
-    return f"warning: the system does not give the tool python {missing} (rollout.sandbox=auto)" if missing else ""
+    return (
+        f"warning: the system does not provide {missing} for the tool python (rollout.sandbox=auto)" if missing else ""
+    )
 
 
 def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:

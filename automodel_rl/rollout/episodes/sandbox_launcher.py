@@ -113,7 +113,7 @@ def _become_child() -> None:
 def _enter_namespaces() -> None:
     """Enters new namespaces, to which children belong. A helper outside of them writes the user mapping."""
     if sys.platform != "linux":
-        sys.exit(f"{sys.platform} has no namespaces, Linux has")
+        sys.exit(f"{sys.platform} has no namespaces: use Linux")
     is_ready, ready = os.pipe()
     helper = os.fork()
     if not helper:
@@ -131,7 +131,7 @@ def _enter_namespaces() -> None:
         sys.exit(f"unshare: {os.strerror(ctypes.get_errno())}")
     os.write(ready, b"1")
     if os.waitpid(helper, 0)[1]:
-        sys.exit("a new namespace cannot be told this user, for which root needs CAP_SETFCAP")
+        sys.exit("this user cannot be mapped into a new namespace: root needs CAP_SETFCAP")
 
 
 def _write_users(pid: int, user: int, group: int) -> None:

@@ -35,15 +35,15 @@ def load_tools(paths: Sequence[str], is_sandboxed: bool, seconds: float) -> dict
     for path in paths:
         function = _python(is_sandboxed, seconds) if path == PYTHON else import_function("rollout.tools", path)
         if not callable(function):
-            raise InputError(f"rollout.tools={path}: is no function but {function!r:.60}: name a function")
+            raise InputError(f"rollout.tools={path}: is not a function but {function!r:.60}: name a function")
         name = function.__name__
         if name in tools:
-            raise InputError(f"rollout.tools: two tools are called {name}: rename one")
+            raise InputError(f"rollout.tools: two tools are named {name}: rename one")
         try:
             get_json_schema(function)
         except Exception as error:
             raise InputError(
-                f"rollout.tools={path}: its schema comes from type hints and a docstring with Args ({innermost(error)})"
+                f"rollout.tools={path}: its schema requires type hints and a docstring with Args ({innermost(error)})"
             ) from None
         tools[name] = function
     return tools

@@ -75,7 +75,7 @@ class EvaluationEndpoint:
                 return refusal(400, str(error), "invalid_request")
             except Exception as error:
                 traceback.print_exc()
-                return refusal(400, f"the endpoint failed at this request ({innermost(error)})", "failed")
+                return refusal(400, f"the endpoint failed on this request ({innermost(error)})", "failed")
 
         return served
 
@@ -110,7 +110,7 @@ class EvaluationEndpoint:
             room = self.longest - len(tokens)
             if not tokens or room < 0 or (room == 0 and max_tokens != 0):
                 raise InputError(
-                    f"a prompt has {len(tokens)} tokens, and {self.longest} fit with an answer "
+                    f"a prompt has {len(tokens)} tokens, but only {self.longest} fit with an answer "
                     "(rollout.max_prompt_tokens + rollout.max_new_tokens, and batch.microbatch_tokens): send fewer"
                 )
             if max(tokens) >= self.vocab_size:

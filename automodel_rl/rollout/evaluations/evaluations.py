@@ -106,15 +106,15 @@ class Evaluations:
             try:
                 if is_quiet:
                     raise InputError(
-                        f"it asked for nothing for {config.quiet_minutes:g} minutes, and was ended; if that is not too "
-                        f"long, raise validation.{name}.quiet_minutes"
+                        f"it sent no request for {config.quiet_minutes:g} minutes and was stopped: if it needs longer, "
+                        f"raise validation.{name}.quiet_minutes"
                     )
                 if process.returncode:
-                    last = (log.read_text(errors="replace").strip().splitlines() or ["no word"])[-1]
-                    raise InputError(f"it ended with {process.returncode}: {last[:300]}")
+                    last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+                    raise InputError(f"it exited with code {process.returncode}: {last[:300]}")
                 found = lm_eval_results(Path(folder)) if name == "lm_eval" else inspect_results(Path(folder))
             except InputError as error:
-                self.say(f"warning: validation.{name} failed: {error}; {log} has more")
+                self.say(f"warning: validation.{name} failed: {error}; see {log}")
                 return {}
         self.say(f"{name}: {', '.join(config.tasks)} in {time.monotonic() - began:.0f} s")
         return found

@@ -54,5 +54,5 @@ def _what_came_of_it(reward: RewardConfig, failed: int, left_out: int) -> str:
     if not left_out:
         return f"which {scored}"
     if left_out == failed:
-        return "whose completions are left out"
-    return f"of which {failed - left_out} {scored} and {left_out} left their completions out"
+        return "whose completions were dropped"
+    return f"of which {failed - left_out} {scored} and {left_out} dropped their completions"

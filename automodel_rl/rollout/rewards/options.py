@@ -23,8 +23,8 @@ def _is_above_0(value: Any) -> bool:
 
 
 RULES: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
-    "format": {"pattern": (_compiles, "a regular expression that compiles")},
-    "reward_model": {"path": (lambda value: isinstance(value, str), "the folder of a model, or its hub id")},
+    "format": {"pattern": (_compiles, "a valid regular expression")},
+    "reward_model": {"path": (lambda value: isinstance(value, str), "a model folder or hub id")},
     "length": {"longest": (_is_above_0, "a number above 0")},
 }
 """Rules for options of built-in rewards: a check, and its description for error messages."""
@@ -37,7 +37,7 @@ def check_options(name: str, function: Callable[..., Any], options: Mapping[str,
     except ValueError:  # functions written in C may have no signature
         return
     except TypeError:
-        raise InputError(f"rewards.function={name}: is no function but {function!r:.60}: name a function") from None
+        raise InputError(f"rewards.function={name}: is not a function but {function!r:.60}: name a function") from None
     try:
         signature.bind("completion", "example", **options)
     except TypeError as error:
@@ -53,9 +53,9 @@ def _misfit(name: str, signature: inspect.Signature, options: Mapping[str, Any],
         signature.bind_partial("completion", "example")
     except TypeError:
         return (
-            f"rewards.function={name}: cannot be called as function(completion, example) ({error}): give a function of "
-            "these two, and of the options"
+            f"rewards.function={name}: cannot be called as function(completion, example) ({error}): use a function of "
+            "these two arguments and the options"
         )
     known = [p.name for p in parameters[2:] if p.kind not in (*NO_OPTION, inspect.Parameter.VAR_KEYWORD)]
-    remedy = f"use {', '.join(known)}" if known else "it has none: leave options out"
+    remedy = f"use {', '.join(known)}" if known else "it has none: remove options"
     return f"rewards.function={name}: options {dict(options)} do not fit ({error}): {remedy}"

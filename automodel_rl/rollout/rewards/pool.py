@@ -134,7 +134,7 @@ class RewardPool:
         try:
             waited = process.take_result(seconds)
         except TimeoutError:
-            blocking = "" if not self._is_async else ", and blocked the calls beside it"
+            blocking = "" if not self._is_async else ", and blocked concurrent calls"
             self._lose(place, f"took longer than time_limit={self.config.time_limit} s{blocking}")
         except ChildEndedError as problem:
             self._lose(place, str(problem))
@@ -182,7 +182,7 @@ class _Process:
             self.child.send((config.options, config.time_limit))
             self.kind, error = self.child.receive(START_SECONDS)
         except (ChildEndedError, TimeoutError):
-            error = f"rewards.function={config.function}: its process does not start: import it to see why"
+            error = f"rewards.function={config.function}: its process failed to start: import it to see why"
         if error:
             self.child.close()
             raise InputError(error)
@@ -199,7 +199,7 @@ class _Process:
 
         Raises:
             TimeoutError: a call has timed out.
-            ChildEndedError: the process is gone.
+            ChildEndedError: the process has exited.
         """
         left = max(0.0, min(deadline for _, deadline in self.running.values()) - time.monotonic())
         try:

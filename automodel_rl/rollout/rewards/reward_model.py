@@ -54,14 +54,14 @@ class RewardModel:
             self.model: Any = AutoModelForSequenceClassification.from_pretrained(path, dtype=kind).to(device).eval()
         except (OSError, ValueError, RuntimeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"rewards.model={path}: no reward model that transformers opens ({reason})") from None
+            raise InputError(f"rewards.model={path}: cannot be opened as a reward model ({reason})") from None
         if self.model.config.num_labels != 1 or "score" not in dict(self.model.named_children()):
             raise InputError(
-                f"rewards.model={path}: gives {self.model.config.num_labels} scores, and a reward is one: use a model "
-                "that was trained as a reward model"
+                f"rewards.model={path}: not a model with one score (it has {self.model.config.num_labels} labels): use "
+                "a model that was trained as a reward model"
             )
         if self.tokenizer.chat_template is None:
-            raise InputError(f"rewards.model={path}: its tokenizer has no chat template to write a chat with: add one")
+            raise InputError(f"rewards.model={path}: its tokenizer has no chat template: add one")
 
     def __call__(self, completions: Sequence[str], examples: Sequence[Mapping[str, Any]]) -> list[float]:
         chats = [judged_chat(*pair) for pair in zip(completions, examples, strict=True)]
@@ -125,5 +125,5 @@ def _asked(url: str, body: dict[str, Any]) -> float:
     with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
         (probs,) = (found["probs"] for found in json.load(answer)["data"])
     if len(probs) != 1:
-        raise ConnectionError(f"{url} gives {len(probs)} scores for {body['model']}, and a reward is one")
+        raise ConnectionError(f"{url} returned {len(probs)} scores for {body['model']} instead of one")
     return float(probs[0])

@@ -184,12 +184,12 @@ def checked(value: Any) -> Scored:
     given, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     number = _number(given)
     if number is None or not isinstance(metrics, Mapping):
-        return None, f"returned {value!r:.80}, which is no finite number, and no number with a dict of metrics", {}
+        return None, f"returned {value!r:.80}, which is neither a finite number nor a number with a dict of metrics", {}
     answer = {ANSWER: metrics[ANSWER]} if isinstance(metrics.get(ANSWER), str) else {}
     found = {str(name): _number(metric) for name, metric in metrics.items() if name not in answer}
     wrong = next((name for name, metric in found.items() if metric is None), None)
     if wrong is not None:
-        return None, f"returned {metrics[wrong]!r:.80} for the metric {wrong}, which is no finite number", {}
+        return None, f"returned {metrics[wrong]!r:.80} for the metric {wrong}, which is not a finite number", {}
     return number, "", answer | {name: metric for name, metric in found.items() if metric is not None}
 
 

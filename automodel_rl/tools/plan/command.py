@@ -88,7 +88,7 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     if not fits:
         raise DoesNotFitError(_misfit(peak, capacity, None if rollouts_fit else phases.peak, device))
     if not as_json:
-        print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} GiB that {device.name} has to fill")
+        print(f"verdict: fits: {peak / GIB:.1f} of {capacity / GIB:.1f} usable GiB on {device.name}")
 
 
 def _figures(config: RunConfig, peak: int, lasting: int, phases: RolloutPhases) -> dict[str, float]:
@@ -112,8 +112,8 @@ def _beside_text(lasting: int, busiest: int) -> str:
     if not busiest:
         return ""
     return (
-        f"models beside this one: {lasting / GIB:.1f} GiB on each rank, and while one of them computes "
-        f"{busiest / GIB:.1f} GiB besides\n"
+        f"other models: {lasting / GIB:.1f} GiB on each rank, and {busiest / GIB:.1f} GiB more while one of them "
+        "computes\n"
     )
 
 
@@ -122,7 +122,7 @@ def _misfit(peak: float, capacity: float, rollouts: float | None, device: Device
     if rollouts is None:
         return (
             f"verdict: does not fit: {peak / GIB:.1f} GiB on the fullest rank, and {device.name} has "
-            f"{capacity / GIB:.1f} GiB to fill"
+            f"{capacity / GIB:.1f} usable GiB"
         )
     return (
         f"verdict: does not fit: {rollouts / GIB:.1f} GiB in rollouts or weight syncs, and {device.name} has "
@@ -137,8 +137,8 @@ def _speed_text(seconds: float, num_tokens: float) -> str:
 
 def _phases_text(phases: RolloutPhases) -> str:
     return (
-        f"GiB on the fullest rank: {phases.beside_training / GIB:.1f} of the generator besides the step; in rollouts "
-        f"{phases.rollout / GIB:.1f}, in weight syncs {phases.weight_sync / GIB:.1f}, the trainer's included"
+        f"GiB on the fullest rank: {phases.beside_training / GIB:.1f} of the generator during the step; in rollouts "
+        f"{phases.rollout / GIB:.1f}, in weight syncs {phases.weight_sync / GIB:.1f}, including the trainer's"
     )
 
 
@@ -171,10 +171,9 @@ def _encoders_table(encoders: dict[str, EncoderMemory], components: ComponentsCo
         parts = {key: value for key, value in asdict(encoder).items() if key != "parameters"}
         sizes = ", ".join(f"{key} {value / GIB:.2f}" for key, value in parts.items())
         known = packing.positions.get(name)
-        media = f"media not known: {packing.lacks}" if known is None else f"{known:,} positions a step"
+        media = f"media unknown: {packing.lacks}" if known is None else f"{known:,} positions a step"
         lines.append(
-            f"{name} {encoder.parameters / 1e9:.3f}B, {media}; GiB on a rank: {sizes}, together "
-            f"{encoder.peak / GIB:.2f}"
+            f"{name} {encoder.parameters / 1e9:.3f}B, {media}; GiB per rank: {sizes}, total {encoder.peak / GIB:.2f}"
         )
     return "\n".join(lines)
 
@@ -233,7 +232,7 @@ def _tables(
             (of_rank.peak, 5),
         )  # fmt: skip
         lines.append(f"{rank:4}  " + "  ".join(f"{value / GIB:{width}.2f}" for value, width in parts))
-    efficiency = f"not known: {packing.lacks}" if packing.efficiency is None else f"{packing.efficiency:.3f}"
+    efficiency = f"unknown: {packing.lacks}" if packing.efficiency is None else f"{packing.efficiency:.3f}"
     lines += [
         "",
         f"largest all-gather {step.largest_gather / GIB:.2f} GiB",

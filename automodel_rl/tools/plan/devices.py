@@ -66,7 +66,7 @@ def find_device(name: str | None, gib: float | None = None) -> Device:
         near = closest(_plain(name), plain)
         hint = f"did you mean {plain[near]}? " if near else ""
         raise InputError(
-            f"--device {name}: {hint}known devices are {', '.join(DEVICES)}; give another's memory in --device-gib"
+            f"--device {name}: {hint}known devices are {', '.join(DEVICES)}; set another's memory in --device-gib"
         )
     return DEVICES[found]
 

@@ -14,7 +14,7 @@ SAMPLE = 512
 """Number of examples that are tokenized and packed."""
 
 
-NO_DATA = "no data to look at"
+NO_DATA = "no data to measure"
 
 
 @dataclass(frozen=True)

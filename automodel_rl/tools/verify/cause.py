@@ -13,7 +13,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 ENDS = ("embed_tokens", "lm_head")
 
 ALONE = {
-    "choices of experts": "router replay: the places of routes in microbatches, or their layers",
+    "choices of experts": "router replay: the positions of routes in microbatches, or their layers",
     "reference log-probabilities": "the reference weights: not every part is swapped, or not swapped back",
     "exported tensors": "the export: names, gathering or merging of tensors",
 }
@@ -46,8 +46,8 @@ def _cause(different: dict[str, set[str]], found: Differences, step: int, parall
     gradients = {kind: names for kind, names in different.items() if kind.startswith("gradient of ")}
     if "log-probabilities" in different:
         if step == 1:
-            return "the forward: what attention sees, positions, weights as loaded, or messages between stages"
-        return "the forward after an optimizer step: weights that were gathered before it"
+            return "the forward pass: attention masks, positions, loaded weights, or messages between stages"
+        return "the forward pass after an optimizer step: stale gathered weights"
     if gradients:
         return _cause_of_gradients(gradients, found, step, parallel)
     if "loss" in different:
@@ -55,11 +55,11 @@ def _cause(different: dict[str, set[str]], found: Differences, step: int, parall
     if "evaluated loss" in different:
         return "evaluation alone: its counts, or its microbatches"
     if "gradient norm" in different:
-        return "the global norm alone: not every rank's gradients are in it, or some are in it twice"
+        return "the global norm alone: some ranks' gradients are missing or counted twice"
     if "learning rate" in different:
         return "the learning-rate schedule"
     where = _stages(different.get("weights", ()), found, parallel)
-    return f"the optimizer step{where}: clipping, or the optimizer's settings, for gradients and norm are equal"
+    return f"the optimizer step{where}: clipping, or the optimizer's settings, because gradients and norm are equal"
 
 
 def _cause_of_gradients(gradients: dict[str, set[str]], found: Differences, step: int, parallel: ParallelConfig) -> str:
@@ -68,16 +68,16 @@ def _cause_of_gradients(gradients: dict[str, set[str]], found: Differences, step
         name for kind, by_step in found.found.items() if kind.startswith("gradient of ") for name in by_step[step]
     }
     if names == all_names:
-        return "all gradients: their sum over data ranks, or what losses are divided by"
+        return "all gradients: their sum over data ranks, or the divisor of the losses"
     if all(".experts." in name for name in names):
         return "gradients of experts alone: their sum over the ranks that share them"
     if all(any(end in name for end in ENDS) for name in names):
         return "gradients of the embedding and the head: the sum of a tied weight's two copies"
     if all("norm" in name or name.endswith("bias") for name in names):
-        return "gradients of norms and biases alone: those that tp ranks have to add up"
+        return "gradients of norms and biases alone: their sum over tp ranks"
     if not any(name.startswith("model.layers.") or any(end in name for end in ENDS) for name in names):
-        return "gradients of the encoder alone: the way of embeddings, or their sum over its ranks"
-    return f"gradients{_stages(names, found, parallel)}: the backward, or messages between stages"
+        return "gradients of the encoder alone: the transfer of embeddings, or their sum over its ranks"
+    return f"gradients{_stages(names, found, parallel)}: the backward pass, or messages between stages"
 
 
 def _stages(names: Collection[str], found: Differences, parallel: ParallelConfig) -> str:

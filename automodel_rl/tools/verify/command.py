@@ -53,8 +53,8 @@ FLOAT32 = Tolerances(numbers=1e-5, weights=None)
 """Tolerances for models that compute parts in fp32. Only the first step is judged."""
 
 CAUSE_IN_BF16 = (
-    "what only runs in bf16: the fused attention (model.attention=sdpa is another) or compiled layers "
-    "(memory.compile=false leaves them out)"
+    "code that only runs in bf16: fused attention (model.attention=sdpa avoids it) or compiled layers "
+    "(memory.compile=false disables them)"
 )
 
 
@@ -166,7 +166,7 @@ def _of_bf16(config: RunConfig, full: PretrainedConfig) -> list[str]:
     if model.attention != "auto" and ATTENTION[model.attention].needs_cuda:
         left_out.append(f"model.attention={model.attention}")
     elif model.attention == "auto" and model.dtype == "bfloat16" and not describe_model(full).has_softcap:
-        left_out.append("the fused attention that model.attention=auto means on CUDA")
+        left_out.append("the fused attention of model.attention=auto on CUDA")
     if memory.compile is True or (memory.compile == "auto" and model.dtype == "bfloat16"):
         left_out.append(f"memory.compile={str(memory.compile).lower()}")
     return left_out

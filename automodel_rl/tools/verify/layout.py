@@ -14,7 +14,7 @@ def ranks_to_verify(config: RunConfig) -> int:
         return layout_to_verify(config.parallel).world_size
     if config.components.world_size > MOST_RANKS:
         raise InputError(
-            f"components has {config.components.world_size} ranks and verify runs on at most {MOST_RANKS}: give it a "
+            f"components has {config.components.world_size} ranks and verify runs on at most {MOST_RANKS}: pass a "
             "config with fewer data ranks of each component"
         )
     return config.components.world_size

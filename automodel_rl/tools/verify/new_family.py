@@ -21,7 +21,7 @@ def try_family(folder: Path, like: str) -> None:
     """
     name = read_config(folder).model_type
     if name in FAMILIES:
-        raise InputError(f"{folder}: the family {name!r} is in the table already: leave --family-like out")
+        raise InputError(f"{folder}: the family {name!r} is already in the table: remove --family-like")
     if like not in TEXT_FAMILIES:
         near = closest(like, TEXT_FAMILIES)
         hint = f"did you mean {near}?" if near else f"use one of {', '.join(TEXT_FAMILIES)}"

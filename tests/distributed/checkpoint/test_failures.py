@@ -152,7 +152,7 @@ def flip_byte(folder: Path) -> None:
             lambda folder: (newest(folder) / "tensors" / "rank_00000.safetensors").unlink(),
             "tensors/rank_00000.safetensors: is missing",
         ),
-        (lambda folder: change_marker(newest(folder), format=FORMAT + 1), f"is of checkpoint format {FORMAT + 1}"),
+        (lambda folder: change_marker(newest(folder), format=FORMAT + 1), f"has checkpoint format {FORMAT + 1}"),
         (lambda folder: (newest(folder) / MARKER).unlink(), f"no {MARKER}, so it is not a complete checkpoint"),
     ],
     ids=["flipped byte", "missing shard", "newer format", "no marker"],
@@ -171,7 +171,7 @@ def test_auto_goes_back_to_the_checkpoint_before_a_damaged_one(
     assert main(["sft", write(config, tmp_path), "--resume", "auto"]) == 0
     shown = capsys.readouterr().out
     assert message in shown
-    assert "going on from step 3" in shown
+    assert "resuming from step 3" in shown
     assert_same_weights(whole / "final", tmp_path / "run" / "final")
     assert metrics_of(whole)[-1]["train/loss"] == metrics_of(tmp_path / "run")[-1]["train/loss"]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_4.damaged")
@@ -187,4 +187,4 @@ def test_without_a_whole_checkpoint_nothing_is_overwritten(
     shutil.rmtree(tmp_path / "run" / "final")
     (tmp_path / "run" / "checkpoints" / "step_1" / "progress.json").write_text("{}")
     assert main(["sft", write(config, tmp_path), "--resume", "auto"]) == 2
-    assert "none of its 1 checkpoints is whole" in capsys.readouterr().err
+    assert "none of its 1 checkpoints is complete" in capsys.readouterr().err

@@ -160,4 +160,4 @@ def plan_with_a_dtype_that_is_none_of_safetensors() -> str:
 def test_what_one_rank_cannot_plan_is_told_on_all(ranks: RankPool) -> None:
     said = ranks(3).run(plan_with_a_dtype_that_is_none_of_safetensors)
     assert len({*said}) == 1
-    assert said[0].startswith("rank 1 cannot say what it holds: KeyError")
+    assert said[0].startswith("rank 1 cannot report what it holds: KeyError")

@@ -74,9 +74,9 @@ def test_components_share_schedule_and_norm() -> None:
     configs = {"language": OptimizerConfig(decay="constant"), "vision": OptimizerConfig(decay="linear")}
     with pytest.raises(InputError, match="decay is linear for vision and constant for language: all components share"):
         of_components(configs, ["vision"])
-    with pytest.raises(InputError, match=r"settings for \['audio'\]: give some for language"):
+    with pytest.raises(InputError, match=r"settings for \['audio'\]: set them for language"):
         of_components({"audio": OptimizerConfig()}, ["vision"])
-    with pytest.raises(InputError, match="give some for language and, if you want, for vision or audio"):
+    with pytest.raises(InputError, match="set them for language and, optionally, for vision or audio"):
         of_components({}, ["vision", "audio"])
 
 

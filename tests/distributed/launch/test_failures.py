@@ -30,7 +30,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
             f"error: rank 1: {IN_LOSS} failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
         ),
         (OURS, "abort", 0, "", "error: rank 0: ValueError: the real cause"),
-        (OURS, "killed", 1, IN_LOSS, "error: rank 1 was ended by SIGKILL; the machine may have run out of memory"),
+        (OURS, "killed", 1, IN_LOSS, "error: rank 1 was killed by SIGKILL; the machine may have run out of memory"),
         (OURS, "hang", 1, IN_LOSS, "error: rank 1 hangs: "),
         (TORCHRUN, "loss", 1, IN_LOSS, f"error: rank 1: {IN_LOSS} failed: ValueError: planted in the loss"),
     ],

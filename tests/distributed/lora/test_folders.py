@@ -188,7 +188,7 @@ def test_adapters_of_single_experts_are_written_for_vllm(tmp_path: Path, capsys:
     torch.testing.assert_close(*logprobs, rtol=0, atol=1e-12)
     save_adapters_of_peft(tmp_path / "stacked", "gpt_oss", "of experts")
     assert main(["export", str(tmp_path / "stacked" / "adapters"), str(tmp_path / "no"), "--per-expert"]) == 2
-    assert "files of gpt_oss models have no single experts" in capsys.readouterr().err
+    assert "vLLM supports no per-expert names for gpt_oss models" in capsys.readouterr().err
     assert main(["export", str(adapters), str(tmp_path / "no"), "--per-expert", "--merge"]) == 2
     assert not (tmp_path / "no").exists()
 
@@ -216,19 +216,19 @@ REFUSED: list[tuple[Callable[[Path], dict], str]] = [
     (lambda folder: change(folder, use_dora=True), "has no model.layers.0.*.lora_magnitude_vector.weight, and"),
     (lambda folder: change(folder, bias="all"), "adapters with bias=all cannot be trained or merged"),
     (lambda folder: change(folder, peft_type="IA3"), "adapters with peft_type=IA3 cannot be trained"),
-    (cut, "adapter_model.safetensors: damaged or not there"),
-    (remove, "adapter_model.safetensors: damaged or not there"),
+    (cut, "adapter_model.safetensors: damaged or missing"),
+    (remove, "adapter_model.safetensors: damaged or missing"),
     (lambda folder: change(folder, r="x"), "is not the config of LoRA adapters"),
     (lambda folder: change(folder, r=0), "is not the config of LoRA adapters"),
-    (lambda folder: change(folder, r=8), "lora_A.weight with shape .* fits nothing in the model"),
-    (lambda folder: change(folder, target_modules=["q_proj"]), "o_proj.lora_A.weight .* fits nothing"),
+    (lambda folder: change(folder, r=8), "lora_A.weight with shape .* matches nothing in the model"),
+    (lambda folder: change(folder, target_modules=["q_proj"]), "o_proj.lora_A.weight .* matches nothing"),
     (lambda folder: change(folder, target_modules=["q_proj", "o_proj", "v_proj"]), "has no .*v_proj.lora_A"),
     (
         lambda folder: change(folder, base_model_name_or_path=str(folder / "moved")),
         "in model.path, and these adapters in model.adapters",
     ),
-    (lambda folder: {"adapters": str(folder / "adapters")}, "has adapters, as has model.adapters"),
-    (lambda _: {"lora": LoraConfig(rank=8)}, "model.lora.rank=8: the adapters of .* have 4: leave model.lora.rank out"),
+    (lambda folder: {"adapters": str(folder / "adapters")}, "has adapters, and so has model.adapters"),
+    (lambda _: {"lora": LoraConfig(rank=8)}, "model.lora.rank=8: the adapters of .* have 4: remove model.lora.rank"),
     (lambda _: {"lora": LoraConfig(), "merge_adapters": True}, "no folder holds the model that new adapters would"),
     (
         lambda folder: {"path": str(folder / "base"), "merge_adapters": True},
@@ -267,7 +267,7 @@ def merge_refusal(model: ModelConfig) -> str:
 def test_rows_with_lengths_that_tp_cuts_are_not_merged(ranks: RankPool, tmp_path: Path) -> None:
     save_adapters_of_peft(tmp_path, "qwen3", "lengths of rows")
     model = ModelConfig(path=str(tmp_path / "adapters"), dtype="float64", merge_adapters=True)
-    assert "need whole rows, and tp cuts those of model.layers.0" in ranks(2).run(merge_refusal, model)[0]
+    assert "need whole rows, but tp splits those of model.layers.0" in ranks(2).run(merge_refusal, model)[0]
 
 
 def refusal(model: ModelConfig) -> str:
@@ -283,4 +283,4 @@ def test_damaged_adapters_of_experts_fit_nothing(ranks: RankPool, tmp_path: Path
     name = next(name for name in tensors if name.endswith("experts.lora_B.weight"))
     save_file(tensors | {name: torch.zeros(shape)}, adapters / "adapter_model.safetensors", {"format": "pt"})
     model = ModelConfig(path=str(adapters), dtype="float64")
-    assert re.search("lora_B.weight with shape .* fits nothing", ranks(1).run(refusal, model)[0])
+    assert re.search("lora_B.weight with shape .* matches nothing", ranks(1).run(refusal, model)[0])

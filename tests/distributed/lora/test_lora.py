@@ -261,7 +261,7 @@ def refusal(folder: Path, lora: LoraConfig) -> str:
 def test_lengths_that_peft_could_not_open_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen3_moe", **DENSE_LAYERS)
     text = ranks(1).run(refusal, tmp_path, LENGTHS)[0]
-    assert "PEFT has no lengths of rows for model.layers.0.mlp.gate_proj" in text
+    assert "PEFT has no row magnitudes for model.layers.0.mlp.gate_proj" in text
     whole = LENGTHS.model_copy(update={"targets": ("q_proj",), "modules_to_save": ("input_layernorm",)})
     assert "what layers train beside adapters would compute in float32" in ranks(1).run(refusal, tmp_path, whole)[0]
 

@@ -256,7 +256,7 @@ def test_a_plain_weight_among_published_codes_is_known(ranks: RankPool, tmp_path
     assert (
         ranks(1)
         .run(refusal_of_adapters_alone, tmp_path)[0]
-        .startswith(f"weight_sync.adapters=alone with model.lora.base=nf4: {name} is not in nf4 in blocks of 64")
+        .startswith(f"weight_sync.adapters=alone with model.lora.base=nf4: {name} is not nf4 with blocks of 64")
     )
 
 

@@ -124,6 +124,6 @@ def test_other_blocks_and_plain_checkpoints_are_refused(ranks: RankPool, tmp_pat
     save_fp8_model(tmp_path / "narrow", "qwen3")
     text = ranks(1).run(refusal, tmp_path / "narrow")[0]
     assert text.startswith("model.lora.base=stored: ")
-    assert "in blocks or parts that cannot be kept so: use base=plain, or nf4 if its rows" in text
+    assert "in blocks or parts that cannot be kept as stored: use base=plain, or nf4 if its rows" in text
     save_tiny_model(tmp_path / "plain", "qwen3")
     assert ranks(1).run(refusal, tmp_path / "plain")[0].startswith("model.lora.base=stored: the checkpoint has no")

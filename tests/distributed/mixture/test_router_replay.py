@@ -243,4 +243,4 @@ def test_routes_of_another_model_are_refused(ranks: RankPool, tmp_path: Path) ->
     save_tiny_model(tmp_path / "mixture", "qwen3_moe", dtype=torch.float32, **DENSE_FIRST)
     ((layer, experts),) = ranks(1).run(refusals, tmp_path / "mixture")
     assert layer == "routes of layers (1, 2) cannot be followed in layer 3"
-    assert "was to choose 1 experts for each of" in experts
+    assert "should have chosen 1 experts for each of" in experts

@@ -100,8 +100,8 @@ def test_the_language_model_is_trained_and_the_rest_is_kept(
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("qwen3_vl", r"model.text_only: 'qwen3_vl_text', the language model of 'qwen3_vl', is no model of its own"),
-        ("llama", r"model.text_only: a 'llama' model reads text only: leave it out"),
+        ("qwen3_vl", r"model.text_only: 'qwen3_vl_text', the language model of 'qwen3_vl', is not a standalone model"),
+        ("llama", r"model.text_only: a 'llama' model reads text only: remove it"),
     ],
 )
 def test_models_without_a_text_model_within_are_refused(tmp_path: Path, family: str, message: str) -> None:

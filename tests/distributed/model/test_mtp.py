@@ -109,5 +109,5 @@ def test_a_critic_has_no_such_layer(tmp_path: Path) -> None:
 
 def test_adapters_do_not_train_it(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "deepseek_v3")
-    with pytest.raises(InputError, match=r"model.mtp: its layer is trained whole"):
+    with pytest.raises(InputError, match=r"model.mtp: its layer is trained in full"):
         ModelHandle.from_pretrained(config_of(tmp_path).model_copy(update={"lora": LoraConfig()}))

@@ -102,4 +102,4 @@ def test_a_checkpoint_of_another_optimizer_is_refused_in_one_line(ranks: RankPoo
     assert line == other
     assert "\n" not in line
     assert line.startswith(f"{tmp_path / 'step_2'}: has no language.momentum_buffer.model.layers.0.")
-    assert f"resume with the optimizer.name that did, one of {', '.join(get_args(OptimizerName))}" in line
+    assert f"resume with its optimizer.name, one of {', '.join(get_args(OptimizerName))}" in line

@@ -127,4 +127,4 @@ def refusal_of_muon(folder: Path) -> str:
 
 def test_muon_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     save_tiny_model(tmp_path, num_layers=1)
-    assert "its steps round no weights" in ranks(1).run(refusal_of_muon, tmp_path)[0]
+    assert "its steps do not round weights" in ranks(1).run(refusal_of_muon, tmp_path)[0]

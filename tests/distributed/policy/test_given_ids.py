@@ -173,5 +173,5 @@ def strange_ids(policy: Policy) -> list[str]:
 def test_ids_that_the_model_does_not_have_are_refused(ranks: RankPool, model: Path) -> None:
     missing, of_int, beyond = ranks(2).run(use, model, {"tp": 2}, strange_ids)[0]
     assert "ids='other': the rows have values ['ids', 'weights']" in missing
-    assert "give int64 [n, K]" in of_int
-    assert "and -1 stands for none" in beyond
+    assert "pass int64 [n, K]" in of_int
+    assert "or -1 for none" in beyond

@@ -171,7 +171,7 @@ def test_a_refusal_leaves_ranks_as_they_were_and_an_error_of_the_program_ends_th
     for sizes in ({}, {"dp_shard": 3}):
         said = ranks(3 if sizes else 1).run(refused, model, sizes)
         assert len({*said}) == 1
-        assert "row 1 has 1000000 in input_ids at place 2" in said[0]
+        assert "row 1 has 1000000 in input_ids at index 2" in said[0]
         assert "sequence 0 has 25 tokens but a microbatch holds 24" in said[0]
 
 

@@ -85,7 +85,7 @@ def test_a_service_on_two_nodes_goes_on_from_saved_weights_when_a_node_is_gone(n
         state = run.save_state("one").result().path
         (before,) = losses_of(run, data)
         nodes.order("remove")
-        assert service.job.wait_until(lambda: "the ranks have ended; starting them again" in service.job.stdout)
+        assert service.job.wait_until(lambda: "the ranks have exited; restarting them" in service.job.stdout)
         nodes.order("add")
         assert service.job.wait_until(lambda: service.job.stdout.count("starting 2 ranks") == 2)
         again = service.client().create_training_client_from_state(state).result()
@@ -107,10 +107,10 @@ def test_sft_that_loses_a_node_has_the_numbers_of_an_undisturbed_run_of_our_own_
     with Job(command("sft", config, *on_ray(nodes))) as job:
         assert job.wait_until((tmp_path / "run" / "checkpoints" / "step_4").is_dir), job.stderr
         nodes.order("remove")
-        assert job.wait_until(lambda: "starting again from step_" in job.stdout), job.stdout + job.stderr
+        assert job.wait_until(lambda: "restarting from step_" in job.stdout), job.stdout + job.stderr
         nodes.order("add")
         assert job.finish() == 0, job.stderr
-        assert "is gone: Ray has lost the node or its agent" in job.stderr
+        assert "was lost: Ray cannot reach the node or its agent" in job.stderr
     assert numbers(tmp_path / "run") == numbers(tmp_path / "undisturbed")
     assert_same_weights(tmp_path / "undisturbed" / "final", tmp_path / "run" / "final")
 
@@ -122,7 +122,7 @@ def test_ctrl_c_saves_and_stops(nodes: RayNodes, workspace: Path, tmp_path: Path
         assert job.wait_until(lambda: "step 2/400" in job.stdout), job.stderr
         job.process.send_signal(signal.SIGINT)
         assert job.finish() == 1, job.stderr
-        assert "starting again" not in job.stdout
+        assert "restarting" not in job.stdout
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
 
 
@@ -141,7 +141,7 @@ def test_a_failure_that_comes_again_ends_the_run(nodes: RayNodes, workspace: Pat
     options = [*on_ray(nodes), "--launch.ray.restarts", "1"]
     ran = run_command(command("sft", write(settings, tmp_path), *options))
     assert ran.returncode == 1
-    assert ran.stdout.count("starting again from the beginning, 1 of at most 1 times") == 1
+    assert ran.stdout.count("restarting from the beginning, 1 of at most 1 times") == 1
     assert "loss of microbatch 0 on stage 1 failed: ValueError: planted (" in ran.stderr.splitlines()[-1]
 
 
@@ -150,7 +150,7 @@ def test_what_cannot_be_placed_is_refused(
 ) -> None:
     config = write(settings_of("sft", workspace, tmp_path / "run", parallel={"pp": 2, "dp_shard": 4}), tmp_path)
     cases = {
-        ("--launch.ray.address", nodes.address): "the layout has 8 ranks, and the nodes of the Ray cluster have 4 proc",
+        ("--launch.ray.address", nodes.address): "the layout has 8 ranks, but the nodes of the Ray cluster have 4 proc",
         ("--launch.ray.address", nodes.address, "--launch.ray.ranks_per_node", "3"): "does not divide the 8 ranks",
     }
     for options, message in cases.items():
@@ -160,7 +160,7 @@ def test_what_cannot_be_placed_is_refused(
     assert main(["sft", config, "--launch.ray.address", "ray://head:10001"]) == 2
     assert main(["sft", config, "--launcher", "mpi"]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "is the address of a Ray client" in first
+    assert "is a Ray client address" in first
     assert second == "error: --launcher mpi: use ray or local"
     assert not (tmp_path / "run").exists()
 

@@ -51,9 +51,9 @@ def test_a_run_of_all_weights_trains_is_sampled_from_and_goes_on(tmp_path: Path)
     with Service(tmp_path, model, **settings) as service:
         run = service.run(rank=0)
         assert not run.get_info().is_lora
-        with pytest.raises(tinker.TinkerError, match="ask for rank 0"):
+        with pytest.raises(tinker.TinkerError, match="request rank 0"):
             service.run(rank=4)
-        assert "limits.runs is 1: end one, for it trains all weights" in refusal_of_a_second_run(service)
+        assert "the limit is 1: end one, because the server trains all weights" in refusal_of_a_second_run(service)
         train_both(run, plain)
         sampler = run.save_weights_and_get_sampling_client().result()
         with torch.no_grad():

@@ -171,10 +171,10 @@ def test_tools_are_shown_to_the_model_or_refused_with_the_reason(service: Servic
     assert client.chat.completions.create(**asked).usage.prompt_tokens > plain.usage.prompt_tokens
     none = client.chat.completions.create(**asked, tool_choice="none")
     assert none.usage.prompt_tokens == plain.usage.prompt_tokens
-    with pytest.raises(openai.BadRequestError, match="a tool of type web_search is not served"):
+    with pytest.raises(openai.BadRequestError, match="a tool of type web_search is not supported"):
         client.chat.completions.create(**{**asked, "tools": [{"type": "web_search"}]})
     image = {"type": "image_url", "image_url": {"url": "data:"}}
-    with pytest.raises(openai.BadRequestError, match="a part of type image_url is not served"):
+    with pytest.raises(openai.BadRequestError, match="a part of type image_url is not supported"):
         client.chat.completions.create(**{**asked, "tools": [], "messages": [{"role": "user", "content": [image]}]})
 
 
@@ -185,9 +185,9 @@ def test_saved_weights_are_models(service: Service, client: openai.OpenAI) -> No
     path = run.save_weights_for_sampler("trained").result().path
     assert {service.model, path} <= {one.id for one in client.models.list().data}  # other tests have saved theirs
     assert [client.models.retrieve(name).id for name in (service.model, path)] == [service.model, path]
-    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9'"):
+    with pytest.raises(openai.NotFoundError, match="unknown model 'gpt-9'"):
         client.models.retrieve("gpt-9")
-    with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings is not served"):
+    with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings is not supported"):
         client.embeddings.create(model=service.model, input="x")
     scored = (
         service.client()
@@ -238,15 +238,15 @@ def test_tinkers_lists_say_what_there_is(service: Service) -> None:
     rest.delete_checkpoint_from_tinker_path(sampler).result()
     (left,) = rest.list_checkpoints(names[0]).result().checkpoints
     assert (left.tinker_path, left.expires_at) == (state, None)
-    with pytest.raises(tinker.NotFoundError, match="checkpoints/weights/one/publish is not served"):
+    with pytest.raises(tinker.NotFoundError, match="checkpoints/weights/one/publish is not supported"):
         rest.publish_checkpoint_from_tinker_path(state).result()
 
 
 @pytest.mark.parametrize(
     ("changes", "status", "message"),
     [
-        ({"model": "gpt-9"}, 404, "there is no model 'gpt-9'"),
-        ({"model": "tinker://a/weights/b"}, 400, "no saved weights"),
+        ({"model": "gpt-9"}, 404, "unknown model 'gpt-9'"),
+        ({"model": "tinker://a/weights/b"}, 400, "unknown saved weights"),
         ({"max_tokens": 100}, 400, "max_tokens=100 after 1 tokens"),
         ({"prompt": [9999]}, 400, "token 9999"),
         ({"prompt": []}, 400, "prompt: is empty"),

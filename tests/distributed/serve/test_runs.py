@@ -90,7 +90,7 @@ def test_weights_that_are_not_finite_and_folders_that_cannot_be_made_are_refused
     (tmp_path / "file").write_text("in the way")
     for said in ranks(2).run(lead_in_fp32, tmp_path, {"pp": 2}, break_a_run):
         step, kept, saved, *blocked = said
-        assert step.startswith("this optimizer step has made weights that are NaN or infinite")
+        assert step.startswith("this optimizer step produced weights that are NaN or infinite")
         assert kept == saved
         assert saved.startswith("the run has weights that are NaN or infinite")
         assert all("the weights cannot be saved" in one and "file" in one for one in blocked)

@@ -260,7 +260,7 @@ def test_what_is_not_served_fails_its_request_alone(service: Service) -> None:
         (lambda: run.forward_backward([good], "ppo"), "datum 0 has no logprobs"),
         (lambda: run.forward_backward([of_loss(datum(80, 0), "weights")], "cross_entropy"), "80 tokens"),
         (lambda: run.forward_backward([good], "cross_entropy", {"beta": 1.0}), "settings none"),
-        (lambda: run.load_state("tinker://a/weights/b"), "no saved weights"),
+        (lambda: run.load_state("tinker://a/weights/b"), "unknown saved weights"),
     ]
     sent = [(ask(), text) for ask, text in bad]
     last = run.forward_backward([good], "cross_entropy")
@@ -298,9 +298,9 @@ def test_runs_go_on_from_saved_weights_after_a_rank_and_after_the_server_is_kill
         _, rank = children_of(service.job.process.pid)
         os.kill(rank, signal.SIGKILL)
         for ask in (lambda: run.forward([of_loss(datum(5, 0), "weights")], "cross_entropy"),) * 2:
-            with pytest.raises(tinker.TinkerError, match=f"go on from {path}"):
+            with pytest.raises(tinker.TinkerError, match=f"resume from {path}"):
                 ask().result()
-        with pytest.raises(tinker.TinkerError, match=f"go on from {path}"):
+        with pytest.raises(tinker.TinkerError, match=f"resume from {path}"):
             run.optim_step(types.AdamParams()).result()
         resumed = service.client().create_training_client_from_state_with_optimizer(path).result()
         after_rank = numbers(resumed, 60, 2)

@@ -112,8 +112,8 @@ def test_targets_that_do_not_fit_fail_their_request_alone(service: Service) -> N
     bad = [
         ([with_inputs(target_tokens=ids, weights=ones[:, :1])], "cross_entropy", r"weights of shape \[3, 1\]"),
         ([with_inputs(target_tokens=ids[:2], weights=ones[:2])], "cross_entropy", "4 target_tokens for 3 tokens"),
-        ([with_inputs(target_tokens=ids * VOCAB, weights=ones)], "cross_entropy", "a token outside of 0 to 287"),
-        ([with_inputs(target_tokens=ids - 2, weights=ones)], "cross_entropy", "a token outside of 0 to 287"),
+        ([with_inputs(target_tokens=ids * VOCAB, weights=ones)], "cross_entropy", "a token outside 0 to 287"),
+        ([with_inputs(target_tokens=ids - 2, weights=ones)], "cross_entropy", "a token outside 0 to 287"),
         ([with_inputs(target_tokens=ids, logprobs=ones, advantages=ones)], "ppo", "ppo has one value for each token"),
         ([with_inputs(target_tokens=ids[:, :0], weights=ones[:, :0])], "cross_entropy", "at least one target"),
         ([with_inputs(target_tokens=ids[None], weights=ones[None])], "cross_entropy", "one or two dimensions"),
@@ -155,7 +155,7 @@ def test_only_the_last_tokens_of_a_prompt(service: Service) -> None:
     last = asked_of(sampler, include_prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=3)
     assert last.prompt_logprobs == [None] * 5 + whole.prompt_logprobs[5:]
     assert last.topk_prompt_logprobs == [None] * 5 + whole.topk_prompt_logprobs[5:]
-    with pytest.raises(tinker.TinkerError, match="prompt_logprobs_last_n=8 for a prompt of 8 tokens: give 1 to 7"):
+    with pytest.raises(tinker.TinkerError, match="prompt_logprobs_last_n=8 for a prompt of 8 tokens: set 1 to 7"):
         asked_of(sampler, include_prompt_logprobs=True, prompt_logprobs_last_n=8)
 
 
@@ -171,7 +171,7 @@ def test_tokens_that_a_client_names(service: Service, plain: Any, sparse: bool) 
     expected = logprobs_of(plain, PROMPT)[:-1].detach().gather(1, ids.clamp(0))
     expected = torch.where(ids >= 0, expected, 0.0)
     assert found.to_torch().numpy() == pytest.approx(expected.float().numpy(), abs=1e-5)
-    with pytest.raises(tinker.TinkerError, match=r"shape \[3, 6\] for a prompt of 8 tokens: give \[7, K\]"):
+    with pytest.raises(tinker.TinkerError, match=r"shape \[3, 6\] for a prompt of 8 tokens: pass \[7, K\]"):
         asked_of(sampler, target_prompt_logprobs=types.TensorData.from_torch(ids[:3]))
 
 

@@ -76,12 +76,12 @@ def test_what_a_teacher_does_not_do_is_refused(service: Service) -> None:
     client = service.client()
     teacher = client.create_sampling_client(base_model="a/teacher").result()
     prompt = types.ModelInput.from_ints([1, 2, 3])
-    with pytest.raises(tinker.TinkerError, match="'a/teacher' scores prompts here: ask for max_tokens=1"):
+    with pytest.raises(tinker.TinkerError, match="'a/teacher' only scores prompts here: request max_tokens=1"):
         teacher.sample(prompt, 1, types.SamplingParams(max_tokens=2)).result()
-    with pytest.raises(tinker.TinkerError, match="base_model='a/teacher' scores prompts here"):
+    with pytest.raises(tinker.TinkerError, match="base_model='a/teacher' only scores prompts here"):
         client.create_lora_training_client(base_model="a/teacher", rank=4).result()
-    with pytest.raises(tinker.TinkerError, match="and 'a/teacher' to score prompts: ask for that"):
+    with pytest.raises(tinker.TinkerError, match="and 'a/teacher' to score prompts: request that"):
         client.create_sampling_client(base_model="another").result()
     saved = service.run().save_weights_for_sampler("one").result().path
-    with pytest.raises(tinker.TinkerError, match="leave base_model out"):
+    with pytest.raises(tinker.TinkerError, match="remove base_model"):
         client.create_sampling_client(base_model="a/teacher", model_path=saved).result()

@@ -189,7 +189,7 @@ def test_a_handle_that_cannot_be_put_right_tells_what_came_first(tmp_path: Path)
     broken = mock.patch("automodel_rl.step.runner.abandon_step", side_effect=RuntimeError("device-side assert"))
     with broken, pytest.raises(MicrobatchError, match="loss of microbatch 1 on stage 0 failed: KeyError") as raised:
         engine.train_step(microbatches_of(engine, 0), Failing(KeyError("planted")))
-    assert raised.value.__notes__ == ["the model cannot be used any more: RuntimeError: device-side assert"]
+    assert raised.value.__notes__ == ["the model can no longer be used: RuntimeError: device-side assert"]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -258,9 +258,9 @@ def test_token_ids_outside_the_vocabulary_are_refused_on_every_rank(
 @pytest.mark.parametrize(
     ("sizes", "kind", "message"),
     [
-        ({"dp_shard": 2}, "fewer", "data ranks have [3, 1] microbatches: give every one equally many"),
-        ({"dp_shard": 2}, "none", "data ranks have [0, 3] microbatches: give every one equally many"),
-        ({"pp": 2, "dp_shard": 2}, "fewer", "data ranks have [3, 1] microbatches: give every one equally many"),
+        ({"dp_shard": 2}, "fewer", "data ranks have [3, 1] microbatches: pass each the same number"),
+        ({"dp_shard": 2}, "none", "data ranks have [0, 3] microbatches: pass each the same number"),
+        ({"pp": 2, "dp_shard": 2}, "fewer", "data ranks have [3, 1] microbatches: pass each the same number"),
         ({"pp": 2}, "other", "the ranks of data rank 0 have different microbatches"),
         ({"pp": 2}, "values", "the ranks of data rank 0 have different values in their microbatches"),
     ],
@@ -325,8 +325,8 @@ def test_a_loss_that_gives_something_else_is_told_what_to_give(ranks: RankPool, 
     save_tiny_model(tmp_path)
     tensor, name, nothing = ranks(1).run(wrong_losses, tmp_path)[0]
     assert "TypeError: the loss returned a Tensor: return a LossOutput" in tensor
-    assert "ValueError: the loss gave sums over 'token': name what divides them, tokens, sequences" in name
-    assert "ValueError: the loss gave sums over nothing" in nothing
+    assert "ValueError: the loss returned sums over 'token': name what divides them, tokens, sequences" in name
+    assert "ValueError: the loss returned sums over nothing" in nothing
     for message in (tensor, name, nothing):  # with the user's file and line
         assert re.search(r"\(.*test_failed_steps.py:\d+\)", message), message
 
@@ -392,9 +392,12 @@ def two_columns(microbatch: Microbatch) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda: LinearLoss(three_dimensions)(TokenOutputs(ZEROS), pack_microbatch(SOME)), "give one, or K, for each"),
+        (lambda: LinearLoss(three_dimensions)(TokenOutputs(ZEROS), pack_microbatch(SOME)), "pass one, or K, for each"),
         (lambda: LinearLoss(two_columns)(TokenOutputs(ZEROS), pack_microbatch(SOME)), "2 tokens .*, and none are read"),
-        (lambda: LinearLoss(lambda microbatch: microbatch.loss_mask, "foo"), "denominator='foo': it is one of tokens"),
+        (
+            lambda: LinearLoss(lambda microbatch: microbatch.loss_mask, "foo"),
+            "denominator='foo': it must be one of tokens",
+        ),
     ],
     ids=["shape", "ids", "denominator"],
 )

@@ -112,11 +112,11 @@ def test_what_cannot_be_exported_is_one_line(
     save_tiny_model(tmp_path / "model", num_layers=1)
     for arguments, message in (
         ([], "export takes a checkpoint and a new folder"),
-        ([str(tmp_path / "model"), str(tmp_path / "there")], "exists already; export makes its own folder"),
+        ([str(tmp_path / "model"), str(tmp_path / "there")], "already exists; export creates its own folder"),
         ([str(tmp_path / "other"), str(tmp_path / "out")], "so it is not a complete checkpoint"),
         (
             [str(tmp_path / "model"), str(tmp_path / "out")],
-            "is a model with plain weights already: name a step_N folder",
+            "is already a model with plain weights: pass a step_N folder",
         ),
     ):
         assert main(["export", *arguments]) == 2

@@ -28,10 +28,10 @@ def test_a_written_config_is_commented_and_trains(
     assert "no GPU here: one rank on the CPU, in float32" in said
     assert f"next: automodel-rl plan {out}; automodel-rl {algorithm} {out}" in said
     text = out.read_text()
-    assert "# --resume auto goes on from the newest one\n" in text
+    assert "# --resume auto resumes from the newest one\n" in text
     assert load_config(out).algorithm == algorithm
     assert main(["init", algorithm, str(workspace / "model"), str(workspace / data), "--out", str(out)]) == 2
-    assert "exists already: give another file in --out" in capsys.readouterr().err
+    assert "already exists: pass another file to --out" in capsys.readouterr().err
     if algorithm == "sft":
         short = ["--output", str(tmp_path / "run"), "--length.steps", "1", "--length.epochs", "null"]
         assert main([algorithm, str(out), *short]) == 0
@@ -96,9 +96,9 @@ RECORDS = {
 @pytest.mark.parametrize(
     ("algorithm", "largest", "note"),
     [
-        ("sft", 512, "1 of the 2 records looked at are longer than the model's context of 512 tokens and are cut"),
-        ("dpo", 1024, "1 of the 2 records looked at are longer than the model's context of 512 tokens and are cut"),
-        ("grpo", 512, "1 of the 2 records looked at are longer than 256 tokens, half of the model's context, and are"),
+        ("sft", 512, "1 of the 2 records examined are longer than the model's context of 512 tokens and are cut"),
+        ("dpo", 1024, "1 of the 2 records examined are longer than the model's context of 512 tokens and are cut"),
+        ("grpo", 512, "1 of the 2 records examined are longer than 256 tokens, half of the model's context, and are"),
     ],
 )
 def test_records_that_the_context_cannot_hold_ask_for_no_room(
@@ -186,5 +186,5 @@ def test_columns_are_guessed(algorithm: str, record: dict, columns: dict | None)
 
 
 def test_what_no_algorithm_reads_is_refused() -> None:
-    with pytest.raises(InputError, match="x:1: no columns that dpo knows, only a, b: write the config by hand"):
+    with pytest.raises(InputError, match="x:1: no columns for dpo, only a, b: write the config by hand"):
         guess_columns("dpo", {"a": 1, "b": 2}, "x:1")

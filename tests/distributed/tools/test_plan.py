@@ -241,7 +241,7 @@ def test_a_plan_of_two_modules_counts_both(tmp_path: Path, capsys: pytest.Captur
     config = config_of(tmp_path / "model", {})
     capsys.readouterr()  # what transformers says when it saves
     plan(config, None, find_device("H200"), as_json=False)
-    assert "media not known: no data to look at" in capsys.readouterr().out
+    assert "media unknown: no data to measure" in capsys.readouterr().out
     with_data = config.model_dump() | {"data": {"train": [{"path": str(tmp_path / "train.jsonl")}]}}
     plan(SFTConfig.model_validate(with_data), None, find_device("H200"), as_json=True)
     found = json.loads(capsys.readouterr().out)

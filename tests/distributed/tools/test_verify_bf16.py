@@ -53,4 +53,4 @@ def test_the_verdict_is_also_about_the_step_in_bf16(ranks: RankPool, tmp_path: P
     assert sound.endswith("not compared: weights of the checkpoint\nverdict: equal to one process\n")
     different, _ = ranks(2).run(verdict, tmp_path, "partial gradients of tp left alone")
     assert "verdict: DIFFERENT from one process in worst gradient in bf16" in different
-    assert different.endswith("(memory.compile=false leaves them out)")
+    assert different.endswith("(memory.compile=false disables them)")

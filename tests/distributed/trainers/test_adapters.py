@@ -73,7 +73,7 @@ def test_a_step_with_adapters_exports_merged(
     for one, other in zip(of_step.parameters(), of_final.parameters(), strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-7)  # in the run's, the base's dtype
     for arguments, message in (
-        ([str(adapters), str(tmp_path / "no")], "holds adapters as PEFT opens them: add --merge"),
+        ([str(adapters), str(tmp_path / "no")], "already holds adapters in PEFT's format: add --merge"),
         ([str(adapters), str(tmp_path / "no"), "--merge", "--seed", "1"], "only --model.path is read"),
     ):
         assert main(["export", *arguments]) == 2
@@ -118,10 +118,10 @@ def test_a_run_on_adapters_resumes_on_these_adapters_alone(
     kept = adapted.read_bytes()
     save_file({name: tensor + 1e-6 for name, tensor in load_file(adapted).items()}, adapted)
     assert main(["sft", write(settings, tmp_path), *resume[:2], "--output", str(tmp_path / "third")]) == 2
-    assert "if the change is meant, remove manifest.json" in capsys.readouterr().err
+    assert "if the change is intended, remove manifest.json" in capsys.readouterr().err
     (adapters / "manifest.json").unlink()
     assert main(["sft", write(settings, tmp_path), *resume[:2], "--output", str(tmp_path / "third")]) == 2
-    assert "its weights or adapters are not those with which" in capsys.readouterr().err
+    assert "its weights or adapters differ from those that" in capsys.readouterr().err
     adapted.write_bytes(kept)
     assert main(["plan", write(settings, tmp_path)]) == 0
     assert main(["verify", write(settings, tmp_path)]) == 0

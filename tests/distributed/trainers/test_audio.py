@@ -105,10 +105,10 @@ def test_chats_are_split_with_the_clips_of_their_turns(ranks: RankPool, clips: d
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"audio": ["nowhere.wav"]}, "train.jsonl:1: there is no file"),
+        ({"audio": ["nowhere.wav"]}, "train.jsonl:1: no file"),
         ({"audio": []}, "train.jsonl:1: a part of type audio has no file"),
-        ({"images": ["red.png"]}, "train.jsonl:1: there are more images than parts of type image"),
-        ({"messages": None, "text": "a text"}, "train.jsonl:1: there are more audio than parts of type audio"),
+        ({"images": ["red.png"]}, "train.jsonl:1: more images than parts of type image"),
+        ({"messages": None, "text": "a text"}, "train.jsonl:1: more audio than parts of type audio"),
     ],
     ids=["no file", "too few", "pictures", "a text"],
 )

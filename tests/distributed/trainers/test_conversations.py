@@ -133,7 +133,7 @@ def refused(settings: Settings) -> str:
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"tools": ["tests.light_rewards:turns"], "environment": None}, "its schema comes from type hints"),
+        ({"tools": ["tests.light_rewards:turns"], "environment": None}, "its schema requires type hints"),
         ({"tools": ["os.path:nothing"], "environment": None}, "cannot import it"),
         ({"environment": "os.path:nothing"}, "cannot import it"),
     ],

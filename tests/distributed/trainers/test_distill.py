@@ -193,10 +193,13 @@ def other_tokens(settings: Settings, folder: Path) -> None:
 
 
 BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
-    (other_tokens, "teachers.large: its tokenizer is another one than the trained model's"),
+    (other_tokens, "teachers.large: its tokenizer differs from the trained model's"),
     (lambda s, f: s["teachers"]["large"].update(path=str(f / "none")), "teachers.large: model.path="),
     (lambda s, _: s.update(teachers={}), "teachers: "),
-    (lambda s, _: s["teachers"]["large"].update(sources=["else.jsonl"]), "else.jsonl is the path of no source in data"),
+    (
+        lambda s, _: s["teachers"]["large"].update(sources=["else.jsonl"]),
+        "else.jsonl is not the path of a source in data",
+    ),
     (
         lambda s, _: s["teachers"]["large"].update(sources=[s["data"]["validation"][0]["path"]]),
         "no teacher teaches it",

@@ -60,7 +60,7 @@ def test_evaluations_measure_the_model_that_generators_have(
 
 HARNESSES_THAT_FAIL = {
     "no such task": {"tasks": ["broken"]},
-    "it asked for nothing for 0.01 minutes": {"tasks": ["hanging"], "quiet_minutes": 0.01},
+    "it sent no request for 0.01 minutes": {"tasks": ["hanging"], "quiet_minutes": 0.01},
 }
 
 

@@ -127,7 +127,7 @@ def test_a_validation_whose_weights_are_gone_is_left_out_with_a_warning(workspac
     with generator_of(settings), generator_of(settings, "--evaluate"):
         with run_of(settings, tmp_path, "--resume", "auto") as run:
             assert run.finish() == 0, run.stdout + run.stderr
-            warning = f"warning: the validation of step 3 is left out: {tmp_path / 'weights'} has its weights no longer"
+            warning = f"warning: the validation of step 3 is skipped: {tmp_path / 'weights'} no longer has its weights"
             assert warning in run.stdout
     assert {*found_in(tmp_path / "run")} == {0, 6, 7}
 

@@ -118,8 +118,8 @@ def test_validation_samples_several_times_and_prompts_that_are_long_or_held_out_
     assert "val/pass@1" not in baseline
     assert baseline["val/mean@3"] <= baseline["val/pass@3"] <= 1
     said = capsys.readouterr().out
-    assert "are longer than rollout.max_prompt_tokens=56 and left out" in said
-    assert "warning: 4 of the step's 4 prompts are held-out prompts, too, so that val/ measures what was" in said
+    assert "are longer than rollout.max_prompt_tokens=56 and were dropped" in said
+    assert "warning: 4 of the step's 4 prompts are also held-out prompts, so val/ measures what was" in said
     settings["rollout"]["validation_temperature"] = 0.0
     assert main(["grpo", write(settings, tmp_path), "--output", str(tmp_path / "other")]) == 2
     assert "validation_samples=3 with validation_temperature=0" in capsys.readouterr().err

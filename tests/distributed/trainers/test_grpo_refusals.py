@@ -26,7 +26,7 @@ def drop_answers(settings: Settings, tmp_path: Path) -> None:
 
 
 BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
-    (drop_answers, "prompts.jsonl:1: no answer, which rewards.function=last_number compares with"),
+    (drop_answers, "prompts.jsonl:1: no answer, which rewards.function=last_number needs"),
     (lambda s, _: s["rollout"].update(max_prompt_tokens=4), "all 96 prompts are longer than rollout.max_prompt_tokens"),
     (
         lambda s, _: s["batch"].update(microbatch_tokens=20),

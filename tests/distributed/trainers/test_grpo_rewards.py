@@ -97,7 +97,7 @@ def run_without_signal(settings: Settings) -> str:
     ("function", "message"),
     [
         ("failing", "every call of a reward failed in this step, the first: rewards.function=.*no such thing"),
-        ("same", "in 3 steps in a row no prompt had completions with different rewards"),
+        ("same", "in 3 consecutive steps no prompt had completions with different rewards"),
     ],
 )
 def test_rewards_that_teach_nothing_end_the_run(

@@ -42,7 +42,7 @@ def test_a_generator_waits_for_a_run_that_was_killed_and_goes_on_with_it(
     with generator_of(settings) as generator:
         with run_of(settings, tmp_path) as run:
             assert run.wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") >= 3)
-        assert generator.wait_until(lambda: "the run has broken off" in generator.stdout)
+        assert generator.wait_until(lambda: "lost the connection to the run" in generator.stdout)
         with run_of(settings, tmp_path, "--resume", "auto") as run:
             assert run.finish() == 0, run.stdout + run.stderr
         assert generator.finish() == 0

@@ -116,7 +116,7 @@ def spoil(settings: Settings, folder: Path, **changes: Any) -> None:
 
 BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
     (lambda s, f: spoil(s, f, label=None), "judged.jsonl:1: no column 'label', only prompt, completion"),
-    (lambda s, f: spoil(s, f, label="yes"), "judged.jsonl:1: label is 'yes': give true for a good completion"),
+    (lambda s, f: spoil(s, f, label="yes"), "judged.jsonl:1: label is 'yes': use true for a good completion"),
     (lambda s, _: s["batch"].update(sequences=1), "batch.sequences=1: the reference point comes from"),
 ]
 

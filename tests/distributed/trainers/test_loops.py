@@ -92,12 +92,12 @@ def test_losses_of_a_programs_own_file_go_to_all_ranks(workspace: Path, tmp_path
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("missing.py", None, "there is no such file"),
+        ("missing.py", None, "file not found"),
         ("without.py", "x = 1", "has no function main(policy, fleet, run)"),
         ("short.py", "def main(policy): pass", "main cannot be called as main(policy, fleet, run)"),
         ("broken.py", "import nowhere_at_all", "cannot be imported (ModuleNotFoundError: No module named 'nowhere_at"),
         ("json.py", "def main(policy, fleet, run): pass", "Python has another module named json: rename the file"),
-        ("a-b.py", "def main(policy, fleet, run): pass", "its name is no name of a Python module"),
+        ("a-b.py", "def main(policy, fleet, run): pass", "its name is not a valid Python module name"),
     ],
 )
 @pytest.mark.usefixtures("one_rank")

@@ -107,7 +107,7 @@ def test_it_learns_what_rewards_want(ranks: RankPool, workspace: Path, tmp_path:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"rewards": []}, "rewards: name at least one"),
     ({"critic": {"warmup_steps": 9}}, "critic.warmup_steps=9 with length.steps=3: the policy would never be trained"),
-    ({"filter": {"dynamic": True}}, "filter.dynamic leaves out groups with equal rewards"),
+    ({"filter": {"dynamic": True}}, "filter.dynamic drops groups with equal rewards"),
     ({"advantage": {"kind": "rloo"}}, "advantage"),
     ({"critic": {"path": "nowhere/at/all"}}, "critic: model.path=nowhere/at/all"),
 ]

@@ -69,5 +69,5 @@ def test_a_key_that_cannot_sign_is_refused_before_the_first_step(
 
 
 def test_adapters_alone_are_not_published() -> None:
-    with pytest.raises(ValueError, match="set adapters to merged, or leave publish out"):
+    with pytest.raises(ValueError, match="set adapters to merged, or remove publish"):
         WeightSyncConfig(publish=Path("weights"), adapters="alone")

@@ -306,7 +306,7 @@ def test_a_head_that_keeps_its_first_weights_stops_the_run(ranks: RankPool, work
     python.write_text(f'#!/bin/sh\nexec "{PYTHON}" "{tmp_path / "stale.py"}" "$@"\n')
     python.chmod(0o755)
     (message,) = ranks(1).run(error_of, values(workspace, tmp_path / "run", {"kind": "vllm", "python": str(python)}))
-    assert "does not compute with the weights that it got" in message
+    assert "does not compute with the weights that it received" in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

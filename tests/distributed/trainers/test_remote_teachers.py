@@ -162,7 +162,7 @@ def test_what_servers_cannot_tell_is_one_line(
     batch = Batch([TokenSequence(torch.tensor([1, 2, 3]), torch.ones(3, dtype=torch.bool))])
     with pytest.raises(InputError, match="Requested prompt logprobs of 21"):
         opened(url=vllm, name="large").top_logprobs(batch, 21)
-    with pytest.raises(InputError, match="has large: name one of them"):
+    with pytest.raises(InputError, match="serves large: use one of them"):
         opened(url=vllm)
     with pytest.raises(InputError, match="refused"):
         opened(url="http://127.0.0.1:9")
@@ -175,8 +175,11 @@ BAD: list[tuple[Settings, str]] = [
     ({"teachers": {"large": TEACHER | {"between": "host"}}}, "between with url=http://127.0.0.1:9: the server decides"),
     ({"teachers": {"large": {"path": "MODEL", "api": "tinker"}}}, "api is for a teacher behind a server"),
     ({"teachers": {"large": TEACHER}, "loss": {"tokens_of": "student"}}, "use tokens_of=teacher, or api=tinker"),
-    ({"teachers": {"large": TEACHER}, "loss": {"temperature": 2.0}}, "servers give log-probabilities at 1"),
-    ({"teachers": {"large": TEACHER | {"path": "nowhere"}}}, "no tokenizer and config can be opened"),
+    (
+        {"teachers": {"large": TEACHER}, "loss": {"temperature": 2.0}},
+        "servers return log-probabilities at temperature 1",
+    ),
+    ({"teachers": {"large": TEACHER | {"path": "nowhere"}}}, "cannot open a tokenizer and config"),
 ]
 
 

@@ -47,19 +47,19 @@ def test_a_run_may_go_on_from_any_checkpoint_in_a_folder_of_its_own(
     assert main(["sft", file, "--resume", second]) == 2
     assert "holds step_4, which is past it: choose another output" in capsys.readouterr().err
     assert main(["sft", file, "--resume", second, "--output", str(tmp_path / "branch")]) == 0
-    assert "going on from step 2" in capsys.readouterr().out
+    assert "resuming from step 2" in capsys.readouterr().out
     assert [row["step"] for row in metrics_of(tmp_path / "branch")] == [3, 4]
     assert_same_weights(tmp_path / "run" / "final", tmp_path / "branch" / "final")
     other = ["--output", str(tmp_path / "other"), "--optimizer.lr", "1e-5"]
     assert main(["sft", file, "--resume", second, *other]) == 0
-    assert f"going on from {second}, of a run that differs in output, optimizer.lr" in capsys.readouterr().out
+    assert f"resuming from {second}, of a run that differs in output, optimizer.lr" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume", "always"], "--resume always: is neither auto, never nor the folder of a checkpoint"),
+        (["--resume", "always"], "--resume always: must be auto, never or the folder of a checkpoint"),
         (["--max-minutes", "soon"], "--max-minutes soon: must be a number above 0"),
         (["--max-minutes", "-1"], "--max-minutes -1: must be a number above 0"),
         (["--resume", "configs"], "configs: no checkpoint.json, so it is not a complete checkpoint"),
@@ -90,7 +90,7 @@ def test_a_resumed_run_may_learn_at_another_rate(
         assert change in line
     assert [row["train/lr"] for row in metrics_of(tmp_path / "run")] == [1e-3, 1e-3, 5e-4]
     assert main(["sft", write(config, tmp_path), "--resume", "auto", "--optimizer.betas", "[0.8, 0.9]"]) == 2
-    assert "with other values, give --resume CHECKPOINT --output NEW" in capsys.readouterr().err
+    assert "with other values, pass --resume CHECKPOINT --output NEW" in capsys.readouterr().err
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
@@ -113,7 +113,7 @@ def test_a_finished_run_stays_as_it_is(
     assert main([algorithm, file, "--resume", "auto", "--length.steps", "1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "length.steps=1: the run in" in line
-    assert "is at step 2 already" in line
+    assert "is already at step 2" in line
     assert main([algorithm, file, "--resume", "auto"]) == 0
     assert "is finished: its 2 steps are done" in capsys.readouterr().out
     assert contents_of(tmp_path / "run") == before
@@ -129,10 +129,10 @@ def test_epochs_that_are_done_are_told_as_steps_are(
     before = contents_of(tmp_path / "run")
     capsys.readouterr()
     assert main(["sft", file, "--resume", "auto", "--length.epochs", "0.15"]) == 2
-    assert "length.epochs=0.15, which are 2 steps: the run in output" in capsys.readouterr().err
+    assert "length.epochs=0.15, which is 2 steps: the run in output" in capsys.readouterr().err
     branch = ["--resume", str(tmp_path / "run" / "checkpoints" / "step_3"), "--output", str(tmp_path / "branch")]
     assert main(["sft", file, *branch, "--length.epochs", "0.15"]) == 2
-    assert "is at step 3 already" in capsys.readouterr().err
+    assert "is already at step 3" in capsys.readouterr().err
     assert not (tmp_path / "branch").exists()
     assert main(["sft", file, "--resume", "auto"]) == 0
     assert "is finished: its 3 steps are done" in capsys.readouterr().out
@@ -176,11 +176,11 @@ def test_a_run_whose_first_step_failed_is_begun_anew(
     assert (tmp_path / "run" / "config.yaml").is_file()
     done = run_command(command)
     assert done.returncode == 0, done.stderr
-    assert "run holds a run that finished no step; this one takes its place" in done.stdout
+    assert "run holds a run that finished no step; this run replaces it" in done.stdout
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == ([0, 1] if algorithm == "grpo" else [1])
     assert "loss_function: null" in (tmp_path / "run" / "config.yaml").read_text()
     assert main([algorithm, file]) == 2
-    assert "holds this run already" in capsys.readouterr().err
+    assert "already holds this run" in capsys.readouterr().err
 
 
 def test_a_run_saves_and_stops_before_its_time_is_up(ranks: RankPool, config: Settings, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_ranks_that_an_agent_starts_again_go_on_by_themselves(
         assert agent.wait_until(lambda: num_lines(tmp_path / "run" / "metrics.jsonl") >= 3), agent.stderr
         os.kill(children_of(agent.process.pid)[-1], signal.SIGKILL)
         assert agent.finish() == 0, agent.stderr
-        assert "going on from step" in agent.stdout
+        assert "resuming from step" in agent.stdout
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [*range(1, 13)]
     assert_same_weights(tmp_path / "whole" / "final", tmp_path / "run" / "final")
 

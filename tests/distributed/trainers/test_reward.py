@@ -183,8 +183,8 @@ def spoil(settings: Settings, folder: Path, **changes: Any) -> None:
 
 
 BAD: list[tuple[Callable[[Settings, Path], None], str]] = [
-    (lambda s, f: spoil(s, f, margin="much"), "pairs.jsonl:1: margin is 'much': give a finite number"),
-    (lambda s, _: s["model"].update(num_labels=3), "model.num_labels=3: a reward model gives one score: leave it out"),
+    (lambda s, f: spoil(s, f, margin="much"), "pairs.jsonl:1: margin is 'much': use a finite number"),
+    (lambda s, _: s["model"].update(num_labels=3), "model.num_labels=3: a reward model returns one score: remove it"),
     (lambda s, _: s["data"].update(overlong="truncate"), "data.overlong"),
 ]
 

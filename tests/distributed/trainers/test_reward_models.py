@@ -59,7 +59,7 @@ def test_a_chat_is_scored_alone_and_among_others_alike(judge: Path) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"model": "nowhere/at/all"}, "rewards.model=nowhere/at/all: no reward model that transformers opens"),
+    ({"model": "nowhere/at/all"}, "rewards.model=nowhere/at/all: cannot be opened as a reward model"),
     ({"model": "MODEL", "options": {"place": "cuda"}}, "rewards.function=reward_model: options"),
     ({"function": "served_reward_model"}, "rewards.function=served_reward_model: options {} do not fit"),
 ]

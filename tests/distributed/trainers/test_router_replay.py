@@ -234,9 +234,9 @@ def first_twice(routes: Any) -> Any:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (none, "of its choices of experts are missing, and router_replay.on_missing=error"),
+        (none, "of its expert choices are missing .router_replay.on_missing=error"),
         (one_row_less, "one each, or one less"),
-        (first_twice, r"routes of layer 2, row 2: experts \[(\d), \1\]; a token's experts differ"),
+        (first_twice, r"routes of layer 2, row 2: experts \[(\d), \1\]; a token's experts must differ"),
     ],
 )
 def test_routes_that_cannot_be_followed_end_the_run_on_every_rank(
@@ -245,7 +245,7 @@ def test_routes_that_cannot_be_followed_end_the_run_on_every_rank(
     settings = values(workspace, mixture, tmp_path / "run", parallel={"pp": 2})
     ends = ranks(2).run(run_damaged, settings, damage)
     assert ends[0] == ends[1]
-    assert ends[0].startswith("no group has two completions with rewards: others failed or got none, the first with: ")
+    assert ends[0].startswith("no group has two completions with rewards: others failed or got none; first error: ")
     assert re.search(message, ends[0])
 
 
@@ -273,10 +273,10 @@ def test_tokens_without_a_route_may_choose_by_themselves(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"router_replay": {"enabled": True, "stages": ["old_logprobs"]}}, "leave out train"),
+        ({"router_replay": {"enabled": True, "stages": ["old_logprobs"]}}, "lack train"),
         (
             {"router_replay": {"enabled": True, "stages": ["train"]}, "loss": {"on_policy": False}},
-            "leave out old_logprobs, and ratios would compare",
+            "lack old_logprobs, so ratios would compare",
         ),
         ({"router_replay": {"compare": True}}, "has nothing to compare"),
         ({"router_replay": {"enabled": True, "compare": True}, "loss": {"on_policy": True}}, "no old log-prob"),

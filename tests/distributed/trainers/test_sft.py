@@ -187,7 +187,7 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
         "model.attention=varlen needs CUDA",
     ),
     "less than one example": (set_key("length", {"epochs": 0.001}), "length.epochs=0.001 is less than one example"),
-    "output below a file": (set_key("output", __file__ + "/run"), "is not a folder one can write to"),
+    "output below a file": (set_key("output", __file__ + "/run"), "is not a writable folder"),
     "empty dataset": (with_data(""), "bad.jsonl: the data file is empty"),
     "misspelt key": (set_key("optimizer.learningrate", 1), "optimizer.learningrate: unknown key"),
     "wrong type": (set_key("batch.sequences", "many"), "batch.sequences: must be a whole number, not 'many'"),
@@ -199,7 +199,7 @@ BAD_INPUT: dict[str, tuple[Change, str]] = {
     "no weights": (with_model(lambda folder: (folder / "model.safetensors").unlink()), "bad_model: no weights"),
     "truncated weights": (with_model(truncate_weights), "model.safetensors: damaged or incomplete"),
     "NaN weights": (with_model(put_nan), "tensor model.norm.weight holds NaN"),
-    "no model": (set_key("model.path", "/nowhere/model"), "model.path=/nowhere/model: no such folder"),
+    "no model": (set_key("model.path", "/nowhere/model"), "model.path=/nowhere/model: folder does not exist"),
     "another run's folder": (hold_another_run, "the folder holds another run"),
     "every example dropped": (
         lambda config, _: (config["batch"].update(microbatch_tokens=8), config["data"].update(overlong="drop")),
@@ -229,7 +229,7 @@ def test_a_run_without_validation_data_and_with_examples_longer_than_a_row(
     assert main(["sft", write(config, tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("fit (batch.microbatch_tokens): cut at its end; in this step") == 1
-    assert printed.count("warning: the warm-up of 2 steps is as long as the run's 2 optimizer steps or longer") == 1
+    assert printed.count("warning: the warm-up of 2 steps is not shorter than the run's 2 optimizer steps") == 1
     assert "val/loss" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 

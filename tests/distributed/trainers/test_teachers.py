@@ -140,13 +140,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
             "rollout": {"group_size": 2},
             "distillation": {"discount": 0.5},
         },
-        "distillation: there are no teachers",
+        "distillation: no teachers are set",
     ),
     ({"rewards": ["tests.light_rewards:vowels"]}, "rollout.group_size=1: rewards are compared within their group"),
-    ({"filter": {"dynamic": True}}, "filter.dynamic leaves out groups with equal rewards"),
+    ({"filter": {"dynamic": True}}, "filter.dynamic drops groups with equal rewards"),
     ({"loss": {"on_policy": True}}, "loss.on_policy=true"),
     ({"distillation": {"loss": {}, "discount": 0.5}}, "discount=0.5 is for advantages"),
-    ({"distillation": {"loss": {"temperature": 0.5}}}, "one pass reads both at one temperature"),
+    ({"distillation": {"loss": {"temperature": 0.5}}}, "one pass computes both at one temperature"),
 ]
 
 

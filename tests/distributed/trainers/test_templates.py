@@ -52,7 +52,7 @@ def test_what_the_template_leaves_out_of_a_late_record_is_told_at_the_start(
     settings["data"] |= {"train": [{"path": str(tmp_path / "data.jsonl")}], "chat_template": plain_template(tmp_path)}
     left_out = "tools, such as 'f'" if what == "tools" else "tool_calls.0.function.name of turn 1 (role assistant)"
     place = f"data.jsonl:{len(lines) + 1}{', chosen' if algorithm == 'dpo' else ''}"
-    message = f"{place}: the chat template leaves out {left_out}"
+    message = f"{place}: the chat template omits {left_out}"
     assert_refused(algorithm, settings, message, tmp_path, capsys)
 
 
@@ -63,4 +63,4 @@ def test_plan_looks_at_data_in_the_same_way(
     data = {"train": [{"path": str(tmp_path / "data.jsonl")}], "chat_template": plain_template(tmp_path)}
     settings = settings_of("sft", workspace, tmp_path / "run", data=data)
     assert main(["plan", write(settings, tmp_path)]) == 2
-    assert "data.jsonl:1: the chat template leaves out tool_calls.0.function.name" in capsys.readouterr().err
+    assert "data.jsonl:1: the chat template omits tool_calls.0.function.name" in capsys.readouterr().err

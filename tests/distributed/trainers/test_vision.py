@@ -198,9 +198,9 @@ def _mark_in_a_text(record: dict) -> None:
 
 
 BAD_RECORDS = {
-    _without_a_picture: "train.jsonl:1: there is no file",
+    _without_a_picture: "train.jsonl:1: no file",
     _too_few_pictures: "train.jsonl:1: a part of type image has no file",
-    _too_many_pictures: "train.jsonl:1: there are more images than parts of type image",
+    _too_many_pictures: "train.jsonl:1: more images than parts of type image",
     _mark_in_a_text: "train.jsonl:1: the chat template writes 2 image tokens for 1 parts",
 }
 
@@ -226,7 +226,7 @@ def test_pictures_are_refused_where_nothing_sees_them(
     capsys.readouterr()  # what transformers says when it saves
     model = {"path": str(workspace / "model"), "dtype": "float32"}
     text_model = settings(tmp_path, tmp_path / "run", model=model)
-    assert_refused("sft", text_model, "has a part of type image, and the model reads text only", tmp_path, capsys)
+    assert_refused("sft", text_model, "has a part of type image, but the model reads text only", tmp_path, capsys)
     components = {"vision": {"ranks": 0}, "language": {"ranks": 0}}
     without_encoder = settings_of("sft", workspace, tmp_path / "run", components=components)
     assert_refused("sft", without_encoder, "components: a 'qwen3' model has one component", tmp_path, capsys)

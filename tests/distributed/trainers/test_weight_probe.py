@@ -108,7 +108,7 @@ def test_a_run_says_once_that_the_probe_cannot_tell(ranks: RankPool, workspace: 
     settings = probed(workspace, tmp_path / "run")
     settings["model"]["dtype"] = "bfloat16"
     ((said,),) = ranks(1).run(train_where_rounding_explains_everything, settings)
-    assert "cannot tell whether generators have the weights that they got" in said
+    assert "cannot tell whether generators use the weights that they received" in said
 
 
 @pytest.mark.parametrize("name", STALE)
@@ -117,7 +117,7 @@ def test_a_weight_that_stays_as_in_the_checkpoint_stops_the_run_before_its_first
 ) -> None:
     settings = probed(workspace, tmp_path / "run", parallel={"dp_shard": 2})
     for message in ranks(2).run(train_with_a_stale_weight, settings, name, 0):
-        assert message.startswith("the generator of rank 1 does not compute with the weights that it got: ")
+        assert message.startswith("the generator of rank 1 does not compute with the weights that it received: ")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -126,6 +126,6 @@ def test_a_weight_that_stays_later_stops_the_run_in_the_next_step(
 ) -> None:
     settings = probed(workspace, tmp_path / "run")
     (message,) = ranks(1).run(train_with_a_stale_weight, settings, "embed_tokens", 3)
-    assert "does not compute with the weights that it got" in message
+    assert "does not compute with the weights that it received" in message
     assert len(metrics_of(tmp_path / "run")) == 1
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]

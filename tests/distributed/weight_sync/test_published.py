@@ -201,7 +201,7 @@ def test_damage_is_noticed_and_an_older_version_is_still_there(weights: Path) ->
         reader.bring(tensors)
     assert reader.bring(tensors, 2) == 2
     (folder_of(weights, 3) / VERSION_FILE).write_text("{}")
-    with pytest.raises(InputError, match="is no published version"):
+    with pytest.raises(InputError, match="is not a published version"):
         reader.bring(tensors)
 
 
@@ -209,18 +209,18 @@ def test_a_version_of_another_run_is_no_base(weights: Path, ranks: RankPool, tmp
     ranks(1).run(publish_some, tmp_path / "model", tmp_path / "other", [2])
     shutil.rmtree(folder_of(weights, 2))
     shutil.copytree(folder_of(tmp_path / "other", 2), folder_of(weights, 2))
-    with pytest.raises(InputError, match="is not what version 3 changes"):
+    with pytest.raises(InputError, match="is not the version that 3 is based on"):
         PublishedWeights(weights).bring({})
 
 
 def test_an_empty_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no published version yet"):
+    with pytest.raises(InputError, match="contains no published version yet"):
         PublishedWeights(tmp_path).bring({})
 
 
 def test_a_version_is_exported(weights: Path, tmp_path: Path) -> None:
     version, model, out = folder_of(weights, 2), tmp_path / "model", tmp_path / "out"
-    with pytest.raises(InputError, match=r"weights alone: add --model\.path"):
+    with pytest.raises(InputError, match=r"only weights: add --model\.path"):
         export(version, out)
     export(version, out, ["--model.path", str(model)])
     tensors: dict[str, Tensor] = {}

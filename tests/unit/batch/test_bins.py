@@ -61,7 +61,7 @@ def test_a_pipeline_gets_a_row_for_every_stage() -> None:
 def test_groups_stay_together_and_must_be_whole() -> None:
     microbatches = pack(sequences(5, 4, 3, 2, 6, 1), 9, together=2)
     assert sorted(microbatch.order for microbatch in microbatches) == [(0, 1), (2, 3), (4, 5)]
-    with pytest.raises(ValueError, match="3 sequences are not whole groups of 2"):
+    with pytest.raises(ValueError, match="3 sequences do not form whole groups of 2"):
         pack(sequences(1, 1, 1), 9, together=2)
 
 

@@ -97,7 +97,7 @@ def test_every_image_token_gets_its_own_embedding_on_some_rank(cp: int) -> None:
 @pytest.mark.parametrize("images", [((4, 3),), ((0, 2), (1, 2)), ((3, 0),)])
 def test_images_that_overlap_or_lie_outside_are_refused(images: tuple[tuple[int, int], ...]) -> None:
     placed = tuple(Image(start, count, (1, 1, 1), torch.zeros(0)) for start, count in images)
-    with pytest.raises(ValueError, match="images and clips lie within the sequence, in order and apart"):
+    with pytest.raises(ValueError, match="images and clips must lie within the sequence, in order and without overlap"):
         TokenSequence(torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.bool), media=placed)
 
 

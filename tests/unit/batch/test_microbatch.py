@@ -77,7 +77,7 @@ def test_what_is_no_tensor_of_ids_or_no_mask_is_refused_in_one_line(ids: object,
 
 
 def test_a_value_that_is_no_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="advantages is a list: a torch tensor is needed"):
+    with pytest.raises(ValueError, match="advantages is a list: expected a torch tensor"):
         TokenSequence(torch.arange(2), torch.ones(2, dtype=torch.bool), {"advantages": [1.0, 2.0]})
 
 
@@ -94,7 +94,7 @@ def test_values_that_only_some_sequences_have_are_refused(first_has_values: bool
 
 def test_a_sequence_without_tokens_is_refused() -> None:
     nothing = TokenSequence(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
-    with pytest.raises(ValueError, match="sequence 1 has no tokens: leave it out"):
+    with pytest.raises(ValueError, match="sequence 1 has no tokens: remove it"):
         pack([TokenSequence(torch.arange(2), torch.ones(2, dtype=torch.bool)), nothing], 8)
 
 

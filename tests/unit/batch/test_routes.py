@@ -78,20 +78,20 @@ def damaged(row: int, layer: int, expert: int, value: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (payload(layers=25), "routes are of 25 layers, and the model has 27, 26 of them with a router"),
-        (payload(layers=28), "routes are of 28 layers"),
+        (payload(layers=25), "routes are for 25 layers, but the model has 27, 26 of them with a router"),
+        (payload(layers=28), "routes are for 28 layers"),
         (payload(TOKENS - 2), r"routes have 5 rows for 3 \+ 4 tokens"),
         (payload(TOKENS + 1), r"routes have 8 rows for 3 \+ 4 tokens"),
-        (payload()[..., :5], "routes name 5 experts of a token, and the model takes 6"),
+        (payload()[..., :5], "routes name 5 experts per token, but the model uses 6"),
         (payload().astype(np.float32), "routes are float32"),
         (payload()[0], r"routes are uint8 \[27, 6\]"),
         ((payload(2), payload(4)), "the prompt's routes have 2 rows for its 3 tokens"),
         ((payload(3), None), "routes of the completion are missing"),
-        (np.zeros_like(payload()), "routes are all zero: the generator did not note its choices"),
-        (damaged(4, 13, 2, 64), "routes of layer 13, row 4: experts .* ids are 0 to 63"),
-        (damaged(0, 1, 0, -2), "routes of layer 1, row 0: experts .* ids are 0 to 63"),
+        (np.zeros_like(payload()), "routes are all zero: the generator did not record its choices"),
+        (damaged(4, 13, 2, 64), "routes of layer 13, row 4: experts .* ids must be 0 to 63"),
+        (damaged(0, 1, 0, -2), "routes of layer 1, row 0: experts .* ids must be 0 to 63"),
         (damaged(5, 26, 3, MISSING), "routes of layer 26, row 5: experts .* all known or all missing"),
-        (damaged(2, 7, 1, int(payload()[2, 7, 4])), "routes of layer 7, row 2: experts .* experts differ"),
+        (damaged(2, 7, 1, int(payload()[2, 7, 4])), "routes of layer 7, row 2: experts .* experts must differ"),
     ],
 )
 def test_damaged_routes_are_refused_with_layer_and_row(given: Any, message: str) -> None:
@@ -103,7 +103,7 @@ def test_experts_beyond_a_byte_are_read() -> None:
     shape = dataclasses.replace(SHAPE, num_experts=512)
     array = payload(dtype=np.uint16) + np.uint16(400)
     assert int(read_routes(array, PROMPT, COMPLETION, shape).experts.max()) > 400
-    with pytest.raises(ValueError, match="ids are 0 to 255"):
+    with pytest.raises(ValueError, match="ids must be 0 to 255"):
         read_routes(array, PROMPT, COMPLETION, dataclasses.replace(SHAPE, num_experts=256))
 
 

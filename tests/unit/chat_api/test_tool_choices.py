@@ -60,8 +60,8 @@ def test_results_come_in_the_order_of_their_calls(read: Read, body: Any) -> None
     ("results", "why"),
     [
         ([("add", "3")], "the call 'mul' has no result"),
-        ([("add", "3"), ("other", "2")], "'other' is the id of no call before it"),
-        ([("add", "3"), ("", "2")], "'' is the id of no call before it"),
+        ([("add", "3"), ("other", "2")], "'other' is not the id of a preceding call"),
+        ([("add", "3"), ("", "2")], "'' is not the id of a preceding call"),
         ([("add", "3"), ("mul", "2"), ("add", "4")], "the call 'add' has several results"),
     ],
 )
@@ -72,7 +72,7 @@ def test_results_that_fit_no_call_are_refused(read: Read, body: Any, results: An
 
 def test_calls_that_nothing_answers_are_refused() -> None:
     asked = of_anthropic([])
-    with pytest.raises(InputError, match="messages.1: has calls, and no result follows"):
+    with pytest.raises(InputError, match="messages.1: has calls without results"):
         anthropic.read(asked)
 
 
@@ -95,9 +95,9 @@ def test_one_call_may_be_asked_for(read: Read, body: Any) -> None:
 def test_enforced_formats_are_refused_by_name() -> None:
     anthropic.read(of_anthropic(GOOD, output_config={"effort": "low"}))
     for output in ({"format": {"type": "json_schema", "schema": SCHEMA}}, {"effort": "low", "task_budget": 5}):
-        with pytest.raises(InputError, match="output_config.(format|task_budget) is not served"):
+        with pytest.raises(InputError, match="output_config.(format|task_budget) is not supported"):
             anthropic.read(of_anthropic(GOOD, output_config=output))
-    with pytest.raises(InputError, match="output_config is not served"):
+    with pytest.raises(InputError, match="output_config is not supported"):
         chat_completions.read(of_chat(GOOD, output_config={"format": {}}))
 
 

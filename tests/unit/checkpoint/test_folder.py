@@ -70,7 +70,7 @@ def test_a_whole_checkpoint_is_told(folder: Path, capsys: pytest.CaptureFixture[
     marker = read_marker(folder)
     check_files(folder, marker, marker.files)
     assert main(["verify-checkpoint", str(folder)]) == 0
-    assert "whole. After step 3, written by 1 ranks, 4 files" in capsys.readouterr().out
+    assert "intact. After step 3, written by 1 ranks, 4 files" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_a_whole_checkpoint_is_told(folder: Path, capsys: pytest.CaptureFixture[
         (lambda folder: (folder / MARKER).write_text("[]"), f"{MARKER}: damaged"),
         (
             lambda folder: change_marker(folder, format=FORMAT + 1),
-            f"checkpoint format {FORMAT + 1}, this version",
+            f"checkpoint format {FORMAT + 1}, but this version",
         ),
-        (edit_step, f"{MARKER}: damaged (ValueError: it was changed after it was written"),
-        (lambda folder: change_marker(folder, format=1), "checkpoint format 1, this version"),
+        (edit_step, f"{MARKER}: damaged (ValueError: hash mismatch, it was changed"),
+        (lambda folder: change_marker(folder, format=1), "checkpoint format 1, but this version"),
         (lambda folder: change_marker(folder, files={"a": 3}), f"{MARKER}: damaged"),
         (lambda folder: change_marker(folder, files={}), "it does not name config.yaml"),
         (lambda folder: change_marker(folder, step=float("inf")), f"{MARKER}: damaged"),

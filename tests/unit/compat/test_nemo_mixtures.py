@@ -48,8 +48,8 @@ LLAMA3 = {
         ("qwen3_moe", {"rope_parameters": LLAMA3}, "its class has (no rotary|rotary frequencies that differ)"),
         ("deepseek_v3", {"rope_parameters": LINEAR}, "its class has rotary frequencies that differ"),
         ("qwen3_moe", {"tie_word_embeddings": True}, "its mixtures do not tie the head to the embedding"),
-        ("qwen3_moe", {"hidden_act": "gelu"}, "its mixtures have SiLU for hidden_act=gelu"),
-        ("deepseek_v3", {"rope_interleave": False}, "its class turns neighbouring dims"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "its mixtures use SiLU for hidden_act=gelu"),
+        ("deepseek_v3", {"rope_interleave": False}, "its class rotates adjacent dims"),
         ("deepseek_v3", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "its routers do not normalise"),
         (
             "deepseek_v3",

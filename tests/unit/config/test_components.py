@@ -29,12 +29,12 @@ def load(folder: Path, components: dict, *overrides: str, **changes: dict):
         (
             {"ranks": "0-1", "dp_shard": 2},
             {"ranks": "1-2", "pp": 2},
-            "components: ranks [1] hold both vision and language and others",
+            "components: ranks [1] hold both vision and language, others",
         ),
         ({"ranks": "0-2", "dp_shard": 3}, {"ranks": "3-4", "dp_shard": 2}, "one must divide the other"),
         ({"ranks": "0-2"}, {"ranks": 3}, "components: vision.ranks=[0, 1, 2] are 3 ranks but its layout has 1"),
-        ({"ranks": [1, 0], "dp_shard": 2}, {"ranks": 2}, "name every rank once, in rising order"),
-        ({"ranks": "a-b"}, {"ranks": 1}, "components.vision.ranks: 'a-b' is no range of ranks"),
+        ({"ranks": [1, 0], "dp_shard": 2}, {"ranks": 2}, "list each rank once, in ascending order"),
+        ({"ranks": "a-b"}, {"ranks": 1}, "components.vision.ranks: 'a-b' is not a range of ranks"),
         ({"rank": 0}, {"ranks": 1}, "components.vision.rank: unknown key; did you mean ranks?"),
         (
             {"ranks": "0-1", "pp": 2},

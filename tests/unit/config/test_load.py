@@ -104,7 +104,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
     [
         (["--optimizer.learning_rate", "1"], "optimizer.learning_rate: unknown key; did you mean optimizer.lr?"),
         (["--paralel.pp", "2"], "paralel: unknown key; did you mean parallel?"),
-        (["--data.train.0.ignore", "[id, role]"], "ignore names role, and a message needs its role and content"),
+        (["--data.train.0.ignore", "[id, role]"], "ignore names role, but a message needs its role and content"),
         (["--learning_rate", "1"], "learning_rate: unknown key; did you mean optimizer.lr?"),
         (["--data.train.0.pth", "x"], "data.train.0.pth: unknown key; did you mean path?"),
         (["--optimizer.lr", "fast"], "optimizer.lr: must be a number, not 'fast'"),
@@ -113,11 +113,11 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
         (["--memory.compile", "maybe"], "memory.compile: must be 'auto' or true or false, not 'maybe'"),
         (["--batch.microbatch_tokens", "big"], "microbatch_tokens: must be 'auto' or a whole number, not 'big'"),
         (["--data.train", "[3]"], "^data.train.0: must be a section of keys and values, not 3$"),
-        (["--data.train", "[]"], "data.train: must have at least 1 of them, not .."),
+        (["--data.train", "[]"], "data.train: must have a length of at least 1, not .."),
         (["--model.lora", "yes please"], "model.lora: must be a section of keys and values, not 'yes please'"),
-        (["--length.epochs", "1"], "length: give exactly one of steps and epochs"),
-        (["--parallel.dp_shard", "9"], "batch.sequences=8 must be at least the 9 data ranks"),
-        (["--data.train.7.path", "x"], "7 is not a place in a list of 1"),
+        (["--length.epochs", "1"], "length: set exactly one of steps and epochs"),
+        (["--parallel.dp_shard", "9"], "batch.sequences=8 must be at least 9, the number of data ranks"),
+        (["--data.train.7.path", "x"], "7 is not an index of a list of 1"),
         (["--output.folder", "x"], "output is a value, not a section"),
         (["--optimizer.lr"], "--optimizer.lr has no value"),
         (["lr=3"], "unexpected argument 'lr=3'"),
@@ -205,9 +205,13 @@ def test_a_missing_file_is_named() -> None:
     ("values", "overrides", "message"),
     [
         ({"algorithm": ["sft"]}, [], "algorithm: \\['sft'\\] is not one of sft, dpo, kto"),
-        ({}, ["--output", "[a"], r"--output: '\[a' is not a YAML value .not valid YAML: .*: quote it if it is a text"),
-        ({}, ["--model", "{path: m, path: n}"], "is not a YAML value .path stands twice, first in line 1: keep one"),
-        ([1, 2], [], "a config is a mapping of keys to values, this is list"),
+        (
+            {},
+            ["--output", "[a"],
+            r"--output: '\[a' is not a YAML value .not valid YAML: .*: quote it if it is a string",
+        ),
+        ({}, ["--model", "{path: m, path: n}"], "is not a YAML value .path occurs twice, first in line 1: keep one"),
+        ([1, 2], [], "a config must be a mapping of keys to values, not list"),
     ],
 )
 def test_odd_files_and_values_are_refused(tmp_path: Path, values: object, overrides: list[str], message: str) -> None:
@@ -282,9 +286,13 @@ def test_an_algorithm_that_there_is_not_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("generator", "rollout", "problem"),
     [
-        ({}, {"temperature": 0.7}, "temperature=0.7 with generator.drafts=1: vLLM tells log-probabilities of drafted"),
-        ({"sleep": 2}, {}, "drafts=1 with sleep=2: the layer that drafts would be dropped"),
-        ({"sleep": "auto"}, {}, "drafts=1 with sleep=auto: the layer that drafts would be dropped"),
+        (
+            {},
+            {"temperature": 0.7},
+            "temperature=0.7 with generator.drafts=1: vLLM returns log-probabilities of drafted",
+        ),
+        ({"sleep": 2}, {}, "drafts=1 with sleep=2: the drafting layer would be dropped"),
+        ({"sleep": "auto"}, {}, "drafts=1 with sleep=auto: the drafting layer would be dropped"),
     ],
 )
 def test_drafts_are_refused_where_they_would_be_wrong_or_lost(generator: dict, rollout: dict, problem: str) -> None:
@@ -296,41 +304,41 @@ def test_drafts_are_refused_where_they_would_be_wrong_or_lost(generator: dict, r
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout": {"max_staleness": 1}}, "a generator in this process cannot write while it trains"),
+        ({"rollout": {"max_staleness": 1}}, "a generator in this process cannot generate while it trains"),
         (
             {"rollout": {"max_staleness": 1, "generator": {"kind": "transformers", "place": "shared"}}},
-            "loss.correction.kind=none: completions of older weights need a correction",
+            "loss.correction.kind=none: completions from older weights need a correction",
         ),
         (
             {"weight_sync": {"checksum": True}, "rollout": {"generator": "vllm"}},
-            "vllm keeps weights in other shapes than checkpoints",
+            "vLLM stores weights in other shapes than checkpoints",
         ),
         (
             {"rollout": {"generator": {"kind": "vllm", "place": [1], "sleep": 2}}},
-            "rollout.generator: sleep=2 with place=.1.: the trainer has other devices",
+            "rollout.generator: sleep=2 with place=.1.: the trainer uses other devices",
         ),
         (
             {"rollout": {"generator": {"kind": "vllm", "place": [1, 1]}}},
-            "place=.1, 1.: each generator needs a device of its own: name none twice",
+            "place=.1, 1.: each generator needs its own device: list each only once",
         ),
         (
             {"rollout": {"generator": {"kind": "transformers", "place": [1]}}, "memory": {"offload": {}}},
-            "memory.offload: rollout.generator.place=.1. has memory apart from the trainer's",
+            "memory.offload: rollout.generator.place=.1. does not share the trainer's memory",
         ),
         (
             {
                 "rollout": {"generator": {"kind": "servers", "urls": "http://localhost:1"}},
                 "memory": {"offload": {}},
             },
-            "memory.offload: rollout.generator.kind=servers has memory apart from the trainer's",
+            "memory.offload: rollout.generator.kind=servers does not share the trainer's memory",
         ),
         (
             {"rollout": {"generator": {"kind": "transformers", "sleep": 2}}},
-            "rollout.generator.sleep: is a key of vllm, and this is transformers; its keys are kind, batch_size, place",
+            "rollout.generator.sleep: is a key of vllm, but this is transformers; its keys are kind, batch_size, place",
         ),
         (
             {"rollout": {"generator": {"kind": "transformers", "place": []}}},
-            "rollout.generator.place: must be 'in_process' or 'shared' or must have at least 1 of them, not",
+            "rollout.generator.place: must be 'in_process' or 'shared' or must have a length of at least 1, not",
         ),
         (
             {"rollout": {"generator": {"kind": "servers"}}},
@@ -340,8 +348,11 @@ def test_drafts_are_refused_where_they_would_be_wrong_or_lost(generator: dict, r
             {"rollout": {"generator": "vlm"}},
             "rollout.generator: must be one of transformers, vllm, servers, joined, not 'vlm'; did you",
         ),
-        ({"rollout": {"generator": {}}}, "must say its kind, one of transformers, vllm, servers, joined$"),
-        ({"rollout": {"generator": {1: 2}}}, "must say its kind, one of transformers, vllm, servers, joined, beside 1"),
+        ({"rollout": {"generator": {}}}, "must set its kind, one of transformers, vllm, servers, joined$"),
+        (
+            {"rollout": {"generator": {1: 2}}},
+            "must set its kind, one of transformers, vllm, servers, joined, in addition to 1",
+        ),
         ({"rollout": {"generator": {"knd": "vllm"}}}, "rollout.generator: knd: unknown key; did you mean kind"),
         (
             {"rollout": {"generator": True}},
@@ -349,11 +360,11 @@ def test_drafts_are_refused_where_they_would_be_wrong_or_lost(generator: dict, r
         ),
         (
             {"rollout": {"generator": {"urls": [], "sleep": 2}}},
-            "must say its kind, one of transformers, vllm, servers, joined",
+            "must set its kind, one of transformers, vllm, servers, joined",
         ),
         (
             {"rollout": {"generator": {"sleep": 2}}},
-            "rollout.generator: must say its kind, such as kind: vllm, beside sleep",
+            "rollout.generator: must set its kind, such as kind: vllm, in addition to sleep",
         ),
         (
             {"memory": {"reference": "device"}},
@@ -361,7 +372,7 @@ def test_drafts_are_refused_where_they_would_be_wrong_or_lost(generator: dict, r
         ),
         (
             {"rollout": {"generator": {"kind": "vllm", "place": [1, 2, 3], "tensor_parallel": 2}}},
-            "place=.1, 2, 3.: not whole groups of tensor_parallel=2: list a multiple",
+            "place=.1, 2, 3.: the number of devices must be a multiple of tensor_parallel=2",
         ),
         (
             {"rollout": {"generator": {"kind": "vllm", "tensor_parallel": 2}}},
@@ -376,7 +387,7 @@ def test_drafts_are_refused_where_they_would_be_wrong_or_lost(generator: dict, r
                 "rollout": {"generator": {"kind": "vllm", "sleep": 1}, "max_staleness": 1},
                 "loss": {"correction": {"kind": "truncate"}},
             },
-            "rollout.generator.sleep with rollout.max_staleness=1: generators write while the model trains",
+            "rollout.generator.sleep with rollout.max_staleness=1: generators run while the model trains",
         ),
         (
             {
@@ -384,7 +395,7 @@ def test_drafts_are_refused_where_they_would_be_wrong_or_lost(generator: dict, r
                 "loss": {"correction": {"kind": "truncate"}},
                 "memory": {"offload": {}},
             },
-            "memory.offload with rollout.max_staleness=1: generators write while the model trains",
+            "memory.offload with rollout.max_staleness=1: generators run while the model trains",
         ),
     ],
 )
@@ -435,10 +446,13 @@ def test_the_reward_that_checks_the_answer_tells_what_passes_unless_another_is_n
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        ([MATH | {"passes_at": 1}, FORMAT | {"passes_at": 1}], "math and format have passes_at, and one reward tells"),
-        ([MATH | {"passes_at": 2}], "passes_at=2 of math: its scores go from 0 to 1"),
-        ([MATH | {"passes_at": 0}], "passes_at=0 of math: its scores go from 0 to 1"),
-        ([{"function": "length", "passes_at": 1}], "passes_at=1 of length: its scores go from -inf to 0"),
+        (
+            [MATH | {"passes_at": 1}, FORMAT | {"passes_at": 1}],
+            "math and format have passes_at, but one reward decides",
+        ),
+        ([MATH | {"passes_at": 2}], "passes_at=2 of math: its scores range from 0 to 1"),
+        ([MATH | {"passes_at": 0}], "passes_at=0 of math: its scores range from 0 to 1"),
+        ([{"function": "length", "passes_at": 1}], "passes_at=1 of length: its scores range from -inf to 0"),
     ],
 )
 def test_scores_that_tell_nothing_of_passing_are_refused(tmp_path: Path, rewards: list[dict], message: str) -> None:

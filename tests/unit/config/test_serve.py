@@ -13,11 +13,11 @@ LORA = LoraConfig(rank=8)
 @pytest.mark.parametrize(
     ("lora", "values", "text"),
     [
-        (None, {"memory": {"offload_optimizer": True}}, "offload are not served"),
-        (None, {"memory": {"mlp_tile": 64}}, "mlp_tile is not served"),
-        (LoraConfig(dropout=0.1), {}, "dropout, dora and modules_to_save are not served"),
-        (LoraConfig(modules_to_save=("lm_head",)), {}, "dropout, dora and modules_to_save are not served"),
-        (LORA, {"host": "0.0.0.0"}, "give a key of your own"),
+        (None, {"memory": {"offload_optimizer": True}}, "offload cannot be served"),
+        (None, {"memory": {"mlp_tile": 64}}, "mlp_tile cannot be served"),
+        (LoraConfig(dropout=0.1), {}, "dropout, dora and modules_to_save cannot be served"),
+        (LoraConfig(modules_to_save=("lm_head",)), {}, "dropout, dora and modules_to_save cannot be served"),
+        (LORA, {"host": "0.0.0.0"}, "set your own key"),
         (LORA, {"key": "secret-secret"}, "pattern"),
         (LORA, {"key": "tml-1"}, "12 characters"),
     ],
@@ -34,5 +34,5 @@ def test_other_addresses_are_served_with_a_key() -> None:
 
 
 def test_a_linear_head_is_not_served() -> None:
-    with pytest.raises(ValidationError, match="needs the vocabulary's head"):
+    with pytest.raises(ValidationError, match="needs the vocabulary head"):
         ServeConfig(output="x", model=ModelConfig(path="y", num_labels=1))

@@ -1,4 +1,4 @@
-"""Configs are read as they are written: nothing stands twice, nothing grows, no plain value becomes another."""
+"""Configs are read as they are written: nothing occurs twice, nothing grows, no plain value becomes another."""
 
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,21 @@ MERGES = "a: &a {x: 1}\n" + "".join(
 CHAIN = "- &a0 [1]\n" + "".join(f"- &a{n} [*a{n - 1}]\n" for n in range(1, LEVELS))
 
 REFUSED = {
-    "key_twice": ("lr: 1\nseed: 0\nlr: 2\n", 3, "lr stands twice, first in line 1: keep one"),
-    "key_twice_inside": ("a:\n- {b: 1, c: 2, 'b': 3}\n", 2, "b stands twice, first in line 2: keep one"),
-    "merge_twice": ("a: &a {x: 1}\nb:\n  <<: *a\n  <<: *a\n", 4, "<< stands twice, first in line 3"),
-    "list_in_itself": ("a: 1\nb: &b [*b]\n", 2, "*b stands inside what it names"),
-    "section_in_itself": ("a: &a\n  b: {c: *a}\n", 2, "*a stands inside what it names"),
-    "aliases_that_grow": (BOMB, 5, f"at most {VALUES:,} values, with those of aliases"),
-    "merges_that_grow": (MERGES, 6, f"at most {VALUES:,} values, with those of aliases"),
+    "key_twice": ("lr: 1\nseed: 0\nlr: 2\n", 3, "lr occurs twice, first in line 1: keep one"),
+    "key_twice_inside": ("a:\n- {b: 1, c: 2, 'b': 3}\n", 2, "b occurs twice, first in line 2: keep one"),
+    "merge_twice": ("a: &a {x: 1}\nb:\n  <<: *a\n  <<: *a\n", 4, "<< occurs twice, first in line 3"),
+    "list_in_itself": ("a: 1\nb: &b [*b]\n", 2, "*b is inside the value that it refers to"),
+    "section_in_itself": ("a: &a\n  b: {c: *a}\n", 2, "*a is inside the value that it refers to"),
+    "aliases_that_grow": (BOMB, 5, f"at most {VALUES:,} values, including those of aliases"),
+    "merges_that_grow": (MERGES, 6, f"at most {VALUES:,} values, including those of aliases"),
     "deep": ("[" * 60 + "]" * 60, 1, f"at most {LEVELS} levels"),
     "deep_by_aliases": (CHAIN, LEVELS - 1, f"at most {LEVELS} levels"),
     "deeper_than_it_is_long": ("[" * 5_000, 1, f"at most {LEVELS} levels"),
     "long": ("a: " + "é" * (BYTES // 2), None, "at most 1,000,000 bytes"),
     "many": ("[" + "1," * (VALUES + 1) + "]", 1, f"at most {VALUES:,} values"),
     "digits": ("seed: " + "9" * 5000, None, "not valid YAML: Exceeds the limit"),
-    "tag": ("a:\n  b: !!bool maybe\n", 2, "the tag tag:yaml.org,2002:bool: configs have no tags"),
-    "tag_of_a_date": ("a: !!timestamp x\n", 1, "the tag tag:yaml.org,2002:timestamp: configs have no tags"),
+    "tag": ("a:\n  b: !!bool maybe\n", 2, "the tag tag:yaml.org,2002:bool: configs do not support tags"),
+    "tag_of_a_date": ("a: !!timestamp x\n", 1, "the tag tag:yaml.org,2002:timestamp: configs do not support tags"),
     "two_documents": ("a: 1\n---\nb: 2\n", 2, "not valid YAML: but found another document"),
 }
 
@@ -85,6 +85,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_mistake_knows_its_line() -> None:
-    with pytest.raises(StrictYAMLError, match="a stands twice") as caught:
+    with pytest.raises(StrictYAMLError, match="a occurs twice") as caught:
         parse_yaml("\na: 1\na: 2")
     assert caught.value.line == 3

@@ -124,7 +124,7 @@ def test_variables_reach_the_template_in_prompts_and_examples(marked: PreTrained
 def test_a_variable_that_the_template_does_not_read_is_refused(marked: PreTrainedTokenizerFast, name: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=marked.backend_tokenizer, chat_template=THINKING)
     with pytest.raises(
-        InputError, match=f"chat_template_kwargs.{name}: the chat template reads no such variable, only"
+        InputError, match=f"chat_template_kwargs.{name}: the chat template does not read this variable, only"
     ):
         ChatTokenizer(tokenizer, "all", None, {name: False})
 
@@ -147,7 +147,9 @@ def test_a_text_is_trained_whole_with_the_end_token(marked: PreTrainedTokenizerF
 )
 def test_turns_that_cannot_be_found_are_refused(marked: PreTrainedTokenizerFast, template: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=marked.backend_tokenizer, chat_template=template)
-    with pytest.raises(InputError, match="here: the tokens of assistant turn 2 cannot be told .* {% generation %}"):
+    with pytest.raises(
+        InputError, match="here: the tokens of assistant turn 2 cannot be determined .* {% generation %}"
+    ):
         ChatTokenizer(tokenizer, "all")(CHAT, "here")
 
 
@@ -199,7 +201,7 @@ def test_of_named_templates_the_one_that_writes_the_chat_is_asked(marked: PreTra
     sequence = ChatTokenizer(plain, "all", None, {"mode": "!"})(CHAT, "here")
     assert trained_text(plain, sequence) == "two!<|im_end|>three!<|im_end|>"
     with pytest.raises(
-        InputError, match="chat_template_kwargs.moode: the chat template reads no such variable, only mode"
+        InputError, match="chat_template_kwargs.moode: the chat template does not read this variable, only mode"
     ):
         ChatTokenizer(plain, "all", None, {"moode": "!"})
 

@@ -354,12 +354,12 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "an empty array": (Case({"d.json": []}), "needs an array of JSON objects"),
     "an empty file in gz": (Case({"d.jsonl.gz": b""}), "empty"),
     "no turn of the assistant": (chats(TALK[:1]), "add one or remove the record"),
-    "no trained turn": (chats([TALK[0], answer("yes", weight=0)]), "give one weight 1"),
+    "no trained turn": (chats([TALK[0], answer("yes", weight=0)]), "set weight 1 for one"),
     "an unknown role of sharegpt": (
         Case({"d.jsonl": [{"messages": [*SHAREGPT, {"from": "narrator", "value": "no"}]}]}), "use one of human, gpt"),
     "two forms": (Case({"d.jsonl": [{"messages": SHORT, "prompt": "Why?", "completion": "no"}]}), "columns"),
     "a content that is null": (chats([user("Why?"), answer(None)]), "turn 1 has no text in content"),
-    "a record that is no object": (Case({"d.jsonl": lines(TWO[0], [SHORT])}), "a record is a JSON object"),
+    "a record that is no object": (Case({"d.jsonl": lines(TWO[0], [SHORT])}), "a record must be a JSON object"),
     "a binary file": (Case({"d.jsonl": b"\x80\x04\x95\x00"}), "d.jsonl"),
     "a binary file named parquet": (Case({"d.parquet": b"\x80\x04\x95\x00"}), "d.parquet"),
     "rows with more values than the header": (Case({"d.csv": b"prompt,completion\nWhy?,yes,no\n"}), "d.csv"),
@@ -367,9 +367,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "a column that does not exist": (
         Case({"d.jsonl": TWO}, source={"columns": {"messages": "talk"}}), "name the column of the messages in columns"),
     "an optional column that does not exist": (
-        Case({"d.jsonl": TWO}, source={"columns": {"system": "rules"}}), "name another, or leave it out"),
+        Case({"d.jsonl": TWO}, source={"columns": {"system": "rules"}}), "name another, or remove it"),
     "tools that the template drops": (
-        Case({"d.jsonl": [{"messages": SHORT, "tools": [TOOL]}]}), "give data.chat_template a template that writes it"),
+        Case({"d.jsonl": [{"messages": SHORT, "tools": [TOOL]}]}),
+        "set data.chat_template to a template that writes it",
+    ),
     "thoughts that the template drops": (chats(THOUGHTFUL), r"ignore: \[reasoning_content\]"),
     "pairs that share nothing": (
         Case({"d.jsonl": [{"chosen": SHORT, "rejected": OTHER}]}, is_pairs=True), "columns: {prompt: NAME}"),

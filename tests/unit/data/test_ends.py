@@ -104,7 +104,11 @@ def test_an_export_keeps_settings_that_know_all_ends(tmp_path: Path, tokenizer: 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("{", "cannot be read"), ("[1]", "is no JSON object"), ('{"eos_token_id": "x"}', "a token id or a list of them")],
+    [
+        ("{", "cannot be read"),
+        ("[1]", "is not a JSON object"),
+        ('{"eos_token_id": "x"}', "a token id or a list of them"),
+    ],
 )
 def test_damaged_settings_are_one_clear_error(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, text: str, problem: str

@@ -104,10 +104,15 @@ def test_max_tokens_is_a_limit_of_its_own(tmp_path: Path, most: int, expected: i
 @pytest.mark.parametrize(
     ("microbatch_tokens", "context", "values", "said"),
     [
-        (20, 40, {}, "has 26 tokens, and 20 fit (batch.microbatch_tokens): cut at its end"),
-        (40, 9, {}, "has 26 tokens, and 9 fit (the model's context): cut at its end"),
-        (40, 30, {"max_tokens": 7, "overlong": "drop"}, "has 26 tokens, and 7 fit (data.max_tokens): dropped"),
-        (40, 30, {"max_tokens": 1}, "and 1 fit (data.max_tokens): dropped, because no trained token would be left"),
+        (20, 40, {}, "has 26 tokens, but only 20 fit (batch.microbatch_tokens): cut at its end"),
+        (40, 9, {}, "has 26 tokens, but only 9 fit (the model's context): cut at its end"),
+        (40, 30, {"max_tokens": 7, "overlong": "drop"}, "has 26 tokens, but only 7 fit (data.max_tokens): dropped"),
+        (
+            40,
+            30,
+            {"max_tokens": 1},
+            "but only 1 fit (data.max_tokens): dropped, because no trained token would be left",
+        ),
     ],
 )
 def test_what_is_too_long_is_said_with_record_and_reason(
@@ -123,5 +128,5 @@ def test_of_a_pair_both_lengths_are_said(tmp_path: Path) -> None:
     sources = source(tmp_path, {"prompt": "a", "chosen": LETTERS, "rejected": LETTERS[:10]})
     example = PairDataset(sources, Letters(), batch(12), None, limits())[(0, 0)]
     assert example.too_long.endswith(
-        "has 26 and 10 tokens, and 6 fit (batch.microbatch_tokens, for both together): cut at its end"
+        "has 26 and 10 tokens, but only 6 fit (batch.microbatch_tokens, for both together): cut at its end"
     )

@@ -63,8 +63,8 @@ def test_each_change_is_found_and_nothing_else(config: GRPOConfig, tmp_path: Pat
     write_records(tmp_path / "train.jsonl", 16)
     write_records(tmp_path / "more_2.jsonl", 16, more="x")
     (one,) = changed()
-    assert str(one) == f"data.train.1: {tmp_path}/more_*.jsonl, 32 records -> another content"
-    assert one.before.follows == "its place in the data would mean other records"
+    assert str(one) == f"data.train.1: {tmp_path}/more_*.jsonl, 32 records -> different content"
+    assert one.before.follows == "its position in the data would refer to other records"
     write_records(tmp_path / "held_out.jsonl", 17)
     (tmp_path / "model" / "tokenizer.json").write_text("{ }")
     (tmp_path / "template.jinja").write_text("{{ messages[0] }}")

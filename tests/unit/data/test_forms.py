@@ -77,8 +77,8 @@ def test_a_form_makes_its_chat(record: dict, config: SourceConfig, expected: Cha
         ({"instruction": "a", "output": "b"}, source(), r"{prompt: \[instruction, input\], completion: output}"),
         ({"prompt": "p"}, source(), "no column 'messages', no 'prompt' with 'completion' and no 'text', only prompt"),
         ({"prompt": "p"}, source(columns={"completion": "reply"}), "no column 'reply', only prompt"),
-        ({"prompt": "p", "completion": [USER]}, source(), "no assistant turn to learn from"),
-        ({"text": ""}, source(), "text must be a text that is not empty"),
+        ({"prompt": "p", "completion": [USER]}, source(), "no assistant turn to train on"),
+        ({"text": ""}, source(), "text must be a non-empty string"),
         (
             {"messages": [{"from": "narrator", "value": "x"}]},
             source(),
@@ -150,7 +150,7 @@ def test_completions_that_hold_their_prompt_are_not_asked_twice(prompt: object, 
     ],
 )
 def test_a_completion_that_begins_with_another_question_is_refused(prompt: object, held: list) -> None:
-    with pytest.raises(InputError, match="x:1: chosen begins with a turn of role .* leave it out of chosen"):
+    with pytest.raises(InputError, match="x:1: chosen begins with a turn of role .* remove it from chosen"):
         read_pair({"prompt": prompt, "chosen": [*held, ANSWER], "rejected": [*held, WORSE]}, source(), "x:1")
     with pytest.raises(InputError, match="x:1: completion begins with a turn of role"):
         read_chat({"prompt": prompt, "completion": [*held, ANSWER]}, source(), "x:1")
@@ -158,12 +158,12 @@ def test_a_completion_that_begins_with_another_question_is_refused(prompt: objec
 
 def test_a_pair_whose_completions_answer_other_questions_is_refused() -> None:
     record = {"prompt": "p", "chosen": [USER, ANSWER], "rejected": [SYSTEM, USER, WORSE]}
-    with pytest.raises(InputError, match="x:1: chosen and rejected hold other messages before their answers"):
+    with pytest.raises(InputError, match="x:1: chosen and rejected have different messages before their answers"):
         read_pair(record, source(), "x:1")
 
 
 def test_a_pair_without_any_prompt_is_refused() -> None:
-    with pytest.raises(InputError, match="x:1: no column 'prompt', and chosen and rejected do not begin with the same"):
+    with pytest.raises(InputError, match="x:1: no column 'prompt', but chosen and rejected do not begin with the same"):
         read_pair({"chosen": [ANSWER], "rejected": "r"}, source(), "x:1")
 
 
@@ -197,9 +197,9 @@ def test_a_margin_may_be_a_text(margin: Any, value: float) -> None:
 @pytest.mark.parametrize(
     ("read", "more", "message"),
     [
-        (read_judged, {"completion": "b", "label": "good"}, "d.csv:2: label is 'good': give true for"),
-        (read_ranked_pair, {"chosen": "b", "rejected": "c", "margin": "much"}, "d.csv:2: margin is 'much': give a fin"),
-        (read_ranked_pair, {"chosen": "b", "rejected": "c", "margin": "nan"}, "d.csv:2: margin is 'nan': give a fin"),
+        (read_judged, {"completion": "b", "label": "good"}, "d.csv:2: label is 'good': use true for"),
+        (read_ranked_pair, {"chosen": "b", "rejected": "c", "margin": "much"}, "d.csv:2: margin is 'much': use a fin"),
+        (read_ranked_pair, {"chosen": "b", "rejected": "c", "margin": "nan"}, "d.csv:2: margin is 'nan': use a fin"),
     ],
 )
 def test_other_texts_are_no_label_and_no_margin(read: Any, more: dict[str, Any], message: str) -> None:

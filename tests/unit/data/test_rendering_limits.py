@@ -27,7 +27,7 @@ def checked(config: RunConfig, chats: list[tuple[Chat, str]]) -> list[str]:
     [
         (
             LOOPS,
-            "did not write it within 1 seconds of processor time: give data.chat_template one that ends",
+            "did not write it within 1 seconds of processor time: set data.chat_template to one that terminates",
         ),
         ("{% if messages|length > 1 %}" + LOOPS + "{% endif %}", "the chat template did not write it within 1 seconds"),
         ("{{ 'a' * 10**11 }}", r"d.jsonl:1: the chat template refuses these messages \(MemoryError\)"),

@@ -70,11 +70,11 @@ def test_what_the_run_cuts_off_or_leaves_out_is_marked(tmp_path: Path) -> None:
     )
     assert (shown.num_tokens, shown.note) == (
         most + 2,
-        f"{tmp_path}/judged.jsonl:1 has {most + 2} tokens, and {most} fit (data.max_tokens): cut at its end",
+        f"{tmp_path}/judged.jsonl:1 has {most + 2} tokens, but only {most} fit (data.max_tokens): cut at its end",
     )
     assert "".join(text for text, _ in shown.stretches) + shown.cut == "".join(text for text, _ in whole.stretches)
     assert f"⟧✂{shown.cut}" in str(shown)
-    assert refused.note.endswith(": left out")
+    assert refused.note.endswith(": dropped")
     (dropped,) = first_examples(judged_config(tmp_path, [record], max_tokens=most, overlong="drop"), 1)
     assert dropped.note.endswith("fit (data.max_tokens): dropped")
     assert "⟦" not in str(dropped)

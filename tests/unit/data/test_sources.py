@@ -55,11 +55,11 @@ def test_a_folder_is_opened_as_a_dataset(tmp_path: Path) -> None:
         ("", "d.jsonl: the data file is empty"),
         ("\n \n", "d.jsonl: the data file is empty"),
         (json.dumps(CHAT) + "\n{bad\n", r"d.jsonl:2: not valid JSON"),
-        ("[1]\n", "d.jsonl: record 0: a record is a JSON object, this is int"),
+        ("[1]\n", "d.jsonl: record 0: a record must be a JSON object with columns, not int"),
         ("[]", "d.jsonl: the data file is empty"),
-        ("3\n", "d.jsonl:1: a record is a JSON object, this is int"),
+        ("3\n", "d.jsonl:1: a record must be a JSON object with columns, not int"),
         ('{"chat": 1}\n', "d.jsonl:1: no column 'messages', no 'prompt' with 'completion' and no 'text', only chat"),
-        ('{"text": 1}\n', "d.jsonl:1: text must be a text that is not empty"),
+        ('{"text": 1}\n', "d.jsonl:1: text must be a non-empty string"),
         ('{"messages": "hi"}\n', "d.jsonl:1: messages must be a list"),
         ('{"messages": [{"role": "user", "content": "x"}]}\n', "d.jsonl:1: no assistant turn"),
     ],
@@ -103,7 +103,7 @@ def test_a_folder_with_too_many_files_or_folders_is_no_dataset(tmp_path: Path, m
     for number in range(2):
         (tmp_path / f"{number}").mkdir()
         (tmp_path / f"{number}.txt").write_text("")
-    with pytest.raises(InputError, match="holds more than 3 files: give its data files with a pattern"):
+    with pytest.raises(InputError, match="holds more than 3 files: set a pattern for its data files"):
         open_source(SourceConfig(path=str(tmp_path)))
 
 
@@ -151,10 +151,10 @@ def test_turns_of_weight_0_and_those_of_a_prompt_are_not_trained() -> None:
     ("messages", "message"),
     [
         ([QUESTION, ANSWER | {"weight": 0}], "all turns of the assistant have weight 0"),
-        ([QUESTION, ANSWER | {"weight": 0.5}], "weight of turn 1 is 0.5: give 0 .not trained. or 1"),
+        ([QUESTION, ANSWER | {"weight": 0.5}], "weight of turn 1 is 0.5: use 0 .not trained. or 1"),
         ([QUESTION, ANSWER | {"weight": True}], "weight of turn 1 is True"),
         ([QUESTION, ANSWER | {"weight": "0"}], "weight of turn 1 is '0'"),
-        ([QUESTION | {"weight": 1}, ANSWER], "weight of turn 0 is 1, and turns of role user are never trained"),
+        ([QUESTION | {"weight": 1}, ANSWER], "weight of turn 0 is 1, but turns of role user are never trained"),
         ([QUESTION, ANSWER | {"tool_calls": [{"id": 1}]}], "tool_calls of turn 1 must be a list of objects"),
         ([QUESTION, ANSWER | {"tool_calls": "f()"}], "tool_calls of turn 1 must be a list of objects"),
         ([QUESTION | {"content": [{"type": "text", "text": 3}]}, ANSWER], "a part of type text has 3 for text"),
@@ -292,15 +292,15 @@ def test_keys_and_columns_that_a_source_ignores_are_passed_over(read: Reader, tm
     for chat, _ in check_records(SourcesConfig(train=(config,)), read):
         assert chat.tools == ()
         assert chat.messages[0] == QUESTION
-    with pytest.raises(InputError, match=r"or pass it over with ignore: \[tools\]"):
+    with pytest.raises(InputError, match=r"or skip it with ignore: \[tools\]"):
         check_records(SourcesConfig(train=(SourceConfig(path=str(path), ignore=("images",)),)), read)
 
 
 def test_images_that_no_part_shows_may_be_ignored() -> None:
-    with pytest.raises(InputError, match=r"more images than parts .* or pass them over with ignore: \[images\]"):
+    with pytest.raises(InputError, match=r"more images than parts .* or skip them with ignore: \[images\]"):
         read_chat(CHAT | {"images": ["p.png"]}, SourceConfig(path="x"), "x:1")
     config = SourceConfig(path="x", columns={"images": "shots"})
-    with pytest.raises(InputError, match=r"or pass them over with ignore: \[shots\]"):
+    with pytest.raises(InputError, match=r"or skip them with ignore: \[shots\]"):
         read_chat(CHAT | {"shots": ["p.png"]}, config, "x:1")
 
 
@@ -313,7 +313,7 @@ def test_a_name_to_ignore_that_occurs_nowhere_is_refused(tmp_path: Path) -> None
 
 
 def test_a_column_that_is_needed_cannot_be_ignored() -> None:
-    with pytest.raises(InputError, match="x:1: ignore names the column 'messages', which is needed: leave it out"):
+    with pytest.raises(InputError, match="x:1: ignore names the column 'messages', which is required: remove it"):
         read_chat(CHAT, SourceConfig(path="x", ignore=("messages",)), "x:1")
 
 

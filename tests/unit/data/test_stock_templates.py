@@ -72,7 +72,7 @@ CALLS = {
 }
 FORMS = {**PLAIN, **CALLS}
 
-REFUSALS = re.compile(r"d:1: the chat template (refuses these messages|leaves out)")
+REFUSALS = re.compile(r"d:1: the chat template (refuses these messages|omits)")
 """What a template cannot write, in the words of a message that names the place."""
 
 
@@ -91,7 +91,7 @@ def spans(tokenizer: PreTrainedTokenizerFast, form: str) -> tuple[str, list[str]
             text for text, is_trained in stretches_of(tokenizer, sequence) if is_trained
         ]
     # Gemma 4 writes the text of a turn that calls a tool behind the tool's result.
-    is_behind = form == "a call after a text" and "the tokens of assistant turn 1 cannot be told" in refusal
+    is_behind = form == "a call after a text" and "the tokens of assistant turn 1 cannot be determined" in refusal
     assert is_behind or REFUSALS.match(refusal), refusal
     return None
 
@@ -190,4 +190,4 @@ def test_no_text_of_an_answer_is_left_out_without_a_word(name: str, later: list[
                 text, refusal = tokenizer.decode(sequence.input_ids), ""
                 assert "One" in text, content
                 assert "two." in text, content
-            assert re.match(r"$|d:1: the chat template (refuses|leaves out .* of turn 1)", refusal), refusal
+            assert re.match(r"$|d:1: the chat template (refuses|omits .* of turn 1)", refusal), refusal

@@ -129,16 +129,16 @@ def test_what_is_written_in_any_form_is_accepted(template: str, messages: tuple[
 def test_what_the_template_leaves_out_is_named(template: str, messages: tuple[Message, ...], what: str) -> None:
     with pytest.raises(InputError) as caught:
         written(template, *messages)
-    assert f"d.jsonl:1: the chat template leaves out {what}" in str(caught.value)
-    assert "give data.chat_template a template that writes it, or remove it" in str(caught.value)
+    assert f"d.jsonl:1: the chat template omits {what}" in str(caught.value)
+    assert "set data.chat_template to a template that writes it, or remove it" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("message", "tools", "remedy"),
     [
-        ({**ANSWER, "id": 1}, (), "or pass it over with ignore: [id] of the source"),
-        (call({"city": "Oslo"}), (), "or pass it over with ignore: [tool_calls] of the source"),
-        (ANSWER, (TOOL,), "or pass it over with ignore: [tools] of the source"),
+        ({**ANSWER, "id": 1}, (), "or skip it with ignore: [id] of the source"),
+        (call({"city": "Oslo"}), (), "or skip it with ignore: [tool_calls] of the source"),
+        (ANSWER, (TOOL,), "or skip it with ignore: [tools] of the source"),
     ],
 )
 def test_keys_that_are_left_out_may_be_ignored(message: Message, tools: tuple, remedy: str) -> None:
@@ -149,7 +149,7 @@ def test_keys_that_are_left_out_may_be_ignored(message: Message, tools: tuple, r
 
 def test_a_text_that_is_elsewhere_in_the_chat_does_not_hide_that_it_is_left_out() -> None:
     """The thought is a word that the answer has, too."""
-    with pytest.raises(InputError, match="leaves out reasoning_content of turn 1"):
+    with pytest.raises(InputError, match="omits reasoning_content of turn 1"):
         written(templates.CHATML, QUESTION, {**ANSWER, "reasoning_content": "yes"})
 
 
@@ -266,12 +266,12 @@ def test_what_is_left_out_is_refused_after_something_like_it_was_accepted(
 ) -> None:
     checked = ChatTemplate(tokenizer_of(template))
     checked.check(Chat([QUESTION, *accepted]), "d.jsonl:1")
-    with pytest.raises(InputError, match="d.jsonl:2: the chat template leaves out"):
+    with pytest.raises(InputError, match="d.jsonl:2: the chat template omits"):
         checked.check(Chat([QUESTION, *refused]), "d.jsonl:2")
 
 
 def test_thoughts_of_the_user_may_not_be_forgotten() -> None:
-    with pytest.raises(InputError, match="leaves out thinking of turn 0"):
+    with pytest.raises(InputError, match="omits thinking of turn 0"):
         written(templates.MARKED_QWEN3, {**QUESTION, "thinking": "a"}, ANSWER, THANKS, ANSWER)
 
 
@@ -289,7 +289,7 @@ def test_a_prompt_may_have_thoughts_that_its_template_forgets() -> None:
 @pytest.mark.parametrize("form", [(TOOL,), (TOOL["function"],)], ids=["wrapped", "bare"])
 def test_tools_are_written_or_refused(form: tuple) -> None:
     assert '"description": "Weather of a city."' in written(templates.QWEN2, *TOOLS_USED, tools=form)
-    with pytest.raises(InputError, match="d.jsonl:1: the chat template leaves out tools, such as 'weather'"):
+    with pytest.raises(InputError, match="d.jsonl:1: the chat template omits tools, such as 'weather'"):
         written(templates.CHATML, QUESTION, ANSWER, tools=form)
 
 
@@ -300,7 +300,7 @@ def test_tools_are_part_of_a_prompt_and_of_what_comes_before_a_turn() -> None:
     sequence = ChatTokenizer(tokenizer, "all")(Chat([QUESTION, ANSWER], (TOOL,)), "d.jsonl:1")
     assert "Weather of a city" not in tokenizer.decode(sequence.input_ids[sequence.loss_mask])
     tokenizer.chat_template = templates.CHATML
-    with pytest.raises(InputError, match="leaves out tools"):
+    with pytest.raises(InputError, match="omits tools"):
         ChatTokenizer(tokenizer, "all").opening(chat, "d.jsonl:1")
 
 
@@ -324,7 +324,7 @@ def test_arguments_in_json_are_written_as_the_objects_they_stand_for(template: s
 
 def test_an_unknown_key_that_the_template_reads_is_accepted() -> None:
     assert "user!" in written(LOUD, {**QUESTION, "loud": True}, ANSWER)
-    with pytest.raises(InputError, match="leaves out loud of turn 0"):
+    with pytest.raises(InputError, match="omits loud of turn 0"):
         written(templates.CHATML, {**QUESTION, "loud": True}, ANSWER)
 
 
@@ -360,14 +360,14 @@ def test_a_marked_turn_without_a_marked_token_is_refused() -> None:
 @pytest.mark.parametrize("value", [False, 0, True, 1])
 def test_what_other_tools_read_of_a_turn_is_refused_with_the_key_that_does_it_here(key: str, value: object) -> None:
     record = {"messages": [QUESTION, {**ANSWER, key: value}]}
-    with pytest.raises(InputError, match=rf"x:1: turn 1 has {key}: .* give weight: 0 .* or .* ignore: \[{key}\]"):
+    with pytest.raises(InputError, match=rf"x:1: turn 1 has {key}: .* set weight: 0 .* or .* ignore: \[{key}\]"):
         read_chat(record, SourceConfig(path="x"), "x:1")
     assert read_chat(record, SourceConfig(path="x", ignore=(key,)), "x:1") == Chat([QUESTION, ANSWER])
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Os', "", "[1]", '"Oslo"', ["Oslo"], "null", 3])
 def test_arguments_that_are_no_json_object_are_refused(arguments: object) -> None:
-    with pytest.raises(InputError, match="x:1: arguments of the call of 'weather' in turn 1 are no JSON object"):
+    with pytest.raises(InputError, match="x:1: arguments of the call of 'weather' in turn 1 are not a JSON object"):
         checked_messages([QUESTION, call(arguments)], "messages", "x:1")
 
 
@@ -385,9 +385,7 @@ def test_a_template_that_writes_something_for_an_empty_content_is_refused() -> N
 def test_an_empty_turn_of_the_assistant_is_refused_with_a_remedy_unless_it_is_not_trained(content: object) -> None:
     empty = {"role": "assistant", "content": content}
     for template in (templates.QWEN3, templates.MARKED_QWEN3):
-        with pytest.raises(
-            InputError, match="d.jsonl:1: turn 1 of the assistant is empty: give it a text, or weight: 0"
-        ):
+        with pytest.raises(InputError, match="d.jsonl:1: turn 1 of the assistant is empty: add a text, or weight: 0"):
             trained(template, QUESTION, empty, THANKS, ANSWER)
         assert "yes" in trained(template, QUESTION, {**empty, "weight": 0}, THANKS, ANSWER)
 
@@ -420,7 +418,7 @@ def test_a_turn_ends_before_a_later_message_that_repeats_its_call() -> None:
 
 
 def test_a_turn_that_a_template_writes_behind_the_result_of_its_call_is_refused() -> None:
-    with pytest.raises(InputError, match="d.jsonl:1: the tokens of assistant turn 1 cannot be told"):
+    with pytest.raises(InputError, match="d.jsonl:1: the tokens of assistant turn 1 cannot be determined"):
         trained(BEHIND, QUESTION, {**call({"city": "Oslo"}), "content": "I look."}, RESULT, ANSWER)
 
 

@@ -24,7 +24,7 @@ def test_the_format_of_a_template_is_found_by_reading_back_what_it_writes(form: 
 
 @pytest.mark.parametrize("name", SILENT)
 def test_templates_without_calls_have_no_format(name: str) -> None:
-    with pytest.raises(InputError, match="the chat template (leaves out calls|refuses a message)"):
+    with pytest.raises(InputError, match="the chat template (omits tool calls|refuses a message)"):
         find_format(ChatTemplate(stock_tokenizer(name)))
 
 

@@ -46,5 +46,5 @@ def test_the_suffix_is_that_of_the_whole_conversation(name: str, num_calls: int)
 def test_templates_that_leave_calls_out_are_refused(name: str) -> None:
     tokenizer = stock_tokenizer(name)
     suffix = TurnSuffix(ChatTemplate(tokenizer), [PROBE_TOOL])
-    with pytest.raises(InputError, match="the chat template (leaves out calls of tools|refuses a message of tool)"):
+    with pytest.raises(InputError, match="the chat template (omits tool calls|refuses a message of tool)"):
         suffix(conversation(1)[1], ["look_up"], 0)

@@ -114,7 +114,7 @@ def test_a_member_whose_rank_ends_is_lost(crew: LocalCrew) -> None:
     completions = fleet.submit(requests(3))
     crew.relays[5].close()
     assert [completion.writer for completion in results(completions)] == [0, 3, 0]
-    assert fleet.lost == {5: "its process is gone"}
+    assert fleet.lost == {5: "its process has exited"}
     three.held.set()
 
 
@@ -187,7 +187,7 @@ class Routing(Echo):
 def test_tokens_of_another_model_are_an_error() -> None:
     crew = LocalCrew({0: Foreign()})
     (completion,) = results(fleet_of(crew).submit(requests(1)))
-    assert completion.error == f"the generator's token {VOCABULARY} is none of the model's {VOCABULARY}"
+    assert completion.error == f"the generator returned token {VOCABULARY}, but the model has {VOCABULARY} tokens"
     crew.close()
 
 
@@ -202,7 +202,7 @@ def test_routes_stay_at_the_rank_if_somebody_needs_them() -> None:
     assert crew.routes[2]._own[piece.at.key][1].experts.shape == (5, 2, 2)
     assert plain.routes is None
     assert wrong.finish == "error"
-    assert "its routes cannot be followed: ValueError: routes of layer 0, row 1" in wrong.error
+    assert "its routes are invalid: ValueError: routes of layer 0, row 1" in wrong.error
     assert len(crew.routes[2]._own) == 1
     later = piece.piece(1, 4)
     assert (later.at.start, later.at.stop, later.missing.tolist()) == (1, 4, [0, 0, 0])
@@ -249,7 +249,7 @@ def test_a_request_with_which_generators_are_lost_does_not_take_all_of_them() ->
     fleet = fleet_of(crew)
     completions = results(fleet.submit(requests(6)))
     assert [completion.finish for completion in completions] == ["stop", "error", *["stop"] * 4]
-    assert completions[1].error.startswith("3 generators were lost that were to write it, the last: ConnectionError")
+    assert completions[1].error.startswith("3 generators that it was assigned to were lost, the last: ConnectionError")
     assert len(fleet.lost) == 3
     crew.close()
 
@@ -261,7 +261,7 @@ def test_a_member_that_hears_nothing_for_too_long_is_lost(crew: LocalCrew, monke
     generators(crew)[1].held.clear()
     completions = fleet.wait(fleet.submit(requests(3)))
     assert [completion.writer for completion in completions] == [0, 0, 5]
-    assert fleet.lost == {3: "it has written nothing for 0.005 minutes (failures.hang_minutes)"}
+    assert fleet.lost == {3: "it has sent nothing for 0.005 minutes (failures.hang_minutes)"}
     generators(crew)[1].held.set()
 
 

@@ -128,7 +128,7 @@ def test_it_takes_what_comes_while_it_reads(ends: tuple[MessageConnection, Messa
 
 def test_another_key_is_told_at_once(tmp_path: Path) -> None:
     door = Door("localhost", 0, b"key", lambda connection: connection.close())
-    with pytest.raises(InputError, match="the run has another key"):
+    with pytest.raises(InputError, match="the key does not match"):
         generate(DistantRun("localhost", door.address.port, b"another"), OwnChoice(), minutes=10)
     door.close()
 
@@ -137,4 +137,4 @@ def test_another_key_is_told_at_once(tmp_path: Path) -> None:
 def test_what_is_waited_for_is_said(place: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="start the run, or raise --wait"):
         generate(place, OwnChoice(), minutes=0.0001)
-    assert capsys.readouterr().out.startswith("waiting at most 0.0001 minutes, for ")
+    assert capsys.readouterr().out.startswith("waiting up to 0.0001 minutes: ")

@@ -33,19 +33,17 @@ def test_devices_that_no_rank_could_use_are_refused(
     monkeypatch.setattr(engine_ranks.dist, "get_world_size", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     spec = GeneratorSpec(VllmGeneratorConfig(place=devices, tensor_parallel=size), 8, WeightSyncConfig())
-    with pytest.raises(
-        InputError, match=f"one of the 2 ranks on a machine leads it: list {size} for each of at most 2"
-    ):
+    with pytest.raises(InputError, match=f"one of the 2 ranks on a machine: list {size} for each of at most 2 vLLM"):
         EngineRanks.join(spec)
 
 
 def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="each of the 2 ranks on a machine needs one: list 2"):
+    with pytest.raises(InputError, match="each of the 2 ranks on a machine needs one device: list 2"):
         _check_devices((6,))
 
 
 def test_tokens_that_the_run_asks_for_join_those_of_the_model() -> None:
     assert with_asked({2, 7}, (3,), 8) == (2, 3, 7)
-    with pytest.raises(InputError, match=r"rollout.stop_token_ids=\[1, 8\]: .* has 8 tokens, .* leave 8 out"):
+    with pytest.raises(InputError, match=r"rollout.stop_token_ids=\[1, 8\]: .* has 8 tokens, .* remove 8"):
         with_asked({2}, (1, 8), 8)

@@ -31,8 +31,8 @@ def test_a_key_as_openssl_writes_it_is_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
     [
-        ("00" * 32, 0o644, "others can write or read it"),
-        ("00" * 16, 0o600, "16 bytes, and a key has 32"),
+        ("00" * 32, 0o644, "other users can read or write it"),
+        ("00" * 16, 0o600, "16 bytes instead of 32"),
         ("-----BEGIN PRIVATE KEY-----", 0o600, "non-hexadecimal"),
         ("", 0o600, "0 bytes"),
         (json.dumps({"key": "00" * 32}), 0o600, "non-hexadecimal"),
@@ -41,7 +41,7 @@ def test_a_key_as_openssl_writes_it_is_one(tmp_path: Path) -> None:
 def test_what_is_no_key_is_answered_with_how_to_make_one(tmp_path: Path, content: str, mode: int, message: str) -> None:
     (tmp_path / "key").write_text(content)
     (tmp_path / "key").chmod(mode)
-    with pytest.raises(InputError, match=f"^--key: is no key .*{message}.*: openssl rand -hex 32 makes one$"):
+    with pytest.raises(InputError, match=f"^--key: is not a key .*{message}.*: create one with openssl rand -hex 32$"):
         read_key(tmp_path / "key", "--key")
 
 
@@ -51,7 +51,7 @@ def test_an_address_needs_a_key(given: str, key: Path) -> None:
     assert isinstance(place, DistantRun)
     assert (place.port, place.key) == (8900, read_key(key, ""))
     assert "[" not in place.host
-    with pytest.raises(InputError, match="needs --key"):
+    with pytest.raises(InputError, match="requires --key"):
         place_of(given, None, None)
 
 
@@ -60,7 +60,7 @@ def test_an_address_needs_a_key(given: str, key: Path) -> None:
 )
 def test_everything_else_is_a_folder(given: str, key: Path) -> None:
     assert place_of(given, None, None) == SharedFolder(Path(given))
-    with pytest.raises(InputError, match="is a folder, which has it: leave it out"):
+    with pytest.raises(InputError, match="is a folder, which contains it: omit the option"):
         place_of(given, key, None)
 
 
@@ -90,14 +90,14 @@ def test_weights_may_be_read_through_a_tunnel(key: Path) -> None:
 
 
 def test_a_url_is_told_how_to_be_written(key: Path) -> None:
-    with pytest.raises(InputError, match="is a URL: give HOST:PORT alone"):
+    with pytest.raises(InputError, match="is a URL: pass HOST:PORT, or a folder"):
         place_of("http://train:8900", key, None)
 
 
 def test_a_key_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("os.link", mock.Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(InputError, match="cannot be written"):
+        with pytest.raises(InputError, match="not writable"):
             run_key(tmp_path / "key")
     assert [*tmp_path.iterdir()] == []
     run_key(tmp_path / "key")

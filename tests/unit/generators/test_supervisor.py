@@ -30,7 +30,7 @@ class Sync:
     def send(self) -> None:
         self.version += 1
         if Sync.fails:
-            raise WeightSyncError("its process ended with code -9")
+            raise WeightSyncError("its process exited with code -9")
         self.log.append(f"sent {self.version} to {self.transport}")
 
     def disconnect(self) -> None:
@@ -129,7 +129,7 @@ def test_a_generator_that_lost_its_weights_is_closed_and_made_anew(
     made, sync = make_supervisor()
     monkeypatch.setattr(Sync, "fails", True)
     made.load_weights(1)
-    assert made.problem == "its process ended with code -9"
+    assert made.problem == "its process exited with code -9"
     assert generators.made == 1
     monkeypatch.setattr(Sync, "fails", False)
     made.restart(failed=True)

@@ -20,7 +20,7 @@ def device(
 def test_devices_of_their_own_are_dealt_to_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device(monkeypatch, rank, (6, 7), None) for rank in (0, 1)] == ["6", "7"]
     assert [device(monkeypatch, rank, (2, 3), "4,5,6,7") for rank in (0, 1)] == ["6", "7"]
-    with pytest.raises(InputError, match="ranks see 4 devices .CUDA_VISIBLE_DEVICES=4,5,6,7.*numbers are 0 to 3"):
+    with pytest.raises(InputError, match="ranks see 4 devices .CUDA_VISIBLE_DEVICES=4,5,6,7.*numbered 0 to 3"):
         device(monkeypatch, 0, (6, 7), "4,5,6,7")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -68,9 +68,9 @@ def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
         assert refused.error == "the generator ended it: ValueError: the prompt is too long"
         assert results(generator.submit(requests[:1])) == [after]
         os.kill(generator.child.process.pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="its process ended with code -9"):
+        with pytest.raises(RuntimeError, match="its process exited with code -9"):
             results(generator.submit(requests))
-        with pytest.raises(WeightSyncError, match="its process ended with code -9"):
+        with pytest.raises(WeightSyncError, match="its process exited with code -9"):
             send_weights(generator, 5, "a")
     finally:
         generator.close()
@@ -198,8 +198,8 @@ def spec_of(**choice: Any) -> GeneratorSpec:
 @pytest.mark.parametrize(
     ("python", "model", "message"),
     [
-        ("/no/such/python", "m", "generator.python=/no/such/python: cannot start it"),
-        (sys.executable, "missing", "does not start .FileNotFoundError: no such model"),
+        ("/no/such/python", "m", "generator.python=/no/such/python: cannot be started"),
+        (sys.executable, "missing", "failed to start .FileNotFoundError: no such model"),
     ],
 )
 def test_a_generator_that_does_not_start_is_bad_input(python: str, model: str, message: str) -> None:
@@ -259,9 +259,7 @@ def test_pictures_go_with_their_prompt_and_one_that_vllm_sees_otherwise_fails_it
         seen, otherwise = results(generator.submit([right, wrong]))
         assert (seen.token_ids, seen.finish, seen.num_cached) == ([1, 0, len(prompt)], "stop", 3)
         assert otherwise.finish == "error"
-        assert "vLLM's image processor made a prompt of 5 tokens of one that has 4 in the trainer" in str(
-            otherwise.error
-        )
+        assert "vLLM's image processor made a prompt of 5 tokens, but the trainer's has 4" in str(otherwise.error)
         assert send_weights(generator, 1, "a") == Committed(1)
         (after,) = results(generator.submit([right]))
         assert after.num_cached == 2  # embeddings of the old encoder are forgotten
@@ -274,7 +272,7 @@ def test_a_message_that_is_not_for_vllm_is_refused_by_name() -> None:
     generator = make_process()
     try:
         tell(generator, "make_room", 1, 1)
-        with pytest.raises(WeightSyncError, match="got make_room, which it does not know, or not at this point"):
+        with pytest.raises(WeightSyncError, match="received an unknown or unexpected message: make_room"):
             expect(generator, "make_room", 5.0)
     finally:
         generator.close()
@@ -283,7 +281,7 @@ def test_a_message_that_is_not_for_vllm_is_refused_by_name() -> None:
 @pytest.mark.usefixtures("python_path")
 def test_a_worker_of_another_version_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("automodel_rl.generator_messages.PROTOCOL", "of an older version")
-    with pytest.raises(InputError, match="different versions of automodel_rl/generator_messages.py: start again"):
+    with pytest.raises(InputError, match="different versions of automodel_rl/generator_messages.py: restart"):
         make_process()
 
 
@@ -298,17 +296,17 @@ def test_a_process_that_sleeps_writes_nothing_before_it_is_awake_and_has_weights
     requests = [Request([1, 2], 8, Sampling(3, 0.5))]
     try:
         written = generator.submit(requests * 50)
-        for _ in range(2):  # the second time it sleeps already
+        for _ in range(2):  # the second time it is asleep already
             generator.sleep(level, 5.0)
         assert len(results(written)) == 50  # it wrote them first
-        with pytest.raises(RuntimeError, match="it sleeps"):
+        with pytest.raises(RuntimeError, match="it is asleep"):
             results(generator.submit(requests))
         generator.wake("weights", 5.0)
-        with pytest.raises(RuntimeError, match="it sleeps"):
+        with pytest.raises(RuntimeError, match="it is asleep"):
             results(generator.submit(requests))
         generator.wake("kv_cache", 5.0)
         if level == 2:
-            with pytest.raises(RuntimeError, match="none came after a sleep"):
+            with pytest.raises(RuntimeError, match="none followed a sleep"):
                 results(generator.submit(requests))
             assert send_weights(generator, 3, "a") == Committed(3)
         (completion,) = results(generator.submit(requests))

@@ -147,5 +147,5 @@ def test_a_replica_has_a_cache_of_what_remains_of_its_share() -> None:
 
 
 def test_replicas_without_room_for_a_cache_are_refused() -> None:
-    with pytest.raises(InputError, match=r"each vLLM has 2\.0 GiB, of which .* take 4\.8: use fewer replicas"):
+    with pytest.raises(InputError, match=r"each vLLM has 2\.0 GiB, but .* take 4\.8 GiB: use fewer replicas"):
         cache_bytes(2 * 2**30, 2**31, vocab_size=2**15)

@@ -161,7 +161,7 @@ def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str, s
     assert Server.told == []
     with pytest.raises(WeightSyncError, match="500"):
         send_weights(generator.weights, 4, "bad")
-    with pytest.raises(WeightSyncError, match="start the servers anew"):
+    with pytest.raises(WeightSyncError, match="restart the servers"):
         results(generator.submit([Request([5], 7, Sampling(3, 0.5))]))
     generator.close()
 
@@ -215,7 +215,7 @@ def test_servers_join_and_leave_by_a_file(url: str, tmp_path: Path, capsys: pyte
     with pytest.raises(InputError, match=r"servers.txt cannot be read"):
         connect(urls)
     file.write_text("# none yet\n")
-    with pytest.raises(InputError, match=r"servers.txt names no server: write one URL a line"):
+    with pytest.raises(InputError, match=r"servers.txt contains no server: write one URL per line"):
         connect(urls)
     file.write_text(f"{url}/\n")
     generator = connect(urls)
@@ -241,7 +241,7 @@ def test_servers_join_and_leave_by_a_file(url: str, tmp_path: Path, capsys: pyte
         assert completion.versions == (3, 3)
         file.write_text("")
         assert not generator.have_changed  # perhaps it is being written
-        assert "names no server: write one URL a line; the servers of before are used" in capsys.readouterr().err
+        assert "contains no server: write one URL per line; keeping the previous servers" in capsys.readouterr().err
         assert generator.weights.servers == [VllmServer(second)]
     generator.close()
 
@@ -252,7 +252,7 @@ def test_servers_that_are_not_there_or_report_raw_logprobs_are_refused(
     with pytest.raises(InputError, match="http://127.0.0.1:9 does not answer"):
         connect(["http://127.0.0.1:9"])
     monkeypatch.setattr(Server, "paused", True)
-    with pytest.raises(InputError, match="is paused, as after a weight sync that failed: start it anew"):
+    with pytest.raises(InputError, match="is paused, as after a failed weight sync: restart it"):
         connect([url])
     monkeypatch.setattr(Server, "paused", False)
     monkeypatch.setattr(Server, "mode", "raw_logprobs")

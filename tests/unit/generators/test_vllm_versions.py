@@ -17,7 +17,7 @@ def test_tested_versions_need_no_warning(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["0.22.1", "0.34.0", "1.0.0", "dev"])
 def test_others_are_told_which_were_tested(version: str) -> None:
-    expected = f"warning: vLLM {version} is none of the versions that automodel_rl was tested with, 0.23 to 0.33"
+    expected = f"warning: automodel_rl was not tested with vLLM {version}, only with 0.23 to 0.33"
     assert untested(version) == expected
 
 

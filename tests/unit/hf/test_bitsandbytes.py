@@ -103,15 +103,15 @@ def test_codes_of_values_that_were_quantized_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({UP + ".absmax": None}, r"up_proj.weight is in nf4 and .*up_proj.weight.absmax is missing: copy the"),
+        ({UP + ".absmax": None}, r"up_proj.weight is in nf4, but .*up_proj.weight.absmax is missing: copy the"),
         (
             {UP + ".quant_state.bitsandbytes__nf4": None, UP + ".quant_state.bitsandbytes__fp4": torch.zeros(1)},
-            "up_proj.weight is in fp4 of bitsandbytes, of whose kinds only nf4 is read: use a checkpoint in nf4",
+            "up_proj.weight is in fp4 of bitsandbytes, but only nf4 is supported: use a checkpoint in nf4",
         ),
-        ({UP.replace("weight", "SCB"): torch.zeros(1)}, "up_proj.weight is in 8 bits of bitsandbytes, of whose kinds"),
+        ({UP.replace("weight", "SCB"): torch.zeros(1)}, "up_proj.weight is in 8 bits of bitsandbytes, but only nf4"),
         (
             {"model.norm.weight": torch.zeros(64, dtype=torch.int8)},
-            r"model.norm.weight is stored in integers \(I8\), a quantization that is not read",
+            r"model.norm.weight is stored in integers \(I8\), a quantization that is not supported",
         ),
     ],
 )

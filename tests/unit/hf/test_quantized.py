@@ -61,5 +61,5 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         checkpoint(tmp_path)
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(InputError, match=r"up_proj.weight is in fp8 and has no scales beside it"):
+    with pytest.raises(InputError, match=r"up_proj.weight is in fp8 but has no scales beside it"):
         checkpoint(tmp_path)

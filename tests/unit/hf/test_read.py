@@ -68,7 +68,7 @@ def test_a_truncated_file_is_refused(folder: Path) -> None:
 def test_a_missing_shard_is_refused(folder: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(InputError, match=r"names model-00001-of-00002.safetensors, which is not there"):
+    with pytest.raises(InputError, match=r"names model-00001-of-00002.safetensors, which does not exist"):
         check(folder)
 
 
@@ -91,7 +91,7 @@ def test_missing_and_misshapen_tensors(folder: Path, change, message: str) -> No
 
 
 def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none: no such folder: give the folder of"):
+    with pytest.raises(InputError, match=r"none: folder does not exist: pass the folder of"):
         find_model(ModelConfig(path=str(tmp_path / "none")))
     with pytest.raises(InputError, match=r"has no config.json"):
         find_model(ModelConfig(path=str(tmp_path)))

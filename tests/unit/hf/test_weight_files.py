@@ -38,7 +38,7 @@ def test_pickled_weights_are_refused_unless_they_are_named(tmp_path: Path) -> No
 def test_nothing_but_tensors_is_unpickled(tmp_path: Path) -> None:
     torch.save({"a": Trap(tmp_path / "sprung")}, tmp_path / PICKLED)
     with (
-        pytest.raises(InputError, match=f"{PICKLED}: is not a file of tensors alone"),
+        pytest.raises(InputError, match=f"{PICKLED}: is not a file of tensors only"),
         open_tensors(tmp_path / PICKLED),
     ):
         pass

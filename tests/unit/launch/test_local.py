@@ -21,5 +21,5 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
         listener.listen()
         taken = listener.getsockname()[1]
         monkeypatch.setattr(local, "PORTS", range(taken, taken + 1))
-        with pytest.raises(OSError, match=f"none of the TCP ports {taken} to {taken} is free"):
+        with pytest.raises(OSError, match=f"no TCP port from {taken} to {taken} is free"):
             local.free_port()

@@ -15,7 +15,7 @@ def record_of(rank: int, time: float, line: str = "error: out of memory") -> Fai
 
 
 def ends_of(*records: FailureRecord, silent: tuple[int, ...] = (), killed: bool = False, noticed: float = 10.0) -> Ends:
-    gone = [record_of(rank, 10.0, f"error: rank {rank} was ended") for rank in silent]
+    gone = [record_of(rank, 10.0, f"error: rank {rank} was killed") for rank in silent]
     return Ends([*records], gone, "", killed, noticed)
 
 

@@ -37,7 +37,7 @@ def test_every_mixtures_experts_get_adapters_that_fit_their_weights(family: str)
 
 
 def test_bare_names_of_weights_do_not_mean_experts() -> None:
-    with pytest.raises(InputError, match=r"targets=\['down_proj'\]: no linear layer .* nor do they mean its experts"):
+    with pytest.raises(InputError, match=r"targets=\['down_proj'\]: no linear layer .* nor do they match its experts"):
         adapted("qwen3_moe", *STACKED[1:])
     layers = adapted_weights_by_name(dict(adapted("qwen3_moe", "all-linear", "experts.down_proj").named_parameters()))
     assert {name.rpartition("layers.0.")[2] for name in layers if "layers.0." in name} == {

@@ -36,7 +36,7 @@ def test_every_key_of_the_installed_peft_is_known() -> None:
         ({"init_lora_weights": "mica"}, "init_lora_weights=mica cannot"),
         ({"use_bdlora": {"nblocks": 2}}, "adapters with use_bdlora="),
         ({"kasa_config": {"a": 1}}, "adapters with kasa_config="),
-        ({"use_wonders": True}, "use_wonders=True, a key that is not known here, cannot be trained or merged"),
+        ({"use_wonders": True}, "use_wonders=True, an unknown key, cannot be trained or merged"),
         ({"peft_type": "IA3"}, "peft_type=IA3"),
     ],
 )
@@ -66,7 +66,7 @@ def test_adapters_that_change_the_base_model_are_refused(tmp_path: Path, beginni
     peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapters")
     for merges in (True, False):
         with pytest.raises(
-            InputError, match=f"{beginning} cannot be trained or merged here, for PEFT changes the base"
+            InputError, match=f"{beginning} cannot be trained or merged here, because PEFT changes the base"
         ):
             AdapterFolder(tmp_path / "adapters", merges)
 
@@ -74,5 +74,5 @@ def test_adapters_that_change_the_base_model_are_refused(tmp_path: Path, beginni
 def test_another_revision_of_the_base_model_is_not_taken_for_its_newest(tmp_path: Path) -> None:
     values = KNOWN | {"base_model_name_or_path": "a/model", "revision": "v1", "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(values))
-    with pytest.raises(InputError, match="revision=v1: give the folder of that revision of a/model in model.path"):
+    with pytest.raises(InputError, match="revision=v1: pass the folder of that revision of a/model in model.path"):
         find_model(ModelConfig(path=str(tmp_path)))

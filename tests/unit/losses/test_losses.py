@@ -457,7 +457,7 @@ def test_rows_whose_neighbours_are_no_pairs_are_refused(capacity: int) -> None:
         ]
 
     assert len(losses(pack(sequences, 64, together=2))) == 1
-    with pytest.raises(ValueError, match=r"no whole pairs: use pack\(..., together=2\)"):
+    with pytest.raises(ValueError, match=r"not whole pairs: use pack\(..., together=2\)"):
         losses(pack(sequences, capacity))
 
 

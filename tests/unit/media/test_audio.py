@@ -88,7 +88,10 @@ def test_a_clip_travels_light(reader: AudioReader, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "message"),
-    [(1.2, "audio of 1.2 s, and the model hears 1 s: cut the file"), (0.03, "audio of 0.03 s has no 2 tokens")],
+    [
+        (1.2, "audio of 1.2 s, but the model takes at most 1 s: cut the file"),
+        (0.03, "audio of 0.03 s is shorter than 2 tokens"),
+    ],
 )
 def test_a_clip_of_a_length_that_the_model_cannot_hear_is_refused(
     reader: AudioReader, tmp_path: Path, seconds: float, message: str
@@ -100,9 +103,9 @@ def test_a_clip_of_a_length_that_the_model_cannot_hear_is_refused(
 
 def test_damaged_files_are_named(reader: AudioReader, tmp_path: Path) -> None:
     (tmp_path / "text.wav").write_text("no sound")
-    with pytest.raises(InputError, match="chats.jsonl:3: cannot read the audio .*text.wav.*give an intact file"):
+    with pytest.raises(InputError, match="chats.jsonl:3: cannot read the audio .*text.wav.*use an intact file"):
         reader(str(tmp_path / "text.wav"), "chats.jsonl:3")
-    with pytest.raises(InputError, match="audio is a dict: give the path of a file, or its bytes"):
+    with pytest.raises(InputError, match="audio is a dict: use the path of a file, or its bytes"):
         reader({"array": [0.0]}, "here")
 
 
@@ -119,7 +122,7 @@ def test_a_file_that_is_cut_off_is_refused(reader: AudioReader, tmp_path: Path, 
     """Whoever reads it: libraries fill up some formats with silence, or take what is there."""
     tone(tmp_path / f"tone.{ending}", 400, 0.9, 16000)
     whole = (tmp_path / f"tone.{ending}").read_bytes()
-    with pytest.raises(InputError, match="x:1: .*give an intact file"):
+    with pytest.raises(InputError, match="x:1: .*use an intact file"):
         reader(whole[: len(whole) // 2], "x:1").load()
 
 
@@ -136,20 +139,20 @@ def test_a_file_that_does_not_tell_its_length_is_refused(reader: AudioReader, tm
     stream = bytearray((tmp_path / "tone.flac").read_bytes())
     stream[21] &= 0xF0  # the number of samples in the first block, 36 bits
     stream[22:26] = bytes(4)
-    with pytest.raises(InputError, match="x:1: the audio in its bytes does not tell its length: write the file again"):
+    with pytest.raises(InputError, match="x:1: the audio in its bytes does not contain its length: rewrite the file"):
         reader(bytes(stream), "x:1")
 
 
 def test_a_feature_extractor_of_another_kind_is_refused(model: Path, tmp_path: Path) -> None:
     SeamlessM4TFeatureExtractor().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="is a SeamlessM4TFeatureExtractor and no WhisperFeatureExtractor"):
+    with pytest.raises(InputError, match="is a SeamlessM4TFeatureExtractor, not a WhisperFeatureExtractor"):
         audio_of(tmp_path, read_config(model))
 
 
 def test_a_feature_extractor_of_another_model_is_refused(model: Path) -> None:
     config = read_config(model)
     config.audio_config.max_source_positions = 1500
-    with pytest.raises(InputError, match="makes 8 mels of 100 frames and the encoder takes 8 of 3000"):
+    with pytest.raises(InputError, match="makes 8 mels of 100 frames, but the encoder takes 8 of 3000"):
         audio_of(model, config)
 
 

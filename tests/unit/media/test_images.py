@@ -86,7 +86,7 @@ def test_limits_of_pixels_decide_how_many_tokens_an_image_has(tmp_path: Path) ->
     for limits, tokens in (((None, None), 9), ((None, 256), 4), ((576, None), 9), ((1024, 2048), 16)):
         image = images_of(folder, ReadingOptions(limits))(jpeg(24, 24), "here")
         assert (image.num_tokens, len(image.load())) == (tokens, 4 * tokens)
-    with pytest.raises(InputError, match="images of 641 to 640 pixels, of which the image processor says 64 to 640"):
+    with pytest.raises(InputError, match="images of 641 to 640 pixels, where the image processor has 64 to 640"):
         images_of(folder, ReadingOptions((641, None)))
 
 
@@ -318,7 +318,7 @@ def test_a_picture_that_is_cut_off_is_found_where_records_are_checked(form: str,
     check_picture(whole + b"\0" * 9, "d:1")
     check_picture(whole + b"further data", "d:1")
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="d:1: cannot read the image .*give an intact picture"):
+    with pytest.raises(InputError, match="d:1: cannot read the image .*use an intact image"):
         check_picture(str(path), "d:1")
 
 

@@ -102,10 +102,13 @@ def test_frames_are_named_in_the_part_or_in_a_column(tmp_path: Path) -> None:
     [
         (
             {"video": "film.mp4"},
-            "a part of type video has 'film.mp4' for frames: give a list of pictures",
+            "a part of type video has 'film.mp4' for frames: use a list of images",
         ),
-        ({"video": ["none.png"]}, "there is no file .*none.png of type video"),
-        ({"video": ["0.png"], "fps": 0}, "a part of type video has fps 0: give its frames a second, a number above 0"),
+        ({"video": ["none.png"]}, "no file .*none.png of type video"),
+        (
+            {"video": ["0.png"], "fps": 0},
+            "a part of type video has fps 0: set it to the frames per second, a number above 0",
+        ),
         ({}, "a part of type video has no file: name one in the part as path"),
     ],
 )

@@ -144,7 +144,7 @@ def test_deep_copies_follow_routes_on_their_own() -> None:
 def test_a_router_that_does_not_choose_once_is_noticed(calls: int) -> None:
     scores = torch.randn(TOKENS, EXPERTS)
     selection = Selection(lambda live: live, torch.Size((TOKENS, TOP_K)), EXPERTS)
-    with pytest.raises(RuntimeError, match=f"3 experts for each of 10 tokens once, and did so {calls} times"):
+    with pytest.raises(RuntimeError, match=f"3 experts for each of 10 tokens once, but did so {calls} times"):
         call_topk(selection, scores, calls)
 
 

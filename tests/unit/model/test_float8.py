@@ -92,12 +92,12 @@ def test_adapters_of_fp8_layers_stay_and_train(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sizes_that_fp8_products_do_not_have_are_refused() -> None:
-    with pytest.raises(InputError, match="model.fp8=rowwise: up has 32 inputs and 40 outputs, and fp8 products need"):
+    with pytest.raises(InputError, match="model.fp8=rowwise: up has 32 inputs and 40 outputs, but fp8 products need"):
         install_float8([Block(40)], "rowwise")
 
 
 def test_devices_without_fp8_are_refused() -> None:
     with pytest.raises(
-        InputError, match="model.fp8=tensorwise needs a GPU with fp8, such as H100, and this rank has none"
+        InputError, match="model.fp8=tensorwise needs a GPU with fp8, such as H100, but this rank has none"
     ):
         check_float8("tensorwise", torch.device("cpu"))

@@ -51,7 +51,7 @@ def test_a_folder_is_used_by_its_own_run_only(tmp_path: Path) -> None:
     config = make_config(output)
     RunDirectory(config, str(output), resume="never").create(3)
     MetricsFile(output / "metrics.jsonl", 0).write({"step": 1})
-    with pytest.raises(InputError, match="holds this run already: add --resume auto"):
+    with pytest.raises(InputError, match="already holds this run: add --resume auto"):
         RunDirectory(config, str(output), resume="never")
     changed = make_config(output, length={"steps": 9}, observe={"trackers": ["tensorboard"]})
     RunDirectory(changed, str(output), resume="auto")
@@ -75,7 +75,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_defaults_of_new_keys(tmp_p
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(InputError, match="holds files that are not a run's"):
+    with pytest.raises(InputError, match="holds files that do not belong to a run"):
         RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
 
 
@@ -103,7 +103,7 @@ def test_a_run_that_finished_no_step_gives_way_to_any_other(tmp_path: Path) -> N
 def test_a_run_with_a_result_is_kept(tmp_path: Path, result: str) -> None:
     begin(tmp_path)
     (tmp_path / result).mkdir()
-    with pytest.raises(InputError, match="holds this run already"):
+    with pytest.raises(InputError, match="already holds this run"):
         RunDirectory(make_config(tmp_path), str(tmp_path), resume="never")
 
 
@@ -131,10 +131,10 @@ def test_a_run_that_is_at_work_is_left_alone_whatever_is_asked(tmp_path: Path) -
     before = early.config_file.read_text()
     with locked(tmp_path / ".in_use", "LOCK_EX"):
         for resume in ("never", "auto", str(tmp_path / "checkpoints" / "step_1")):
-            with pytest.raises(InputError, match="a run is at work there .*: wait for it or end it, or choose another"):
+            with pytest.raises(InputError, match="in use by another run .*: wait for it or end it, or choose another"):
                 RunDirectory(make_config(tmp_path), str(tmp_path), resume)
         for work in (early.take, lambda: early.create(3)):
-            with pytest.raises(InputError, match="a run is at work there"):
+            with pytest.raises(InputError, match="in use by another run"):
                 work()
     assert early.config_file.read_text() == before
     assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
@@ -157,8 +157,8 @@ def test_a_run_that_is_past_its_end_is_refused(tmp_path: Path, finished: bool) -
         (directory.checkpoints / "step_10").mkdir()
     for length in ({"steps": 9}, {"epochs": 0.5}):
         config = make_config(tmp_path, length=length)
-        given = "length.steps=9" if "steps" in length else "length.epochs=0.5, which are 9 steps"
-        with pytest.raises(InputError, match=f"^{given}: the run in output={tmp_path} is at step 10 already"):
+        given = "length.steps=9" if "steps" in length else "length.epochs=0.5, which is 9 steps"
+        with pytest.raises(InputError, match=f"^{given}: the run in output={tmp_path} is already at step 10"):
             RunDirectory(config, str(tmp_path), resume="auto").check_length(9)
     RunDirectory(make_config(tmp_path, length={"steps": 10}), str(tmp_path), resume="auto")
 
@@ -174,7 +174,7 @@ def test_a_run_is_finished_when_its_model_is_of_its_last_step(tmp_path: Path) ->
     went_on.mkdir()
     assert not directory.is_finished(3)
     went_on.rmdir()
-    with pytest.raises(InputError, match="finished and has no checkpoint to go on from"):
+    with pytest.raises(InputError, match="finished and has no checkpoint to resume from"):
         directory.check_length(4)
 
 

@@ -71,7 +71,7 @@ def test_a_run_that_lives_or_is_stopped_is_in_the_way_until_it_is_killed(tmp_pat
         for number in (signal.SIGCONT, signal.SIGSTOP):
             other.send_signal(number)
             os.utime(file, (0, 0))  # a run that is stopped renews nothing
-            with pytest.raises(InputError, match=rf"^output={tmp_path}: a run is at work there .process {other.pid} "):
+            with pytest.raises(InputError, match=rf"^output={tmp_path}: in use by another run .process {other.pid} "):
                 RunLock(file, "")
         other.kill()
         other.wait()

@@ -79,6 +79,6 @@ def test_another_peak_follows_the_schedule_in_proportion() -> None:
 
 
 def test_settings_of_another_optimizer_are_refused_in_one_line() -> None:
-    with pytest.raises(InputError, match=r"muon.momentum=0.5: adamw does not read it: leave it out, or set name to"):
+    with pytest.raises(InputError, match=r"muon.momentum=0.5: adamw does not use it: remove it, or set name to"):
         check_config(OptimizerConfig, {"muon": {"momentum": 0.5}})
     assert check_config(OptimizerConfig, OptimizerConfig().model_dump()) == OptimizerConfig()

@@ -46,7 +46,7 @@ def test_a_node_has_as_many_ranks_as_it_has_room_for(
     monkeypatch.setattr("ray.nodes", lambda: told)
     config, deadline = RayConfig(ranks_per_node=ranks_per_node), time.monotonic() - 1
     if expected is None:
-        with pytest.raises(InputError, match="the layout has 8 ranks, and the nodes of the Ray cluster have"):
+        with pytest.raises(InputError, match="the layout has 8 ranks, but the nodes of the Ray cluster have"):
             cluster._share(config, num_ranks, 0, deadline)
     else:
         assert cluster._share(config, num_ranks, 0, deadline) == expected

@@ -94,7 +94,7 @@ def episode() -> dict:
     tree = [
         turn(None, "first", "", ""),
         turn(0, "extension", "", "left out", trained=False),
-        turn(0, "sibling", "one history went on in two ways", "other"),
+        turn(0, "sibling", "one history continued in two ways", "other"),
         turn(None, "root", "tools changed", "new"),
     ]
     call = {"function": {"name": "look_up", "arguments": '{"who": "Ben"}'}}

@@ -160,7 +160,7 @@ def test_agents_show_their_turns_as_a_tree(tab: Any, tmp_path: Path) -> None:
     assert "→ look_up" in first.locator(":scope > .node").inner_text()
     assert first.locator(".untrained").count() == 1
     assert card.locator(".fork").all_inner_texts() == [
-        "one history went on in two ways",
+        "one history continued in two ways",
         "new history: tools changed",
     ]
 

@@ -147,7 +147,7 @@ def test_commands_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     for arguments, message in (
         (["report"], "report takes the folders of runs"),
         (["watch"], "watch takes the folders of runs"),
-        (["report", str(tmp_path)], "holds no run: give the output folder of one"),
+        (["report", str(tmp_path)], "does not hold a run: pass the output folder of one"),
         (["report", str(run), "--out", str(tmp_path)], "cannot be written"),
         (["watch", str(run), "--port", "99999999"], "--port 99999999: cannot be used"),
     ):

@@ -59,9 +59,9 @@ def test_calls_of_an_async_function_fail_alone() -> None:
 @pytest.mark.parametrize(
     ("completion", "message"),
     [
-        ("block", r"took longer than time_limit=0.5 s, and blocked the calls beside it \(completion 'block'\)"),
+        ("block", r"took longer than time_limit=0.5 s, and blocked concurrent calls \(completion 'block'\)"),
         ("block briefly", r"took longer than time_limit=0.5 s|blocked its process for longer .*'block briefly'"),
-        ("exit", r"its process ended with code 3 \(completion 'exit'\)"),
+        ("exit", r"its process exited with code 3 \(completion 'exit'\)"),
     ],
 )
 def test_an_async_call_that_takes_its_process_along_is_named_and_others_go_on(completion: str, message: str) -> None:
@@ -123,8 +123,8 @@ def test_metrics_beside_the_score_are_numbers() -> None:
     with running(function=f"{REWARDS}:scored") as scorer:
         good, *wrong = scores(scorer, ["good", "nan", "text"])
         assert (good.total, good.metrics) == (1.0, ({"a": 2.0},))
-        assert "for the metric a, which is no finite number" in wrong[0].errors[0]
-        assert "no number with a dict of metrics" in wrong[1].errors[0]
+        assert "for the metric a, which is not a finite number" in wrong[0].errors[0]
+        assert "nor a number with a dict of metrics" in wrong[1].errors[0]
 
 
 def test_a_pool_that_is_closed_in_the_middle_leaves_no_thread() -> None:

@@ -113,9 +113,9 @@ def scorer() -> Iterator[Scorer]:
     [
         ("sleep", "took longer than time_limit=1.0 s"),
         ("raise", "RuntimeError: no way"),
-        ("exit", "its process ended with code 3"),
-        ("nan", "returned nan, which is no finite number"),
-        ("text", "returned '1.0', which is no finite number"),
+        ("exit", "its process exited with code 3"),
+        ("nan", "returned nan, which is neither a finite number"),
+        ("text", "returned '1.0', which is neither a finite number"),
         ("none", "returned None"),
     ],
 )
@@ -142,7 +142,7 @@ def test_weights_add_up(scorer: Scorer) -> None:
         ("nonsense", "rewards.function=nonsense: use one of exact_match, last_number, math, format, length"),
         ("no.such.module:reward", "rewards.function=no.such.module:reward: cannot import it"),
         ("math:no_such_function", "cannot import it"),
-        ("my_rewards.py:score", "cannot import it .*: give my_rewards:score"),
+        ("my_rewards.py:score", "cannot import it .*: use my_rewards:score"),
         ("nowhere_here:score", "cannot import it .*; looked in /"),
     ],
 )
@@ -185,7 +185,7 @@ def test_truth_and_whole_numbers_are_scores(value: Any) -> None:
 def test_what_is_no_finite_number_is_no_score(value: Any) -> None:
     number, error, _ = score(lambda *_: value, "", {}, {})
     assert number is None
-    assert "which is no finite number" in error
+    assert "which is neither a finite number" in error
 
 
 def scaled(completion: str, example: dict, scale: float, base: float = 0.0) -> float:
@@ -207,10 +207,10 @@ HERE = "tests.unit.rollout.test_rewards"
         ("length", {"longest": 0}, "options.longest=0 .*a number above 0"),
         ("length", {"longest": True}, "options.longest=True .*a number above 0"),
         ("length", {"longest": "5"}, "options.longest='5' .*a number above 0"),
-        ("format", {"pattern": "(a"}, r"options.pattern='\(a' .*a regular expression"),
-        ("format", {"pattern": 3}, "options.pattern=3 .*a regular expression"),
+        ("format", {"pattern": "(a"}, r"options.pattern='\(a' .*a valid regular expression"),
+        ("format", {"pattern": 3}, "options.pattern=3 .*a valid regular expression"),
         ("format", {}, "missing a required argument: 'pattern'"),
-        ("math", {"pattern": "a"}, "rewards.function=math: options .* it has none: leave options out"),
+        ("math", {"pattern": "a"}, "rewards.function=math: options .* it has none: remove options"),
         (f"{HERE}:scaled", {"factor": 2}, "use scale, base$"),
         (f"{HERE}:scaled", {"scale": 1, "completion": "x"}, "use scale, base$"),
         (f"{HERE}:of_completion_alone", {}, r"cannot be called as function\(completion, example\)"),

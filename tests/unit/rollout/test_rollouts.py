@@ -190,7 +190,7 @@ def test_a_generator_with_weights_too_old_is_started_again_and_writes_again() ->
     rollouts = rollouts_of(crew)
     ((rollout,),) = rollouts.collect(prompts(1), 1, Sampling(2))
     assert rollout.completion.versions == (1, 1)
-    why = "the generator wrote with weights 2 policy versions old, of rollout.max_staleness=0"
+    why = "the generator used weights 2 policy versions old, more than rollout.max_staleness=0"
     assert crew.restarted == [{0: why}]
     rollouts.close()
     crew.close()
@@ -217,7 +217,7 @@ def test_experts_that_are_not_told_are_counted_or_refused(on_missing: str) -> No
         assert rollouts.numbers_taken() == {1}
         assert rollouts.numbers_taken() == set()
     else:
-        assert "3 of its choices of experts are missing" in rollout.completion.error
+        assert "3 of its expert choices are missing" in rollout.completion.error
     ((plain,),) = rollouts.collect(prompts(1), 1, Sampling(2))
     assert plain.completion.routes is None
     rollouts.close()
@@ -227,7 +227,7 @@ def test_experts_that_are_not_told_are_counted_or_refused(on_missing: str) -> No
 def test_videos_are_not_sent_to_vllm(crew: LocalCrew) -> None:
     rollouts = rollouts_of(crew, generator=VllmGeneratorConfig())
     prompt: Any = SimpleNamespace(number=3, media=(Video(0, 4, (2, 2, 2), torch.zeros(0)),))
-    with pytest.raises(InputError, match="prompt 3 has a video: rollout.generator=vllm gets images only"):
+    with pytest.raises(InputError, match="prompt 3 has a video: rollout.generator=vllm accepts only images"):
         rollouts.submit([prompt], 1, Sampling(3))
     rollouts.close()
 

@@ -53,12 +53,12 @@ def test_damaged_places_are_refused(row_ends: list[int], columns: list[int], val
 
 
 def test_a_place_that_is_listed_twice_is_refused() -> None:
-    with pytest.raises(InputError, match="weights is sparse, and lists a place twice"):
+    with pytest.raises(InputError, match="weights is sparse and lists a position twice"):
         array_of(np.ones(2), [2, 3], places([0, 2, 2], [1, 1]), 0, MOST, "weights")
 
 
 def test_a_small_message_does_not_become_a_huge_array() -> None:
-    with pytest.raises(InputError, match="at most limits.body_mib, also sparse ones"):
+    with pytest.raises(InputError, match="limited to limits.body_mib, including sparse ones"):
         array_of(np.ones(1), [1, 2**40], places([0, 1], [0]), 0, MOST, "weights")
 
 
@@ -71,7 +71,7 @@ def test_many_small_messages_do_not_become_huge_together() -> None:
     )
     datum.inputs["weights"].CopyFrom(array)
     assert read_data([datum], 10, MOST)[0].inputs["weights"].shape == (100, 1000)
-    with pytest.raises(InputError, match="at most limits.body_mib, also sparse ones"):
+    with pytest.raises(InputError, match="limited to limits.body_mib, including sparse ones"):
         read_data([datum] * 3, 10, MOST)
     with pytest.raises(InputError, match="3 datums: a request has 1 to 2"):
         read_data([datum] * 3, 2, MOST)

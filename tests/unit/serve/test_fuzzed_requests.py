@@ -286,9 +286,12 @@ def test_a_number_that_comes_again_with_another_body_is_refused_and_the_same_is_
             result(client, post(client, path, body))
             assert post(client, path, body).json() == first
             refused = post(client, path, body | other)
-            assert (refused.status_code, "another request was sent with this number" in refused.text) == (400, True)
+            assert (
+                refused.status_code,
+                "a different request with this number was already accepted" in refused.text,
+            ) == (400, True)
         refused = post(client, "save_weights_for_sampler", saving)
-        assert "another request was sent with this number" in refused.json()["detail"]
+        assert "a different request with this number was already accepted" in refused.json()["detail"]
         path = "tinker://" + good.run + "/weights/one"
         assert (
             "a sampler of other weights" in post(client, "create_sampling_session", sampler | {"model_path": path}).text
@@ -396,14 +399,14 @@ def test_steps_with_numbers_that_fp32_does_not_hold_take_their_turn_and_fail(
             message = MESSAGES["Request"].FromString(training(good.run, good.turn()))
             message.loss_fn, message.settings["beta"].number = "dro", setting
             failed = result(client, post(client, "forward_backward", message.SerializeToString())).json()
-            assert "loss_fn_config.beta: dro has the settings beta, numbers of at most 1e+30" in failed["error"]
+            assert "loss_fn_config.beta: dro supports the settings beta, numbers of at most 1e+30" in failed["error"]
         good.step()
 
 
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"temperature": 1e-320}, "temperature: must be 0, which takes the likeliest token, or at least 0.01"),
+        ({"temperature": 1e-320}, "temperature: must be 0 (greedy) or at least 0.01"),
         ({"temperature": 101}, "temperature"),
         ({"top_p": 1e-320}, "top_p"),
         ({"top_k": -2}, "top_k"),
@@ -442,7 +445,7 @@ def test_ranks_that_are_gone_are_told_by_healthz(client: TestClient, ranks: Answ
         assert client.get("/api/v1/healthz").json() == {"status": "ok"}
         ranks.are_there = False
         answer = client.get("/api/v1/healthz")
-        assert (answer.status_code, "started again" in answer.json()["detail"]) == (503, True)
+        assert (answer.status_code, "restarted" in answer.json()["detail"]) == (503, True)
 
 
 def test_an_error_of_the_server_is_a_line_too(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,12 +518,12 @@ def test_more_runs_than_allowed_wait_and_a_missing_turn_fails_those_behind_it(
             assert post(client, "create_model", body | {"lora_config": {"rank": 1}}).status_code == 200
         body = {"session_id": good.session, "model_seq_id": 3, "base_model": "base", "lora_config": {"rank": 1}}
         refused = post(client, "create_model", body)
-        assert (refused.status_code, "limits.runs is 3" in refused.text) == (429, True)
+        assert (refused.status_code, "the limit is 3" in refused.text) == (429, True)
         waiting = post(client, "forward_backward", training(good.run, 2))
         service = service_of(client)
         monkeypatch.setattr("automodel_rl.serve.service.GAP_SECONDS", -1.0)
         client.portal.call(in_loop(service.tidy))  # type: ignore[union-attr]
-        assert "request 1 of this run never came" in result(client, waiting).json()["error"]
+        assert "request 1 of this run never arrived" in result(client, waiting).json()["error"]
 
 
 def service_of(client: TestClient) -> Service:
@@ -548,7 +551,7 @@ def test_the_page_and_what_it_shows_need_the_key(client: TestClient) -> None:
     assert state["model"] == "base"
     assert (state["numbers"]["tokens trained"], state["numbers"]["jobs that wait"]) == (3, 0)
     (run,) = state["runs"]
-    assert (run["name"], run["rank"], run["steps"], run["state"]) == (good.run, 4, 1, "goes on")
+    assert (run["name"], run["rank"], run["steps"], run["state"]) == (good.run, 4, 1, "in progress")
     assert run["curve"] == {"step": [1], "loss": [pytest.approx(1 / 3)], "advantage": [None]}
     assert [len(values) for values in state["looks"].values()] == [1] * 5
     assert state["orders"] == state["samples"] == []

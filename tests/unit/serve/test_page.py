@@ -27,7 +27,7 @@ STATE: dict[str, Any] = {
             "waiting": 1,
             "steps": 3,
             "used": 1.0,
-            "state": "goes on",
+            "state": "in progress",
             "curve": {"step": [1, 2, 3], "loss": [3.0, 2.0, 1.0], "advantage": [None, None, None]},
         }
     ],

@@ -103,6 +103,6 @@ def test_ranks_that_cannot_reach_the_server_say_where_it_is(monkeypatch: pytest.
     monkeypatch.setenv(ADDRESS_VARIABLE, "127.0.0.1:9")
     monkeypatch.setenv(KEY_VARIABLE, "00")
     with pytest.raises(
-        InputError, match=r"^the server at 127\.0\.0\.1:9 cannot be reached .*: let the machines of ranks"
+        InputError, match=r"^the server at 127\.0\.0\.1:9 cannot be reached .*: allow the machines of ranks"
     ):
         _reach_server()

@@ -27,7 +27,7 @@ async def keep_and_let_go() -> None:
     assert [name in results._entries for name in ("old", "slow", "fresh", "more")] == [False, True, True, True]
     assert results.find("fresh").result() == {"of": "fresh"}
     assert results.find("slow") is slow
-    with pytest.raises(InputError, match="there is no request 'old': its result is older than limits.result_minutes"):
+    with pytest.raises(InputError, match="unknown request 'old': its result is older than limits.result_minutes"):
         results.find("old")
     slow.set_result({"of": "slow"})
     results.forget_old()

@@ -87,7 +87,7 @@ EXAMPLES = (
         {**MIXTURE, "description.has_windows": True},
     ),
     Breach(
-        "model.num_labels=1 with model.implementation=nemo_automodel: it takes the place of the head",
+        "model.num_labels=1 with model.implementation=nemo_automodel: it replaces the head",
         NEMO_CLASSES,
         {"algorithm": "reward"},
     ),
@@ -103,11 +103,11 @@ EXAMPLES = (
     ),
     # model_rules QUANTIZED
     Breach(
-        "rollout.generator=transformers with nf4 weights: a copy by transformers has quantized layers of other kinds",
+        "rollout.generator=transformers with nf4 weights: transformers' copy has other kinds of quantized layers",
         {"description.quantization": "nf4"},
         {**_GRPO, "model.lora": {}, "weight_sync.adapters": "alone"},
     ),
-    Breach("model.path: the weights are quantized by 'awq', and only", {"description.quantization": "awq"}),
+    Breach("model.path: the weights are quantized by 'awq', but only", {"description.quantization": "awq"}),
     # layout_rules SHARED_KEYS
     Breach(
         "parallel.pp=2: layers of this 'qwen3' model take keys and values of earlier layers",
@@ -116,7 +116,7 @@ EXAMPLES = (
     ),
     # layout_rules CHOSEN_KEYS
     Breach(
-        "parallel.pp=2: a stage begins with layer 2, which takes the keys that layer 1 chose",
+        "parallel.pp=2: a stage begins with layer 2, which uses the keys that layer 1 chose",
         {"description.taking_layers": (2, 3)},
         {"parallel.pp": 2},
     ),
@@ -149,7 +149,7 @@ EXAMPLES = (
         {"model.dtype": "float64"},
     ),
     Breach(
-        "model.attention=te with parallel.cp=2: it has no sliding windows there: use varlen",
+        "model.attention=te with parallel.cp=2: it does not support sliding windows with cp: use varlen",
         {"parallel.cp": 2},
         {"model.attention": "te", "description.has_windows": True},
     ),
@@ -160,7 +160,7 @@ EXAMPLES = (
         {"model.lora": {"base": "stored"}},
         {"model.lora": {"base": "plain"}},
     ),
-    Breach("model.lora with model.master_dtype=bfloat16: adapters are few", {"model.lora": {"rank": 4}}, _MASTERS),
+    Breach("model.lora with model.master_dtype=bfloat16: adapters are small", {"model.lora": {"rank": 4}}, _MASTERS),
     Breach("optimizer.name=muon with model.master_dtype=bfloat16", {"optimizer.name": "muon"}, _MASTERS),
     Breach(
         "model.fp8=rowwise with model.lora.base=nf4: it is multiplied in model.dtype",
@@ -175,9 +175,9 @@ EXAMPLES = (
         LLAVA,
     ),
     # model_rules MTP
-    Breach("model.mtp: layers for multi-token prediction of 'qwen3' are not trained", {"model.mtp": {}}),
+    Breach("model.mtp: layers for multi-token prediction of 'qwen3' cannot be trained", {"model.mtp": {}}),
     Breach(
-        "model.mtp: its layer is trained whole, and model.lora freezes it",
+        "model.mtp: its layer is trained in full, but model.lora freezes it",
         {"model.mtp": {}, "model.lora": {}},
         {"description.family": "deepseek_v3", "description.num_experts": 8},
     ),
@@ -187,7 +187,7 @@ EXAMPLES = (
         {"description.family": "deepseek_v3", "description.num_experts": 8},
     ),
     Breach(
-        "model.mtp: it needs the vocabulary's head",
+        "model.mtp: it needs the vocabulary head",
         {"model.mtp": {}},
         {
             "algorithm": "reward",
@@ -197,14 +197,14 @@ EXAMPLES = (
         },
     ),
     Breach(
-        "model.mtp: it does not go with encoders",
+        "model.mtp: it does not work with encoders",
         {"model.mtp": {}},
         {"description.family": "qwen3_5_text", "description.multimodal": "qwen3_5"},
     ),
     # model_rules INDEXER
     Breach("model.indexer: a 'qwen3' model has no indexers", {"model.indexer": {}}),
     Breach(
-        "model.indexer: indexers are trained whole, and model.lora freezes them",
+        "model.indexer: indexers are trained in full, but model.lora freezes them",
         {"model.indexer": {}, "model.lora": {}},
         {"description.family": "deepseek_v32", "description.num_experts": 8},
     ),
@@ -254,7 +254,7 @@ EXAMPLES = (
     ),
     # layout_rules RESHARDING
     Breach(
-        "parallel.fsdp=reshard with parallel.schedule=ZBVZeroBubble: it goes through the backward",
+        "parallel.fsdp=reshard with parallel.schedule=ZBVZeroBubble: it runs the backward",
         {"parallel.fsdp": "reshard"},
         _SPLIT_BACKWARD,
     ),
@@ -286,7 +286,7 @@ EXAMPLES = (
         {"description.family": "deepseek_v32"},
     ),
     Breach(
-        "images of a 'gemma3' model with parallel.cp_exchange=all_to_all: it is for causal attention",
+        "images of a 'gemma3' model with parallel.cp_exchange=all_to_all: it supports causal attention",
         {"parallel.cp": 2, **_EXCHANGED},
         {
             "description.family": "gemma3_text",
@@ -302,7 +302,7 @@ EXAMPLES = (
     ),
     # layout_rules RECOMPUTATION
     Breach(
-        "memory.activation_checkpointing=selective with parallel.schedule=ZBVZeroBubble: it goes",
+        "memory.activation_checkpointing=selective with parallel.schedule=ZBVZeroBubble: it runs",
         {"memory.activation_checkpointing": "selective"},
         _SPLIT_BACKWARD,
     ),
@@ -324,22 +324,24 @@ EXAMPLES = (
     ),
     # layout_rules MLP_TILES
     Breach(
-        "memory.mlp_tile=64 with model.implementation=nemo_automodel: tiles are", {"memory.mlp_tile": 64}, NEMO_CLASSES
+        "memory.mlp_tile=64 with model.implementation=nemo_automodel: tiles support",
+        {"memory.mlp_tile": 64},
+        NEMO_CLASSES,
     ),
     Breach("memory.mlp_tile=64 with a 'qwen3_moe' model: experts get their tokens", {"memory.mlp_tile": 64}, MIXTURE),
     Breach(
-        "memory.activation_checkpointing=selective with memory.mlp_tile=64: products in tiles are computed again",
+        "memory.activation_checkpointing=selective with memory.mlp_tile=64: products in tiles are recomputed",
         {"memory.activation_checkpointing": "selective"},
         {"memory.mlp_tile": 64},
     ),
     Breach("model.fp8=rowwise with memory.mlp_tile=64: fp8 layers scale", _FP8, {"memory.mlp_tile": 64}),
     Breach(
-        "model.lora.dropout=0.1 with memory.mlp_tile=64: a tile would drop other inputs",
+        "model.lora.dropout=0.1 with memory.mlp_tile=64: a tile would drop different inputs",
         {"model.lora": {"dropout": 0.1}},
         {"memory.mlp_tile": 64},
     ),
     Breach(
-        "memory.mlp_tile=64 with parallel.schedule=ZBVZeroBubble: it goes through the backward twice",
+        "memory.mlp_tile=64 with parallel.schedule=ZBVZeroBubble: it runs the backward twice",
         {"memory.mlp_tile": 64},
         _SPLIT_BACKWARD,
     ),
@@ -358,7 +360,7 @@ EXAMPLES = (
     ),
     Breach("parallel.ep=4 must divide the model's 6 experts", {"parallel.ep": 4}, {**MIXTURE, "parallel.cp": 4}),
     Breach(
-        "model.lora.dropout=0.1 with parallel.tp=2: ranks would drop other inputs",
+        "model.lora.dropout=0.1 with parallel.tp=2: ranks would drop different inputs",
         {"parallel.tp": 2},
         {"model.lora": {"dropout": 0.1}},
     ),
@@ -373,7 +375,7 @@ EXAMPLES = (
         {"model.lora": {"targets": ["q_proj"]}},
     ),
     Breach(
-        "model.lora.dropout=0.1 with model.lora.targets=['experts']: PEFT knows none for adapters of experts",
+        "model.lora.dropout=0.1 with model.lora.targets=['experts']: PEFT does not support it for adapters of experts",
         {"model.lora": {"dropout": 0.1, "targets": ["experts"]}},
         {"model.lora": {"targets": ["experts"]}},
     ),
@@ -383,7 +385,7 @@ EXAMPLES = (
         {**LLAVA, "model.lora": {}},
     ),
     Breach(
-        "model.lora.base=nf4 with weight_sync.adapters=alone: generators would keep another base than the trainer: use "
+        "model.lora.base=nf4 with weight_sync.adapters=alone: generators would use another base than the trainer: use "
         "plain, or merged, or a checkpoint in nf4",
         {"model.lora": {"base": "nf4"}},
         {**_GRPO, "model.lora": {}, "weight_sync.adapters": "alone"},
@@ -399,7 +401,7 @@ EXAMPLES = (
         {"algorithm": "grpo"},
     ),
     Breach(
-        "weight_sync.adapters=alone with a 'llava' model: its generators get merged ones",
+        "weight_sync.adapters=alone with a 'llava' model: its generators get merged weights",
         {"weight_sync.adapters": "alone"},
         {"algorithm": "grpo", "model.lora": {}, **LLAVA},
     ),
@@ -408,37 +410,37 @@ EXAMPLES = (
         {"rollout.generator": {"kind": "servers", "urls": ["http://localhost:1"]}},
         {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}},
     ),
-    Breach("model.lora.dora=true with parallel.tp=2: ranks would have parts of rows", {"parallel.tp": 2}, _DORA),
+    Breach("model.lora.dora=true with parallel.tp=2: ranks would hold parts of rows", {"parallel.tp": 2}, _DORA),
     Breach(
-        "model.lora.dora=true with model.lora.targets=['experts']: PEFT knows none",
+        "model.lora.dora=true with model.lora.targets=['experts']: PEFT does not support it",
         {"model.lora": {"dora": True, "targets": ["experts"]}},
         _DORA,
     ),
     Breach(
-        "model.lora.dora=true with model.lora.dropout=0.1: PEFT then drops inputs of frozen weights",
+        "model.lora.dora=true with model.lora.dropout=0.1: PEFT then also drops inputs of frozen weights",
         {"model.lora": {"dora": True, "dropout": 0.1}},
         _DORA,
     ),
     Breach(
-        "model.lora.dora=true with weight_sync.adapters=alone for vLLM: vLLM computes adapters without lengths",
+        "model.lora.dora=true with weight_sync.adapters=alone for vLLM: vLLM computes adapters without row magnitudes",
         {"rollout.generator": "vllm"},
         {"algorithm": "grpo", "weight_sync.adapters": "alone", **_DORA},
     ),
     Breach(
-        "weight_sync.adapters=alone: vLLM takes ranks up to 512, not 1024",
+        "weight_sync.adapters=alone: vLLM supports ranks up to 512, not 1024",
         {"model.lora": {"rank": 1024}},
         {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}, "rollout.generator": "vllm"},
     ),
     Breach(
-        "weight_sync.adapters=alone with model.lora.modules_to_save=['lm_head']: these are no adapters,",
+        "weight_sync.adapters=alone with model.lora.modules_to_save=['lm_head']: these are not adapters,",
         {"model.lora": {"modules_to_save": ["lm_head"]}},
         {"algorithm": "grpo", "weight_sync.adapters": "alone", "model.lora": {}},
     ),
     # multimodal_rules MULTIMODAL
-    Breach("components: a 'qwen3' model has one component: give its layout in parallel", _DATA_RANKS),
-    Breach("model.frozen: a 'qwen3' model has no encoder: leave it out", {"model.frozen": ["vision"]}),
+    Breach("components: a 'qwen3' model has one component: set its layout in parallel", _DATA_RANKS),
+    Breach("model.frozen: a 'qwen3' model has no encoder: remove it", {"model.frozen": ["vision"]}),
     Breach(
-        "data.min_pixels and data.max_pixels: a 'qwen3' model reads no images: leave them out",
+        "data.min_pixels and data.max_pixels: a 'qwen3' model reads no images: remove them",
         {"data.max_pixels": 1000},
     ),
     Breach(
@@ -447,23 +449,23 @@ EXAMPLES = (
         LLAVA,
     ),
     Breach(
-        "model.lora.targets: a 'qwen3' model has no encoder: leave vision, audio and projector out",
+        "model.lora.targets: a 'qwen3' model has no encoder: remove vision, audio and projector",
         {"model.lora": {"targets": ["q_proj", "projector"]}},
         {"model.lora": {}},
     ),
     Breach(
-        "rollout.tools, rollout.environment or rollout.agent with a 'llava' model: prompts have media, and "
-        "conversations have none",
+        "rollout.tools, rollout.environment or rollout.agent with a 'llava' model: prompts have media, which "
+        "conversations do not support",
         {"rollout.tools": ["math:sqrt"], "rollout.max_turns": 2},
         {**LLAVA, "algorithm": "grpo"},
     ),
     Breach(
-        "rollout.generator=servers with a 'qwen2_5_vl' model: servers get no media",
+        "rollout.generator=servers with a 'qwen2_5_vl' model: media is not sent to servers",
         {"rollout.generator": {"kind": "servers", "urls": ["http://127.0.0.1:1"]}},
         {**_QWEN, "algorithm": "grpo"},
     ),
     Breach(
-        "rollout.generator=joined with a 'qwen2_5_vl' model: generators that join get no media",
+        "rollout.generator=joined with a 'qwen2_5_vl' model: media is not sent to generators that join",
         {"rollout.generator": {"kind": "joined"}},
         {**_QWEN, "algorithm": "grpo", "weight_sync.publish": "weights"},
     ),
@@ -473,7 +475,7 @@ EXAMPLES = (
         {**_GRPO, **MIXTURE, "router_replay.enabled": True, "weight_sync.publish": "weights"},
     ),
     Breach(
-        "images of a 'gemma3' model with rollout.generator=vllm: vLLM computes causal attention in images",
+        "images of a 'gemma3' model with rollout.generator=vllm: vLLM computes causal attention within images",
         {"rollout.generator": "vllm"},
         {
             "description.family": "gemma3_text",
@@ -504,12 +506,12 @@ EXAMPLES = (
         LLAVA,
     ),
     Breach(
-        "a 'llava' model with model.implementation=nemo_automodel: multimodal models run transformers' classes only",
+        "a 'llava' model with model.implementation=nemo_automodel: multimodal models use transformers' classes only",
         {"model.implementation": "nemo_automodel"},
         LLAVA,
     ),
     Breach(
-        "model.frozen with model.lora: all but adapters and modules to save is frozen",
+        "model.frozen with model.lora: everything but adapters and modules to save is frozen",
         {"model.frozen": ["vision"]},
         {**LLAVA, "model.lora": {}},
     ),
@@ -524,7 +526,7 @@ EXAMPLES = (
         },
     ),
     Breach(
-        "model.frozen: all parts are frozen and nothing is left to train: leave one out",
+        "model.frozen: all parts are frozen and nothing is left to train: remove one",
         {"model.frozen": ["vision", "projector", "language"]},
         {**LLAVA, "model.frozen": ["vision", "projector"]},
     ),
@@ -549,12 +551,12 @@ EXAMPLES = (
         _AUDIO,
     ),
     Breach(
-        "model.lora.targets: a 'llava' model has no encoder audio: leave it out",
+        "model.lora.targets: a 'llava' model has no encoder audio: remove it",
         {"model.lora": {"targets": ["q_proj", "audio"]}},
         {**LLAVA, "model.lora": {}},
     ),
     Breach(
-        "components: a 'qwen2_audio' model has audio, language, and layouts are given for vision, language",
+        "components: a 'qwen2_audio' model has audio, language, but layouts are set for vision, language",
         _DATA_RANKS,
         _AUDIO,
     ),
@@ -564,7 +566,7 @@ EXAMPLES = (
         {**_AUDIO, **_HEARING},
     ),
     Breach(
-        "audio of a 'qwen2_audio' model with rollout.generator=vllm: vLLM gets no audio",
+        "audio of a 'qwen2_audio' model with rollout.generator=vllm: audio is not sent to vLLM",
         {"rollout.generator": "vllm"},
         {**_AUDIO, "algorithm": "grpo"},
     ),
@@ -576,7 +578,7 @@ EXAMPLES = (
     ),
     # run_rules QUANTIZED_ROLLOUT
     Breach(
-        "mxfp4 weights with rollout.generator=vllm: vLLM would keep them, and a weight sync sends plain ones",
+        "mxfp4 weights with rollout.generator=vllm: vLLM would keep them, but a weight sync sends plain ones",
         {"description.quantization": "mxfp4"},
         {**_GRPO, "rollout.generator": "vllm"},
     ),
@@ -588,7 +590,7 @@ EXAMPLES = (
     ),
     # run_rules ROLLOUT_OFFLOAD
     Breach(
-        "memory.offload.during=rollout: only grpo has rollouts",
+        "memory.offload.during=rollout: only grpo and ppo have rollouts",
         {"memory.offload": {}},
         {"algorithm": "dpo"},
     ),

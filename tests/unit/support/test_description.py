@@ -57,7 +57,7 @@ def test_whatever_makes_training_random_is_refused_by_its_key(family: str, key: 
         description = describe_model(tiny_config(family, **{key: size, "classifier_dropout": 1}))
         assert description.noise == ({key: size} if refused else {})
     noisy = tiny_config(family, **{key: 0.1})
-    with pytest.raises(InputError, match=f"config.json has {key}=0.1, and training here is not random"):
+    with pytest.raises(InputError, match=f"config.json has {key}=0.1, but training here is not random"):
         check(noisy)
 
 

@@ -32,7 +32,12 @@ def refusal(action: Callable[[], object]) -> str:
 @pytest.mark.parametrize(
     ("model", "algorithm", "keys", "message"),
     [
-        (LlavaConfig(), "dpo", {"model.lora": {}, "model.frozen": ["vision"]}, "model.frozen with model.lora: all but"),
+        (
+            LlavaConfig(),
+            "dpo",
+            {"model.lora": {}, "model.frozen": ["vision"]},
+            "model.frozen with model.lora: everything but",
+        ),
         (
             LlavaConfig(),
             "grpo",

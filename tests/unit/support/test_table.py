@@ -104,5 +104,5 @@ def test_schedules_that_split_the_backward_need_a_new_torch(monkeypatch: pytest.
     asked = combination({"parallel.pp": 2, "parallel.schedule": "ZBVZeroBubble", "parallel.virtual_stages": 2})
     check_supported(asked)
     monkeypatch.setattr(schedules, "TORCH", (2, 11))
-    with pytest.raises(InputError, match="ZBVZeroBubble needs torch 2.13, and this is"):
+    with pytest.raises(InputError, match="ZBVZeroBubble needs torch 2.13, but this is"):
         check_supported(asked)

@@ -63,7 +63,7 @@ def test_gradients_that_differ_point_to_what_they_have_in_common(step: int, name
         ("learning rate", "step 2: the learning-rate schedule"),
         ("evaluated loss", "step 2: evaluation alone"),
         ("loss", "step 2: the loss alone"),
-        ("log-probabilities", "step 2: the forward after an optimizer step: weights that were gathered before it"),
+        ("log-probabilities", "step 2: the forward pass after an optimizer step: stale gathered weights"),
     ],
 )
 def test_the_first_step_counts_and_what_follows_from_it_does_not(kind: str, expected: str) -> None:

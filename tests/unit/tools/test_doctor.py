@@ -35,7 +35,7 @@ def test_a_package_that_is_found_by_its_path_alone_says_so(
     said = capsys.readouterr().out
     assert "automodel-rl (not installed in this interpreter, only found by its path), Python 3" in said
     assert "no GPU: " in said or "GPU 0: " in said
-    assert "to install it, with what it needs: pip install automodel-rl, or pip install -e . in its folder" in said
+    assert "to install it with its dependencies: pip install automodel-rl, or pip install -e . in its folder" in said
 
 
 def test_what_is_missing_is_named_with_the_command_that_brings_it(
@@ -46,11 +46,11 @@ def test_what_is_missing_is_named_with_the_command_that_brings_it(
     monkeypatch.setattr(doctor, "_found", lambda package: versions.get(package, found(package)))
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
-    assert "  torch 2.9.0: needed is <2.16,>=2.11" in said
-    assert "  math-verify is missing: needed is >=0.9" in said
+    assert "  torch 2.9.0: required: <2.16,>=2.11" in said
+    assert "  math-verify is missing: required: >=0.9" in said
     assert "to repair it: pip install --upgrade automodel-rl 'math-verify>=0.9' 'torch<2.16,>=2.11'" in said
     assert "  ray    --launcher ray: needs ray>=2.50" in said
-    (line,) = (line for line in said.splitlines() if line.startswith("to get all of it: "))
+    (line,) = (line for line in said.splitlines() if line.startswith("to install all of it: "))
     assert "ray" in line
 
 
@@ -58,7 +58,7 @@ def test_an_environment_without_vllm_is_told_what_to_do(tmp_path: Path, capsys: 
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(tmp_path / "empty")], check=True)
     python = tmp_path / "empty" / "bin" / "python"
     assert main(["doctor", "--vllm", str(python)]) == 0
-    assert f"{python} has none that can be imported (ModuleNotFoundError: " in capsys.readouterr().out
+    assert f"{python} cannot import it (ModuleNotFoundError: " in capsys.readouterr().out
     assert main(["doctor", "--vllm", str(tmp_path / "none")]) == 2
     assert main(["doctor", "more"]) == 2
 

@@ -72,7 +72,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
-    assert place in line or "is no path" in line
+    assert place in line or "is not a path" in line
     assert sorted(folder.rglob("*")) == before
     assert (folder / "file").read_text() == "whole"
 

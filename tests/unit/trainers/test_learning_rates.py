@@ -48,8 +48,8 @@ def test_a_rank_gives_its_engine_the_place() -> None:
 @pytest.mark.parametrize(
     ("decay", "planned", "step", "warning"),
     [
-        ("cosine", 4, 4, "after step 4 optimizer.decay=cosine goes on with a learning rate of 0.5 in place of 0"),
-        ("linear", 4, 2, "planned for 4 steps and now has 8, so that after step 2"),
+        ("cosine", 4, 4, "after step 4 optimizer.decay=cosine continues with a learning rate of 0.5 instead of 0"),
+        ("linear", 4, 2, "planned for 4 steps and now has 8, so after step 2"),
         ("linear", 16, 4, "planned for 16 steps and now has 8"),
         ("constant", 4, 4, None),
         ("cosine", 8, 4, None),

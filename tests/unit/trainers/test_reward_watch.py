@@ -21,5 +21,7 @@ def test_steps_without_signal_count_in_a_row_and_over_a_resume(tmp_path: Path) -
     again = RewardWatch(tmp_path)
     again.load_state_dict(watch.state_dict())
     for one in (watch, again):
-        with pytest.raises(RolloutError, match=f"in {MOST_STEPS} steps in a row no prompt had completions with diff"):
+        with pytest.raises(
+            RolloutError, match=f"in {MOST_STEPS} consecutive steps no prompt had completions with diff"
+        ):
             one.look_at([EQUAL])

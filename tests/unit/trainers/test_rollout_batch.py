@@ -283,5 +283,5 @@ def test_a_divergence_from_teachers_has_the_temperature_of_rollouts(given: dict[
     found = GRPOConfig.model_validate({**values, **teaching}).distillation.loss
     assert found is not None
     assert found.temperature == 0.7
-    with pytest.raises(ValueError, match="one pass reads both at one temperature"):
+    with pytest.raises(ValueError, match="one pass computes both at one temperature"):
         GRPOConfig.model_validate({**values, **teaching, "distillation": {"loss": {"temperature": 0.9}}})

@@ -40,9 +40,9 @@ class Scripted:
 
 def test_an_answer_of_another_kind_and_a_failure_are_errors() -> None:
     assert expect(Scripted(Answer("bucket", 3)), "bucket", 1.0) == 3
-    with pytest.raises(WeightSyncError, match="the generator answered load_weights where init_transfer was due"):
+    with pytest.raises(WeightSyncError, match="the generator answered load_weights instead of init_transfer"):
         expect(Scripted(Answer("load_weights")), "init_transfer", 1.0)
-    with pytest.raises(WeightSyncError, match="the generator answered Hello where commit was due"):
+    with pytest.raises(WeightSyncError, match="the generator answered Hello instead of commit"):
         expect(Scripted(Hello(1)), "commit", 1.0)
     with pytest.raises(WeightSyncError, match="^no room$"):
         expect(Scripted(Failure("no room")), "make_room", 1.0)
@@ -54,7 +54,7 @@ def test_an_answer_of_another_kind_and_a_failure_are_errors() -> None:
     ("verb", "arguments"), [("comit", (True,)), ("commit", ()), ("leave", (1,)), ("bucket", (1, 2))]
 )
 def test_a_call_is_one_of_the_known_verbs_with_its_arguments(verb: str, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ProtocolError, match=f"{verb} takes|there is no verb {verb}"):
+    with pytest.raises(ProtocolError, match=f"{verb} takes|unknown verb {verb}"):
         Call(verb, arguments)
 
 
@@ -67,10 +67,10 @@ def test_a_greeting_passes_over_what_is_left_of_the_sync_before() -> None:
 
 class Gone:
     def send(self, message: Message) -> None:
-        raise WeightSyncError("its process ended with code -9")
+        raise WeightSyncError("its process exited with code -9")
 
     def ready(self) -> bool:
-        raise WeightSyncError("its process ended with code -9")
+        raise WeightSyncError("its process exited with code -9")
 
     def receive(self) -> Message:
         raise AssertionError
@@ -103,10 +103,10 @@ def test_links_are_closed_though_the_generator_is_gone() -> None:
         (Call("give_up"), None),
         (Call("leave"), Answer("leave")),
         (Hello(3), Hello(3)),
-        (Call("sleep", (2,)), "ProtocolError: the generator got sleep, which it does not know, or not at this point"),
+        (Call("sleep", (2,)), "ProtocolError: the generator received an unknown or unexpected message: sleep"),
         (
             Call("load_weights", ({},)),
-            "ProtocolError: the generator got load_weights, which it does not know, or not at this point",
+            "ProtocolError: the generator received an unknown or unexpected message: load_weights",
         ),
     ],
     ids=str,
@@ -123,4 +123,4 @@ def test_a_verb_of_another_generator_ends_a_weight_sync() -> None:
     messages: queue.Queue[Message] = queue.Queue()
     messages.put(Call("wake", ("weights",)))
     GeneratorEnd(Receiver({}), torch.device("cpu"), messages, answers.append).handle(Call("begin", (1, 5.0)))
-    assert answers == [Failure("ProtocolError: the generator got wake, which it does not know, or not at this point")]
+    assert answers == [Failure("ProtocolError: the generator received an unknown or unexpected message: wake")]

@@ -52,5 +52,5 @@ def test_signs_of_zero_and_bits_of_nan_are_changes() -> None:
 def test_a_delta_of_another_size_is_refused() -> None:
     delta = delta_of(torch.zeros(9), torch.ones(9))
     assert delta is not None
-    with pytest.raises(ValueError, match="is none of 20 numbers"):
+    with pytest.raises(ValueError, match="does not fit 20 numbers"):
         apply(torch.zeros(20), delta)

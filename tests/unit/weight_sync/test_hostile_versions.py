@@ -76,7 +76,7 @@ def test_a_version_that_is_right_is_read(tmp_path: Path) -> None:
 )
 def test_tensors_that_cannot_be_are_refused(tmp_path: Path, tensor: Any) -> None:
     version(tmp_path, {"weight": tensor})
-    assert "is no published version" in refusal(tmp_path)
+    assert "is not a published version" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_tensors_that_cannot_be_are_refused(tmp_path: Path, tensor: Any) -> None
 def test_descriptions_that_are_none_are_refused(tmp_path: Path, write: Callable[[Path], Any]) -> None:
     version(tmp_path)
     write(folder_of(tmp_path, 1) / VERSION_FILE)
-    assert "is no published version" in refusal(tmp_path)
+    assert "is not a published version" in refusal(tmp_path)
 
 
 def test_a_description_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     version(tmp_path)
     with (folder_of(tmp_path, 1) / VERSION_FILE).open("r+b") as file:
         file.truncate(2**33)
-    assert "at most 268,435,456 are read" in refusal(tmp_path)
+    assert "more than the limit of 268,435,456" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_description_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 )
 def test_blocks_that_cannot_be_are_refused(tmp_path: Path, header: Any, content: bytes | None) -> None:
     version(tmp_path, header=header, content=content)
-    assert "is no file of a published version" in refusal(tmp_path)
+    assert "is not a file of a published version" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("says_size", [True, False])
@@ -136,7 +136,7 @@ def test_what_unpacks_to_more_than_is_due_is_not_unpacked(tmp_path: Path, says_s
     assert len(bomb) < 2**17
     version(tmp_path, content=bomb)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert "is no file of a published version" in refusal(tmp_path)
+    assert "is not a file of a published version" in refusal(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
 
@@ -145,7 +145,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     file = folder_of(tmp_path, 1) / "sender_0.bin"
     file.unlink()
     os.mkfifo(file)
-    assert "is no ordinary file" in refusal(tmp_path)
+    assert "is not a regular file" in refusal(tmp_path)
 
 
 def test_a_version_that_changes_what_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_version_that_changes_what_is_not_there_is_refused(tmp_path: Path) -> 
         "files": {},
     }
     (second / VERSION_FILE).write_text(json.dumps(whole | {"hash": _hash_values(whole), "signature": None}))
-    with pytest.raises(InputError, match="changes tensors that the version before lacks, the first new"):
+    with pytest.raises(InputError, match="changes tensors that the previous version lacks, the first new"):
         weights.bring(tensors)
 
 
@@ -181,7 +181,7 @@ def test_folders_with_other_names_are_no_versions(tmp_path: Path, name: str) -> 
 def test_a_newest_file_that_names_no_version_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "newest.json").write_text(content)
     elsewhere = VersionFiles(f"simplecache::file://{tmp_path}")
-    with pytest.raises(InputError, match="names no version"):
+    with pytest.raises(InputError, match="contains no version"):
         elsewhere.newest()
 
 
@@ -189,4 +189,4 @@ def test_deltas_of_other_sizes_are_refused(tmp_path: Path) -> None:
     mask = np.full(1, 255, np.uint8).tobytes()
     packed = zstandard.ZstdCompressor().compress(mask + bytes(4))
     version(tmp_path, header={"whole": False, "bytes": len(packed)}, content=packed)
-    assert "is no file of a published version" in refusal(tmp_path)
+    assert "is not a file of a published version" in refusal(tmp_path)

@@ -21,10 +21,10 @@ def make_receiver() -> Receiver:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"a": torch.zeros(3, 2)}, r"the trainer sends a \[3, 2\] float32, and the generator's is \[2, 3\] float32"),
-        ({"b": torch.zeros(4)}, r"the trainer sends b \[4\] float32, and the generator's is \[4\] bfloat16"),
-        ({"c": torch.zeros(1)}, r"the trainer sends c \[1\] float32, and the generator has no such tensor"),
-        ({"b": None}, "the trainer does not send b and 0 more of the generator"),
+        ({"a": torch.zeros(3, 2)}, r"the trainer sends a \[3, 2\] float32, but the generator's is \[2, 3\] float32"),
+        ({"b": torch.zeros(4)}, r"the trainer sends b \[4\] float32, but the generator's is \[4\] bfloat16"),
+        ({"c": torch.zeros(1)}, r"the trainer sends c \[1\] float32, which the generator does not have"),
+        ({"b": None}, "the trainer does not send b and 0 more tensors of the generator"),
     ],
 )
 def test_names_shapes_and_dtypes_are_agreed_before_anything_is_sent(

@@ -24,6 +24,6 @@ def test_means_are_over_the_episodes_that_have_a_number() -> None:
 def test_reasons_are_told_if_many_histories_fork() -> None:
     many = [episode(1.0, {"tools changed": 2}), episode(1.0, {"an answer was changed": 1})]
     assert why_forked(many).endswith(
-        "forked 3 times, each into a row of its own: tools changed (2), an answer was changed (1)"
+        "forked 3 times, each into its own row: tools changed (2), an answer was changed (1)"
     )
     assert why_forked([*many, *[episode(1.0)] * 20]) == ""

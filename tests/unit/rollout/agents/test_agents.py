@@ -82,11 +82,14 @@ def test_parallel_calls_become_branches_that_share_their_beginning(rollouts_of: 
     ("agent", "error"),
     [
         ("raising", "the agent failed: ValueError: it went wrong"),
-        ("dying", "the agent failed: its process ended before it returned"),
+        ("dying", "the agent failed: its process exited before it returned"),
         ("silent", "the agent made no call"),
-        ("many_metrics", "the agent failed: it returned 3000 metrics, and at most 64 are kept: return fewer"),
+        ("many_metrics", "the agent failed: it returned 3000 metrics, more than 64: return fewer"),
         ("without_reward", "the agent returned no reward: return a number"),
-        ("odd_reward", "the agent failed: TypeError: the agent returned 'many' for steps, which is no finite number"),
+        (
+            "odd_reward",
+            "the agent failed: TypeError: the agent returned 'many' for steps, which is not a finite number",
+        ),
     ],
 )
 def test_an_agent_that_fails_leaves_its_group_or_gets_a_reward(rollouts_of: Any, agent: str, error: str) -> None:
@@ -192,7 +195,7 @@ def test_a_process_that_does_not_say_it_is_there_costs_its_agent_alone(
 ) -> None:
     monkeypatch.setattr(fork_pool, "FORK_SECONDS", 0.0)
     for rollout in collected(rollouts_of("good"), 2):
-        assert "was not there after" in rollout.completion.error
+        assert "did not start within" in rollout.completion.error
 
 
 def test_a_turn_ends_with_the_token_that_completes_a_stop_text(rollouts_of: Any) -> None:
@@ -300,7 +303,7 @@ def _names_of_descendants() -> list[str]:
     ("agent", "why"),
     [
         ("nobody", "cannot import it"),
-        ("MIXED", "is no function"),
+        ("MIXED", "is not a function"),
         ("user", "cannot be called as function(endpoint, example)"),
     ],
 )

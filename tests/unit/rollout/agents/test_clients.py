@@ -42,7 +42,7 @@ TURNS: dict[str, list[Message | str]] = {
 FORKS = {
     "smol_tool": {"an answer was changed": 1},  # calls come back as texts
     "smol_code": {"an answer was changed": 1},
-    "mini": {"one history went on in two ways": 1},  # a turn without a call is left out
+    "mini": {"one history continued in two ways": 1},  # a turn without a call is left out
 }
 
 

@@ -242,19 +242,19 @@ CASES = {
     ends_with_messages_that_went_on: ([SEVEN, YES, said("Ha.")], 2, 0, {"the same messages were sent again": 1}),
     best_of_three: ([SEVEN, YES, said("Ha.")], 3, 0, {"the same messages were sent again": 2}),
     never_gets_its_last_answer: ([SEVEN, YES], 1, 1, {}),
-    siblings: ([SEVEN, said("Roses."), said("Ha.")], 2, 0, {"one history went on in two ways": 1}),
+    siblings: ([SEVEN, said("Roses."), said("Ha.")], 2, 0, {"one history continued in two ways": 1}),
     compaction: ([SEVEN, YES, SEVEN], 2, 0, {"another conversation began": 1}),
     tools_changed: ([said("", "Ben"), SEVEN], 2, 0, {"tools changed": 1}),
     system_changed: ([SEVEN, YES], 2, 0, {"the system text changed": 1}),
-    goes_on_after_a_cut_turn: (["Once upon", YES], 2, 0, {"a turn that was cut off was gone on with": 1}),
+    goes_on_after_a_cut_turn: (["Once upon", YES], 2, 0, {"a turn that was cut off was continued": 1}),
     goes_on_after_a_turn_cut_by_its_own_limit: (
         ["Once upon", YES],
         2,
         0,
-        {"a turn that was cut off was gone on with": 1},
+        {"a turn that was cut off was continued": 1},
     ),
     turn_of_its_own: ([SEVEN, YES], 2, 0, {"a message of assistant was added to the history": 1}),
-    answer_left_out: ([said("", "Ben"), SEVEN, YES], 2, 0, {"one history went on in two ways": 1}),
+    answer_left_out: ([said("", "Ben"), SEVEN, YES], 2, 0, {"one history continued in two ways": 1}),
 }
 """By agent: what the sampler writes, the number of rows, of turns that are left out, and forks by reason."""
 
@@ -430,7 +430,7 @@ def test_one_call_is_given_where_one_is_asked_for_and_none_where_no_tool_is_show
 
     script = Script("qwen3", [said("", "Ben", "Ada"), said("Yes."), said("", "Ben")])
     history = run_case(script, agent).history
-    assert history.turns[1].reason == "the agent was given the first of several calls"
+    assert history.turns[1].reason == "the agent received only the first of several calls"
     assert "look_up" not in script.tokenizer.decode(script.written[2][0].prompt)
 
 

@@ -51,7 +51,7 @@ def test_a_text_that_cannot_fit_is_never_rendered(monkeypatch: pytest.MonkeyPatc
 
     async def agent(ask: Ask) -> None:
         for messages in ([user("x" * 31_000_000)], [user("x" * 300_000)] * 4):
-            with pytest.raises(TooLongError, match="characters, and with an answer they may have 4000 tokens"):
+            with pytest.raises(TooLongError, match="characters, but only 4000 tokens fit with an answer"):
                 await ask(messages)
 
     monkeypatch.setattr(script.template, "encode", lambda *_, **__: pytest.fail("it was rendered"))

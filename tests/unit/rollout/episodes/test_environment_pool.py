@@ -72,8 +72,8 @@ MESSAGES = {
     "raise": "ValueError: the world has ended",
     "hang": "took longer than rollout.tool_seconds=0.5",
     "hold on": "took longer than rollout.tool_seconds=0.5",
-    "die": "its process ended in",
-    "leave": "its process ended in",
+    "die": "its process exited in",
+    "leave": "its process exited in",
 }
 
 
@@ -99,14 +99,14 @@ def test_what_is_no_outcome_is_an_error(pool: EnvironmentPool, returns: str) -> 
 def test_what_environments_print_is_kept_up_to_a_size(pool: EnvironmentPool) -> None:
     play(pool, {"trick": "flood", "place": "step"})
     log = Path(pool.setup.log)
-    wait_until(lambda: log.stat().st_size < MOST_LOG_BYTES and "left out" in log.read_text())
+    wait_until(lambda: log.stat().st_size < MOST_LOG_BYTES and "was dropped" in log.read_text())
 
 
 def test_a_server_that_dies_is_started_again(pool: EnvironmentPool) -> None:
     environment = pool.open({}, 5)
     environment.reset()
     os.kill(pool._processes._server.process.pid, 9)
-    with pytest.raises(RuntimeError, match="its process ended|no server"):
+    with pytest.raises(RuntimeError, match="its process exited|no server"):
         pool.open({}, 5).step(Turn("")) and environment.step(Turn(""))
     assert play(pool, {}).reward == 5
 
@@ -115,7 +115,7 @@ def test_a_server_that_dies_is_started_again(pool: EnvironmentPool) -> None:
     ("environment", "message"),
     [
         ("tests.odd_environments:Missing", "cannot import it"),
-        ("tests.odd_environments:TRICKS", "is no function but"),
+        ("tests.odd_environments:TRICKS", "is not a function but"),
     ],
 )
 def test_what_is_no_environment_is_refused(tmp_path: Path, environment: str, message: str) -> None:

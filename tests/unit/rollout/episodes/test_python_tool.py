@@ -348,7 +348,7 @@ def test_a_pool_warns_of_what_is_missing_and_ends_code_with_its_conversation(tmp
                 while len(sleepers()) < 2:
                     time.sleep(0.01)
                 pool.end(environment._number, at_once=True)
-                with pytest.raises(RuntimeError, match="its process ended in step"):
+                with pytest.raises(RuntimeError, match="its process exited in step"):
                     answer.result()
             while sleepers():
                 time.sleep(0.01)
@@ -365,8 +365,8 @@ def test_code_without_a_sandbox_reaches_the_network(outside: Outside) -> None:
     ("sandbox", "found", "message"),
     [
         ("auto", "unshare: Operation not permitted", "allow unprivileged user namespaces, or set rollout.sandbox"),
-        ("strict", '["a limit on processes"]', "does not give the tool python a limit on processes: use Linux 5.14"),
-        ("auto", '["a wall", "a limit"]', "warning: the system does not give the tool python a wall and a limit"),
+        ("strict", '["a limit on processes"]', "does not provide a limit on processes for the tool python: use Linux"),
+        ("auto", '["a wall", "a limit"]', "warning: the system does not provide a wall and a limit for the tool"),
         ("strict", "[]", ""),
         ("none", "", "warning: rollout.sandbox=none: code of the tool python can change this user's files"),
     ],

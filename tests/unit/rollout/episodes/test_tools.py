@@ -79,9 +79,9 @@ def test_bad_calls_are_answered_or_end_the_conversation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (("os.path:join",), "its schema comes from type hints"),
-        (("automodel_rl.quickstart.calculator:calculator",) * 2, "two tools are called calculator"),
-        (("automodel_rl.quickstart.calculator:QUESTIONS",), "is no function but"),
+        (("os.path:join",), "its schema requires type hints"),
+        (("automodel_rl.quickstart.calculator:calculator",) * 2, "two tools are named calculator"),
+        (("automodel_rl.quickstart.calculator:QUESTIONS",), "is not a function but"),
     ],
 )
 def test_what_is_no_tool_is_refused(paths: tuple[str, ...], message: str) -> None:

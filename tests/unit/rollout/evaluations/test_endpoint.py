@@ -65,10 +65,10 @@ def test_equal_requests_without_a_seed_are_sampled_anew(
 
 def test_what_does_not_fit_is_refused_in_a_line(endpoint: EvaluationEndpoint) -> None:
     for body, why in (
-        ({"prompt": [1] * 41, "max_tokens": 1}, "a prompt has 41 tokens, and 40 fit with an answer"),
+        ({"prompt": [1] * 41, "max_tokens": 1}, "a prompt has 41 tokens, but only 40 fit with an answer"),
         ({"prompt": [99999], "max_tokens": 1}, "a prompt has token 99999"),
         ({"prompt": [], "max_tokens": 1}, "prompt: is empty"),
-        ({"prompt": [1], "logit_bias": {"1": 5}}, "logit_bias is not served"),
+        ({"prompt": [1], "logit_bias": {"1": 5}}, "logit_bias is not supported"),
     ):
         found = post(endpoint, "completions", **body)
         assert found["status"] == 400
