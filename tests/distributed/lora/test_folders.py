@@ -213,7 +213,7 @@ def remove(folder: Path) -> dict:
 
 REFUSED: list[tuple[Callable[[Path], dict], str]] = [
     (lambda folder: change(folder, use_qalora=True), "adapters with use_qalora=True cannot be trained or merged"),
-    (lambda folder: change(folder, use_dora=True), "has no model.layers.0.*.lora_magnitude_vector.weight, and"),
+    (lambda folder: change(folder, use_dora=True), "has no model.layers.0.*.lora_magnitude_vector.weight, but"),
     (lambda folder: change(folder, bias="all"), "adapters with bias=all cannot be trained or merged"),
     (lambda folder: change(folder, peft_type="IA3"), "adapters with peft_type=IA3 cannot be trained"),
     (cut, "adapter_model.safetensors: damaged or missing"),
@@ -254,7 +254,7 @@ def test_lengths_of_rows_of_which_the_config_says_nothing_are_refused(
     change(tmp_path, use_dora=False)
     model = ModelConfig(path=str(tmp_path / "adapters"), dtype="float64", merge_adapters=merges)
     assert (
-        "lora_magnitude_vector.weight, and adapter_config.json says use_dora=False" in ranks(1).run(refusal, model)[0]
+        "lora_magnitude_vector.weight, but adapter_config.json has use_dora=False" in ranks(1).run(refusal, model)[0]
     )
 
 

@@ -247,7 +247,7 @@ def test_tinkers_lists_say_what_there_is(service: Service) -> None:
     [
         ({"model": "gpt-9"}, 404, "unknown model 'gpt-9'"),
         ({"model": "tinker://a/weights/b"}, 400, "unknown saved weights"),
-        ({"max_tokens": 100}, 400, "max_tokens=100 after 1 tokens"),
+        ({"max_tokens": 100}, 400, "max_tokens=100 with a prompt of 1 tokens"),
         ({"prompt": [9999]}, 400, "token 9999"),
         ({"prompt": []}, 400, "prompt: is empty"),
         ({"logprobs": 50}, 400, "logprobs"),

@@ -393,7 +393,7 @@ def two_columns(microbatch: Microbatch) -> torch.Tensor:
     ("loss", "message"),
     [
         (lambda: LinearLoss(three_dimensions)(TokenOutputs(ZEROS), pack_microbatch(SOME)), "pass one, or K, for each"),
-        (lambda: LinearLoss(two_columns)(TokenOutputs(ZEROS), pack_microbatch(SOME)), "2 tokens .*, and none are read"),
+        (lambda: LinearLoss(two_columns)(TokenOutputs(ZEROS), pack_microbatch(SOME)), "2 tokens .*, but none are read"),
         (
             lambda: LinearLoss(lambda microbatch: microbatch.loss_mask, "foo"),
             "denominator='foo': it must be one of tokens",

@@ -276,7 +276,7 @@ def test_a_folder_with_its_config_alone_is_planned_beside_data(
     command = plan_command(tmp_path, tmp_path / "model", {}, "--data.train", str(tmp_path / "chats.jsonl"))
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "packing efficiency not known: model.path has no tokenizer to measure the data with" in said
+    assert "packing efficiency unknown: model.path has no tokenizer to measure the data with" in said
     assert "1024 microbatches a step" in said
 
 
