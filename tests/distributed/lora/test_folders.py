@@ -253,9 +253,7 @@ def test_lengths_of_rows_of_which_the_config_says_nothing_are_refused(
     save_adapters_of_peft(tmp_path, "qwen3", "lengths of rows")
     change(tmp_path, use_dora=False)
     model = ModelConfig(path=str(tmp_path / "adapters"), dtype="float64", merge_adapters=merges)
-    assert (
-        "lora_magnitude_vector.weight, but adapter_config.json has use_dora=False" in ranks(1).run(refusal, model)[0]
-    )
+    assert "lora_magnitude_vector.weight, but adapter_config.json has use_dora=False" in ranks(1).run(refusal, model)[0]
 
 
 def merge_refusal(model: ModelConfig) -> str:
