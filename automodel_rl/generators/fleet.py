@@ -468,19 +468,24 @@ class Fleet:
 
     def _write_until_done(self, results: "Sequence[Future[Any]]") -> None:
         """Has ranks write queued requests until all futures are done or one has failed."""
+        unfinished, has_failed = len(results), False
 
-        def notify(_: "Future[Any]") -> None:
+        def note(done: "Future[Any]") -> None:
+            nonlocal unfinished, has_failed
             with self._news:
+                unfinished, has_failed = unfinished - 1, has_failed or done.exception() is not None
                 self._news.notify_all()
 
         for result in results:
-            result.add_done_callback(notify)
+            result.add_done_callback(note)
         while True:
             with self._news:  # completions may arrive after the remote call that wrote them
-                self._news.wait_for(lambda: _are_settled(results) or any(member.queued for member in self.members))
+                self._news.wait_for(
+                    lambda: not unfinished or has_failed or any(member.queued for member in self.members)
+                )
+                if not unfinished or has_failed:
+                    return
                 queued = {member.number: member.take_queued() for member in self.members if member.queued}
-            if not queued:
-                return
             self.crew.ask(FLEET, "write", queued)
 
     def _take(self, member: Member, message: Finished | Failed | Leaving | IsReading) -> None:
