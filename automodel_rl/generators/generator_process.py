@@ -57,7 +57,7 @@ class GeneratorProcess(RankGenerator):
         self.warning = ""
         self.addresses: list[str] = []
         self._numbers = itertools.count(1)
-        self._batches: dict[int, list[Future[Completion]]] = {}
+        self._batches: dict[int, dict[int, Future[Completion]]] = {}  # open ones, by index
         self._answers: deque[Message] = deque()
         self._news = threading.Condition()
         self._ended: ChildEndedError | None = None
@@ -121,7 +121,7 @@ class GeneratorProcess(RankGenerator):
         with self._news:
             if self._ended is not None:
                 raise self._ended
-            self._batches[number] = completions
+            self._batches[number] = dict(enumerate(completions))
         self.child.send(Generate(number, list(requests)))
         return completions
 
@@ -183,20 +183,21 @@ class GeneratorProcess(RankGenerator):
                         self._ended = message
                         lost, self._batches = self._batches, {}
                         for completions in lost.values():
-                            fail_unfinished(completions, message)
+                            fail_unfinished([*completions.values()], message)
                     case Failed(number, text) if number in self._batches:
-                        fail_unfinished(self._batches.pop(number), RuntimeError(text))
+                        fail_unfinished([*self._batches.pop(number).values()], RuntimeError(text))
                     case _:
                         self._answers.append(message)
                 self._news.notify_all()
 
     def _finish(self, message: Finished) -> None:
-        completions = self._batches.get(message.number)
-        if completions is None:  # it has failed
+        completions = self._batches.get(message.number, {})
+        completion = completions.pop(message.place, None)
+        if completion is None:  # its batch has failed, or it was sent twice
             return
-        completions[message.place].set_result(completion_of(message.written))
-        if all(completion.done() for completion in completions):
+        if not completions:
             self._batches.pop(message.number, None)
+        completion.set_result(completion_of(message.written))
 
     def _next_message(self) -> Any:
         """Returns the next message of the process, or a ChildEndedError at the end."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from automodel_rl.batch import RouterShape, Routes, RoutesAt, read_routes
-from automodel_rl.errors import RolloutError, innermost
+from automodel_rl.errors import innermost
 from automodel_rl.generator_messages import Failed, Finished, Generate, Request
 from automodel_rl.generators.meeting import meet
 from automodel_rl.generators.protocol import Completion, KeptRoutes, RankGenerator
@@ -61,12 +61,13 @@ class Relay:
     def _begin(self, asked: Generate) -> None:
         """Submits requests to the generator. Their completions are sent to the program as they arrive."""
         generator = self.supervisor.generator
+        if generator is None or self.supervisor.problem:
+            self._lose(asked, generator, self.supervisor.problem or "it is not running")
+            return
         try:
-            if generator is None or self.supervisor.problem:
-                raise RolloutError(self.supervisor.problem or "it is not running")
             completions = generator.submit(asked.requests)
         except Exception as error:
-            self._lose(asked, generator, error)
+            self._lose(asked, generator, innermost(error))
             return
         for place, completion in enumerate(completions):
             completion.add_done_callback(functools.partial(self._finish, asked, place, generator))
@@ -75,13 +76,12 @@ class Relay:
         try:
             completion = self._checked(done.result(), asked.requests[place])
         except Exception as error:
-            self._lose(asked, generator, error)
+            self._lose(asked, generator, innermost(error))
         else:
             self._send(Finished(asked.number, place, completion))
 
-    def _lose(self, asked: Generate, generator: RankGenerator | None, error: Exception) -> None:
+    def _lose(self, asked: Generate, generator: RankGenerator | None, problem: str) -> None:
         """Reports a lost generator to the supervisor and the program."""
-        problem = str(error) if isinstance(error, RolloutError) else innermost(error)
         self.supervisor.lose(generator, problem)
         self._send(Failed(asked.number, problem))
 
