@@ -13,6 +13,7 @@
 # make versions  tests with the oldest, newest and other versions of libraries (about 40 minutes on 2 cores, 20 GB)
 
 SHELL := /bin/sh
+export PYTHONDONTWRITEBYTECODE :=
 CHOOSE := for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$p && break; done
 PYTHON ?= $(shell $(CHOOSE))
@@ -48,7 +49,7 @@ check: setup
 	$(BIN)/python -m pytest -q tests/lints
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not longer" --ignore tests/lints --check-durations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not longer" --ignore tests/lints --check-durations
 
 longer: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m longer

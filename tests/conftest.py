@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.cpu_seconds import QUICK_SECONDS, CpuSeconds
+from tests.cpu_seconds import QUICK_SECONDS, WORKER, CpuSeconds
 from tests.faults import PLANTED, planted
 from tests.longer import WHOLE_FILES, is_longer
 from tests.rank_pool import RankPool
 from tests.vllm_environment import why_missing
 from tests.warm import start_children_warm
+from tests.xdist_workers import start_workers_warm
 
 SECONDS = pytest.StashKey[CpuSeconds]()
 
@@ -30,22 +31,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[SECONDS] = CpuSeconds(config)
     config.pluginmanager.register(config.stash[SECONDS])
+    if config.getoption("tx", None) and WORKER not in os.environ:
+        start_workers_warm()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skips files without a test of each commit, whose imports take seconds."""
     name = str(collection_path.relative_to(UNIT.parent)) if UNIT.parent in collection_path.parents else ""
-    return True if config.option.markexpr == "not longer" and name in WHOLE_FILES else None
+    return True if config.option.markexpr in ("not longer", "quick") and name in WHOLE_FILES else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     record = config.stash[SECONDS].record
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        if UNIT in item.path.parents and record.get(name.partition("[")[0], 0.0) <= QUICK_SECONDS:
-            item.add_marker("quick")
         if is_longer(name):
             item.add_marker("longer")
+        elif UNIT in item.path.parents and record.get(name.partition("[")[0], 0.0) <= QUICK_SECONDS:
+            item.add_marker("quick")
     of_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if of_gpus and not importlib.import_module("torch").cuda.is_available():
         for item in of_gpus:

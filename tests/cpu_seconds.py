@@ -16,7 +16,7 @@ RECORD = Path(__file__).with_name("durations.json")
 MOST_UNRECORDED = 5.0
 """CPU seconds of all tests without a record."""
 
-QUICK_SECONDS = 0.3
+QUICK_SECONDS = 0.2
 """CPU seconds of a test function, with all its cases, up to which `make quick` runs it."""
 
 WORKER = "PYTEST_XDIST_WORKER"

@@ -48,6 +48,9 @@ LIBRARIES = (
 )
 """What the package imports when it needs it."""
 
+OF_TESTS = ("bitsandbytes", "hypothesis", "openai", "peft.helpers")
+"""What tests import, in each of the processes that run them."""
+
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}
 """Environment of forks. A launcher that checks chats would have threads of the tokenizer, and ranks fork from it."""
 
@@ -349,7 +352,7 @@ def _run_and_end(request: _Request, descriptors: list[int]) -> NoReturn:
 
 def main() -> None:
     quiet_libraries()
-    for name in (*(f"automodel_rl.{name}" for name in IMPORTED), *LIBRARIES):
+    for name in (*(f"automodel_rl.{name}" for name in IMPORTED), *LIBRARIES, *OF_TESTS):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the other threads of its parent"
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what outlives who has forked it is a child of this process, which reaps it
