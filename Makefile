@@ -19,7 +19,7 @@ CHOOSE := for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
 
-.PHONY: help setup demo test longer quick check pages parity versions chaos exits fuzz faults format
+.PHONY: help setup demo test longer quick check types lints pages parity versions chaos exits fuzz faults format
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -44,7 +44,12 @@ demo: .venv/installed
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j 2 types lints
+
+types: setup
 	$(BIN)/mypy automodel_rl benchmarks/*.py
+
+lints: setup
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/lints
 

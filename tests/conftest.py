@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     record = config.stash[SECONDS].record
+    longest = Counter[str]()  # of the tests of each file
+    for name, seconds in record.items():
+        longest[name.partition("::")[0]] = max(longest[name.partition("::")[0]], seconds)
+    # What takes longest comes first, so that no process is left with it while the others have nothing to do.
+    items.sort(key=lambda item: -longest[item.nodeid.removeprefix("tests/").partition("::")[0]])
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         if is_longer(name):
