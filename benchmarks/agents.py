@@ -39,10 +39,10 @@ from automodel_rl.rollout.episodes.protocol import Message, Turn
 class AgentCodec(Codec):
     """Prompts and answers of random tokens, and texts that tell turns apart."""
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return torch.randint(self.vocab_size, (PROMPT_TOKENS,)).tolist()
 
-    def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
+    def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Turn:
         text = f"turn {hash(tuple(token_ids))}"
         return Turn(text, text)
 

@@ -55,10 +55,10 @@ class Codec:
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         raise NotImplementedError("environments here begin with nothing")
 
-    def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
+    def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Turn:
         return Turn("")
 
     def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 
 RECORD = Path(__file__).with_name("durations.json")
 
-MOST_UNRECORDED = 5.0
+MAX_UNRECORDED = 5.0
 """CPU seconds of all tests without a record."""
 
 QUICK_SECONDS = 0.2
@@ -124,10 +124,10 @@ def unrecorded(seconds: dict[str, float], record: dict[str, float]) -> list[str]
         record: those on record.
     """
     new = {name: spent for name, spent in seconds.items() if name not in record}
-    if sum(new.values()) <= MOST_UNRECORDED:
+    if sum(new.values()) <= MAX_UNRECORDED:
         return []
     return [
-        f"tests without a record take {sum(new.values()):.1f} CPU seconds, and at most {MOST_UNRECORDED:.0f} are "
+        f"tests without a record take {sum(new.values()):.1f} CPU seconds, and at most {MAX_UNRECORDED:.0f} are "
         "allowed: shorten them, move some to tests/longer.toml, or record them with pytest --record-durations MACHINE",
         *(f"{spent:8.1f} s {name}" for name, spent in sorted(new.items(), key=lambda pair: -pair[1])[:20]),
     ]

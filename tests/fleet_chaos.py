@@ -19,7 +19,7 @@ from automodel_rl.launch.local import run_local_ranks
 from tests.distributed.trainers.runs import Settings, assert_same_weights, metrics_of, settings_of, tensors_of, write
 from tests.processes import Job, wait_for_end
 
-MOST_MEMBERS = 3
+MAX_MEMBERS = 3
 
 LONGEST_PAUSE = 0.4
 """Seconds between two events."""
@@ -93,7 +93,7 @@ class Disturbance:
     def happen(self, count: int) -> None:
         """Lets so many events happen, if the run goes on so long, and leaves a generator there."""
         while len(self.events) < count and self.run.process.poll() is None:
-            can_join, can_go = len(self._there) < MOST_MEMBERS, bool(self._there)
+            can_join, can_go = len(self._there) < MAX_MEMBERS, bool(self._there)
             choices = [*["join"] * can_join, *["kill", "leave"] * can_go]
             event = self.source.choice(choices)
             self.join() if event == "join" else self._end(event)

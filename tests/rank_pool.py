@@ -24,7 +24,7 @@ from automodel_rl.launch.record import LOST_PEER
 from tests.processes import Patience
 from tests.warm import popen
 
-MOST_FILES = 500
+MAX_FILES = 500
 """Open files of a rank above which a new one takes its place: torch's caches of sharding rules keep meshes, and with
 them the sockets of process groups, from test to test."""
 
@@ -71,7 +71,7 @@ class RankPool:
             self.stop()
             raise AssertionError(_describe(errors)) from None
         open_files = [Path(f"/proc/{rank.process.pid}/fd") for rank in self.ranks]  # on Linux only
-        if any(folder.is_dir() and len(os.listdir(folder)) > MOST_FILES for folder in open_files):
+        if any(folder.is_dir() and len(os.listdir(folder)) > MAX_FILES for folder in open_files):
             self.stop()
         return [results[rank] for rank in range(num_ranks)]
 

@@ -54,12 +54,12 @@ OF_TESTS = ("bitsandbytes", "hypothesis", "openai", "peft.helpers")
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"}
 """Environment of forks. A launcher that checks chats would have threads of the tokenizer, and ranks fork from it."""
 
-MOST_BYTES = 1 << 18
+MAX_BYTES = 1 << 18
 """Of a request."""
 
 HIGH = 700
 """The descriptors from here on are free while a fork starts: those that it is to have are below, for ranks are replaced
-when they have many files open (`rank_pool.MOST_FILES`)."""
+when they have many files open (`rank_pool.MAX_FILES`)."""
 
 CAN_FORK = not os.path.exists("/dev/nvidiactl")
 """A process that has looked for CUDA devices, as libraries do when they are imported, cannot be forked."""
@@ -218,7 +218,7 @@ def _serve(requests: socket.socket) -> tuple[_Request, list[int]] | None:
     """Forks for each request. Returns in a fork what it is to run, and here None once nobody can ask any more."""
     signal.signal(signal.SIGCHLD, _reap)
     while True:
-        message, descriptors, *_ = socket.recv_fds(requests, MOST_BYTES, 32)
+        message, descriptors, *_ = socket.recv_fds(requests, MAX_BYTES, 32)
         if not message:
             return None
         if os.fork() == 0:

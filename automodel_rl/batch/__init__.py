@@ -2,7 +2,7 @@
 
 from automodel_rl.batch.batch import EPISODE_TOKENS, Batch, RoutesAt
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
-from automodel_rl.batch.local_microbatch import LEAST_TOKENS, AttentionCall, LocalMicrobatch, local_microbatch
+from automodel_rl.batch.local_microbatch import MIN_TOKENS, AttentionCall, LocalMicrobatch, local_microbatch
 from automodel_rl.batch.media import (
     Audio,
     Image,
@@ -35,7 +35,7 @@ from automodel_rl.batch.routes import RouterShape, Routes, join_routes, read_rou
 __all__ = [
     "EPISODE_TOKENS",
     "IGNORED_TARGET",
-    "LEAST_TOKENS",
+    "MIN_TOKENS",
     "AttentionCall",
     "Audio",
     "Batch",

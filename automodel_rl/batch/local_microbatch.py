@@ -24,7 +24,7 @@ from automodel_rl.batch.microbatch import IGNORED_TARGET, Microbatch
 from automodel_rl.batch.routes import Routes
 from automodel_rl.batch.tensors import move, taken
 
-LEAST_TOKENS = 2
+MIN_TOKENS = 2
 """Minimum queries of an attention call: graphs of compiled layers are valid for all sizes but 1."""
 
 
@@ -157,7 +157,7 @@ def local_microbatch(
     Args:
         microbatch: the whole microbatch, on the host.
         cp, cp_rank: number of context-parallel ranks, and the rank in question.
-        multiple: t is a multiple of this, and every attention call has `LEAST_TOKENS` queries; a sequence of pads is
+        multiple: t is a multiple of this, and every attention call has `MIN_TOKENS` queries; a sequence of pads is
             appended if needed. Must be even for cp > 1.
         tokens: inputs [T, ...] by name, in addition to those of the microbatch.
         exchanges_heads: whether ranks exchange heads for attention, which then sees all tokens in order.
@@ -166,7 +166,7 @@ def local_microbatch(
     chunks = 1 if cp == 1 else 2 * cp
     padded = [-(-length // chunks) * chunks for length in lengths]
     present = sum(padded) // cp
-    missing = -(-max(present, LEAST_TOKENS * chunks // cp) // multiple) * multiple - present
+    missing = -(-max(present, MIN_TOKENS * chunks // cp) // multiple) * multiple - present
     if missing:
         lengths.append(0)
         padded.append(missing * cp)

@@ -9,7 +9,7 @@ from automodel_rl.chat_api.messages import call_of, checked_tools, text_of, with
 from automodel_rl.chat_api.refusals import allows_parallel, check_keys, choice_of, most_tokens, overridden, stop_texts
 from automodel_rl.errors import InputError
 
-READ = (
+SUPPORTED_KEYS = (
     *("messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream", "thinking"),
     "output_config",
 )
@@ -25,7 +25,7 @@ def read(body: dict[str, Any], *, counts_only: bool = False) -> ChatCall:
     Raises:
         InputError: it asks for something that is not served.
     """
-    check_keys(body, READ)
+    check_keys(body, SUPPORTED_KEYS)
     _check_output(body.get("output_config"))
     given = body.get("messages")
     if not isinstance(given, list) or not given:
@@ -46,7 +46,7 @@ def read(body: dict[str, Any], *, counts_only: bool = False) -> ChatCall:
         most,
         stop_texts(body, "stop_sequences"),
         bool(body.get("stream")),
-        with_thoughts=isinstance(thinking, dict) and thinking.get("type") != "disabled",
+        with_reasoning=isinstance(thinking, dict) and thinking.get("type") != "disabled",
         is_parallel=allows_parallel(body),
         overridden=overridden(body),
     )
@@ -150,7 +150,7 @@ def _parts_of(block: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _blocks(answer: ChatAnswer, call: ChatCall) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if answer.reasoning and call.with_thoughts:
+    if answer.reasoning and call.with_reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.id})
     if answer.content or not answer.calls:
         blocks.append({"type": "text", "text": answer.content})
@@ -161,7 +161,7 @@ def _blocks(answer: ChatAnswer, call: ChatCall) -> list[dict[str, Any]]:
 
 
 def _end(answer: ChatAnswer) -> dict[str, str | None]:
-    if answer.is_cut:
+    if answer.is_truncated:
         reason = "max_tokens"
     elif answer.stop_text:
         reason = "stop_sequence"

@@ -7,7 +7,7 @@ from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall, event
 from automodel_rl.chat_api.messages import checked_messages, checked_tools, with_results_in_order
 from automodel_rl.chat_api.refusals import allows_parallel, check_keys, choice_of, most_tokens, overridden, stop_texts
 
-READ = (
+SUPPORTED_KEYS = (
     *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "max_completion_tokens", "stop"),
     *("stream", "stream_options"),
 )
@@ -16,7 +16,7 @@ READ = (
 
 def read(body: Mapping[str, Any]) -> ChatCall:
     """Parses a request. Raises InputError if it asks for something that is not served."""
-    check_keys(body, READ)
+    check_keys(body, SUPPORTED_KEYS)
     return ChatCall(
         with_results_in_order(checked_messages(body.get("messages"))),
         checked_tools(body.get("tools"), choice_of(body)),

@@ -20,7 +20,7 @@ class ChatCall:
         stop: texts that end the answer.
         streams: whether to send the answer as events.
         with_usage: whether the events of a chat completion end with token counts.
-        with_thoughts: whether to send reasoning, for APIs that send it only on request.
+        with_reasoning: whether to send reasoning, for APIs that send it only on request.
         is_parallel: whether an answer may have several tool calls.
         previous: id of the answer that the messages follow; empty if the whole conversation is sent.
         overridden: sampling settings in the request, by name, which the run overrides.
@@ -32,7 +32,7 @@ class ChatCall:
     stop: tuple[str, ...] = ()
     streams: bool = False
     with_usage: bool = False
-    with_thoughts: bool = True
+    with_reasoning: bool = True
     is_parallel: bool = True
     previous: str = ""
     overridden: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class ChatAnswer:
         id: unique to this answer.
         model: the model name in the request.
         content: the text, without reasoning and tool calls.
-        is_cut: whether the turn ended at the token limit.
+        is_truncated: whether the turn ended at the token limit.
         stop_text: the requested stop text that ended it; empty if none did.
         extras: further keys of the choice in a chat completion, such as `logprobs`.
         created: Unix time in seconds.
@@ -70,7 +70,7 @@ class ChatAnswer:
     content: str = ""
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
-    is_cut: bool = False
+    is_truncated: bool = False
     prompt_tokens: int = 0
     completion_tokens: int = 0
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class ChatAnswer:
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        if self.is_cut:
+        if self.is_truncated:
             return "length"
         return "tool_calls" if self.calls else "stop"
 

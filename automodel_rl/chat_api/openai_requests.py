@@ -10,10 +10,10 @@ from pydantic import ConfigDict, Field, model_validator
 from automodel_rl.chat_api.refusals import NEUTRAL, is_neutral, refusal
 from automodel_rl.chat_api.values import Body, Seed, StopText, StopTexts, Temperature, Text, Token, TopK, TopP
 
-MOST_TOP = 20
+MAX_TOP = 20
 """Maximum number of alternative tokens with log-probabilities per position."""
 
-NumTop = Annotated[int, Field(ge=0, le=MOST_TOP)]
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP)]
 
 
 class StreamOptions(Body):

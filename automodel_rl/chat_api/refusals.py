@@ -89,7 +89,7 @@ IGNORED = frozenset(
 OVERRIDDEN = ("temperature", "top_p", "top_k", "seed")
 """Sampling settings that the run decides."""
 
-MOST_STOPS = 64
+MAX_STOPS = 64
 """Maximum number of stop texts."""
 
 DISABLE = "disable_parallel_tool_use"
@@ -166,8 +166,8 @@ def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Returns the stop texts under the key `name`. Raises InputError if they are not text or too many."""
     given = body.get(name)
     texts = [given] if isinstance(given, str) else given or []
-    if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(one, str) and one for one in texts):
-        raise InputError(f"{name}: is {given!r:.80}: send a non-empty text, or at most {MOST_STOPS} of them")
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(one, str) and one for one in texts):
+        raise InputError(f"{name}: is {given!r:.80}: send a non-empty text, or at most {MAX_STOPS} of them")
     return tuple(texts)
 
 

@@ -9,7 +9,7 @@ from automodel_rl.chat_api.messages import ROLES, call_of, checked_tools, joined
 from automodel_rl.chat_api.refusals import allows_parallel, check_keys, choice_of, most_tokens, overridden
 from automodel_rl.errors import InputError
 
-READ = (
+SUPPORTED_KEYS = (
     *("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream"),
     "previous_response_id",
 )
@@ -20,7 +20,7 @@ def read(body: dict[str, Any]) -> ChatCall:
     """Parses a request. Raises InputError if it asks for something that is not served."""
     text = body.get("text")
     plain = {key: value for key, value in text.items() if key != "verbosity"} if isinstance(text, dict) else text
-    check_keys({**body, "text": plain or None}, READ)
+    check_keys({**body, "text": plain or None}, SUPPORTED_KEYS)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -77,8 +77,8 @@ def reply(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }
-    cut = {"reason": "max_output_tokens"} if answer.is_cut else None
-    state = {"status": "incomplete" if answer.is_cut else "completed", "incomplete_details": cut, "usage": usage}
+    cut = {"reason": "max_output_tokens"} if answer.is_truncated else None
+    state = {"status": "incomplete" if answer.is_truncated else "completed", "incomplete_details": cut, "usage": usage}
     return {**_head(answer, call), **state, "output": _items(answer)}
 
 
@@ -126,7 +126,7 @@ def _items(answer: ChatAnswer) -> list[dict[str, Any]]:
     if answer.reasoning:
         thoughts = [{"type": "reasoning_text", "text": answer.reasoning}]
         items.append({"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": thoughts})
-    state = {"status": "incomplete" if answer.is_cut else "completed"}
+    state = {"status": "incomplete" if answer.is_truncated else "completed"}
     if answer.content or not answer.calls:
         part = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
         items.append({"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "content": [part], **state})

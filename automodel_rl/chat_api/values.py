@@ -7,31 +7,31 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from automodel_rl.errors import InputError
 
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Maximum nesting depth of a JSON value, which is rendered and compared recursively."""
 
 
 def check_depth(value: Any, what: str) -> None:
-    """Raises InputError if a JSON value is nested deeper than `MOST_DEPTH`. `what` names the value in the error."""
+    """Raises InputError if a JSON value is nested deeper than `MAX_DEPTH`. `what` names the value in the error."""
     level = [value]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
         level = list(itertools.chain.from_iterable(inner))
         if not level:
             return
-    raise InputError(f"{what}: is nested deeper than {MOST_DEPTH} objects and lists: flatten it")
+    raise InputError(f"{what}: is nested deeper than {MAX_DEPTH} objects and lists: flatten it")
 
 
 Text = Annotated[str, Field(max_length=1024)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """Smallest temperature other than 0. vLLM raises smaller ones to this."""
 
 
 def _known_temperature(value: float) -> float:
-    if 0 < value < LEAST_TEMPERATURE:
-        raise ValueError(f"must be 0 (greedy) or at least {LEAST_TEMPERATURE}")
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE}")
     return value
 
 

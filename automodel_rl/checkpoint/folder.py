@@ -36,7 +36,7 @@ TEMPLATE = "chat_template.jinja"
 OWN_HASH = "hash"
 """Key of the marker for the hash of all its other values."""
 
-MOST_RANKS = 2**20
+MAX_RANKS = 2**20
 
 HF_COPY = "hf"
 """Folder of the Hugging Face checkpoint that `checkpoint.format: both` adds. It is made from the shards after the
@@ -119,7 +119,7 @@ def read_marker(folder: Path) -> Marker:
             inner_name(name): StoredFile(int(of["bytes"]), str(of["hash"])) for name, of in values["files"].items()
         }
         marker = Marker(int(values["step"]), int(values["world_size"]), files)
-        needed = (CONFIG, PROGRESS, f"{TENSORS}/{INDEX}", *map(rank_file, range(min(marker.world_size, MOST_RANKS))))
+        needed = (CONFIG, PROGRESS, f"{TENSORS}/{INDEX}", *map(rank_file, range(min(marker.world_size, MAX_RANKS))))
         lacks = next((name for name in needed if name not in files), None)
         if lacks is not None:
             raise ValueError(f"it does not name {lacks}")

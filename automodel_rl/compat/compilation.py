@@ -20,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Maximum number of graphs per function. A layer's function has some for each kind of layer; beyond torch's own limit
 of 8, the rest would run uncompiled."""
 
@@ -75,7 +75,7 @@ def _prepare() -> _CompileWatch:
 @functools.cache
 def _prepare_once() -> _CompileWatch:
     """Prepares this process for compilation: no silent fallback, a cache that survives reboots, statistics."""
-    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
     # Otherwise a module's float, such as a norm's epsilon, becomes a CPU tensor, and a CPU kernel in a CUDA graph makes
     # the compiler probe the CPU's instructions, which takes a minute.
     torch._dynamo.config.specialize_float = True

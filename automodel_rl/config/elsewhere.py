@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from automodel_rl.config.keys import describe_keys
 from automodel_rl.config.strict_yaml import parse_yaml
 
-MOST_SHOWN = 12
+MAX_SHOWN = 12
 """Maximum number of keys answered in one message. A complete config of another trainer has hundreds."""
 
 TABLE = "configs/README.md"
@@ -74,10 +74,10 @@ def answer(path: str, kind: type[BaseModel]) -> str | None:
 
 
 def answers(path: str, value: Any, kind: type[BaseModel]) -> list[str]:
-    """Returns `key: hint` for every key of a foreign section that has an equivalent, at most MOST_SHOWN."""
+    """Returns `key: hint` for every key of a foreign section that has an equivalent, at most MAX_SHOWN."""
     found = [f"{leaf}: unknown key; {text}" for leaf in _leaves(path, value) if (text := answer(leaf, kind))]
-    more = [f"and {len(found) - MOST_SHOWN} more keys, listed in {TABLE}"] if len(found) > MOST_SHOWN else []
-    return found[:MOST_SHOWN] + more
+    more = [f"and {len(found) - MAX_SHOWN} more keys, listed in {TABLE}"] if len(found) > MAX_SHOWN else []
+    return found[:MAX_SHOWN] + more
 
 
 def _leaves(path: str, value: Any) -> Iterator[str]:

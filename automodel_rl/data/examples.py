@@ -31,7 +31,7 @@ from automodel_rl.data.sources import Sources
 from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
 
-MOST_KEPT_TOKENS = 2**22
+MAX_KEPT_TOKENS = 2**22
 """Maximum tokens of examples cached for the next epoch, counting `EXAMPLE_TOKENS` more per example: about 50 MB."""
 
 EXAMPLE_TOKENS = 128
@@ -101,7 +101,7 @@ class ExampleDataset(Dataset):
         self.longest, self.limit = min((limit, name) for name, limit in limits.items() if limit is not None)
         self.sources = Sources(sources, functools.partial(open_examples, data=data))
         self._kept: dict[Draw, Example] = {}
-        self._room = MOST_KEPT_TOKENS
+        self._room = MAX_KEPT_TOKENS
 
     def _held(self, draw: Draw) -> tuple[Chat | Text | Pair | Judged, str]:
         """Returns the content of a record and its location in the data."""

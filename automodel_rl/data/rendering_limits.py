@@ -10,14 +10,14 @@ from types import FrameType
 
 from automodel_rl.errors import InputError
 
-MOST_SECONDS = 20
+MAX_SECONDS = 20
 """Maximum processor seconds for rendering one chat; real templates take milliseconds. Not wall-clock time, since a
 machine may be loaded or suspended."""
 
-MOST_BYTES = 2**30
+MAX_BYTES = 2**30
 """Maximum additional memory for rendering one chat."""
 
-MOST_CHARACTERS = 50_000_000
+MAX_CHARACTERS = 50_000_000
 """Maximum characters of a rendered chat."""
 
 
@@ -33,17 +33,17 @@ def rendering_limits(where: str) -> Iterator[None]:
     not limit their memory, so use this before ranks start.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _address_space() + MOST_BYTES
+    limit = _address_space() + MAX_BYTES
     keeps_time = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGPROF, _out_of_time) if keeps_time else None
     resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
     if keeps_time:
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
     try:
         yield
     except _OutOfTime:
         raise InputError(
-            f"{where}: the chat template did not write it within {MOST_SECONDS} seconds of processor time: set "
+            f"{where}: the chat template did not write it within {MAX_SECONDS} seconds of processor time: set "
             "data.chat_template to one that terminates"
         ) from None
     finally:
@@ -55,9 +55,9 @@ def rendering_limits(where: str) -> Iterator[None]:
 
 def check_length(text: str | None, where: str) -> None:
     """Raises InputError if a rendered chat is longer than any model can read."""
-    if text is not None and len(text) > MOST_CHARACTERS:
+    if text is not None and len(text) > MAX_CHARACTERS:
         raise InputError(
-            f"{where}: the chat template writes {len(text):,} characters, more than {MOST_CHARACTERS:,}: set "
+            f"{where}: the chat template writes {len(text):,} characters, more than {MAX_CHARACTERS:,}: set "
             "data.chat_template to one that writes the chat"
         )
 

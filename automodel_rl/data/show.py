@@ -24,7 +24,7 @@ BEGIN, END, CUT = "⟦", "⟧", "✂"
 UNLIMITED = CommonBatchConfig(microbatch_tokens=2**31 - 1)
 """Stand-in for `batch` if the microbatch size is decided only when the run starts."""
 
-MOST_REPEATS = 32
+MAX_REPEATS = 32
 """Maximum repetitions of a token that are written out."""
 
 
@@ -75,10 +75,10 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     if not ids:
         return ""
     repeats = [[*group] for _, group in itertools.groupby(ids)]
-    if max(map(len, repeats)) <= MOST_REPEATS:
+    if max(map(len, repeats)) <= MAX_REPEATS:
         return str(tokenizer.decode(ids))
     texts = []
-    for is_long, groups in itertools.groupby(repeats, key=lambda group: len(group) > MOST_REPEATS):
+    for is_long, groups in itertools.groupby(repeats, key=lambda group: len(group) > MAX_REPEATS):
         if is_long:
             texts += [f"{tokenizer.decode(group[:1])}(x {len(group):,})" for group in groups]
         else:

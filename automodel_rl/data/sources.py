@@ -24,7 +24,7 @@ JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
 ENDINGS = (*JSON_ENDINGS, *BUILDERS, *SEPARATORS)
 """Suffixes of data files; one of `COMPRESSED` may follow."""
 
-MOST_FILES = 20_000
+MAX_FILES = 20_000
 """Maximum files in a dataset's folder. `datasets` walks the folder dozens of times, at about 20 us per file."""
 
 
@@ -208,9 +208,9 @@ def _opened(path: Path, load: Any, name: str) -> ArrowRecords:
 def _refuse_crowded(folder: Path) -> None:
     """Raises InputError for a folder with very many files, such as `/`, which `datasets` would search for hours."""
     files = (name for _, folders, names in os.walk(folder) for name in (*folders, *names))
-    if next(itertools.islice(files, MOST_FILES, None), None) is not None:
+    if next(itertools.islice(files, MAX_FILES, None), None) is not None:
         raise InputError(
-            f"{folder}: holds more than {MOST_FILES:,} files: set a pattern for its data files, such as "
+            f"{folder}: holds more than {MAX_FILES:,} files: set a pattern for its data files, such as "
             f"{folder}/**/*.parquet, or the folder of a dataset"
         )
 

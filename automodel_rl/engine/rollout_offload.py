@@ -7,7 +7,7 @@ import torch
 
 from automodel_rl.engine.engine import Engine
 
-MOST_KEPT = 0.1
+MAX_KEPT = 0.1
 """Largest share of the offloaded bytes that may remain unusable for other processes without a warning."""
 
 
@@ -49,7 +49,7 @@ class RolloutOffload:
         gc.collect()
         torch.cuda.empty_cache()
         freed = torch.cuda.mem_get_info(device)[0] - before
-        if moved and freed < (1 - MOST_KEPT) * moved:  # others may use the device meanwhile
+        if moved and freed < (1 - MAX_KEPT) * moved:  # others may use the device meanwhile
             self.warning = (
                 f"warning: of {moved / 2**30:.1f} GiB that were offloaded, generators can use {freed / 2**30:.1f}: the "
                 "rest is fragmented by memory that the trainer still uses"

@@ -24,7 +24,7 @@ NONE_BESIDE = ModelsBeside()
 STEP = 1024
 """Capacities are multiples of this many tokens."""
 
-MOST_TOKENS = 2**17
+MAX_TOKENS = 2**17
 """Maximum capacity, with which matrix products reach their full speed."""
 
 ENOUGH_TOKENS = 2**13
@@ -35,10 +35,10 @@ USED = 0.85
 """Fraction of a device's memory that an `auto` step may fill. The rest is for libraries, fragmentation, and what the
 estimate does not cover."""
 
-MOST_IN_A_PIPELINE = 8192
+MAX_IN_A_PIPELINE = 8192
 """Maximum capacity in a pipeline, which needs several microbatches per rank."""
 
-MOST_BESIDE_A_GENERATOR = 2**15
+MAX_BESIDE_A_GENERATOR = 2**15
 """Maximum capacity on a device where a generator keeps its memory during training. Larger ones would be hardly faster,
 and leave no margin for unplanned memory."""
 
@@ -158,9 +158,9 @@ def _try(
     room = USED * device_bytes - phases.beside_training - beside.lasting(parallel, memory)
     num_tokens = largest_microbatch(model, parallel, memory, room) if given == "auto" else given
     if parallel.pp > 1 and given == "auto":
-        num_tokens = min(num_tokens, max(MOST_IN_A_PIPELINE, -(-longest // STEP) * STEP))
+        num_tokens = min(num_tokens, max(MAX_IN_A_PIPELINE, -(-longest // STEP) * STEP))
     if phases.shares_memory and given == "auto":
-        num_tokens = min(num_tokens, max(MOST_BESIDE_A_GENERATOR, -(-longest // STEP) * STEP))
+        num_tokens = min(num_tokens, max(MAX_BESIDE_A_GENERATOR, -(-longest // STEP) * STEP))
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
 
     def busiest(tokens: int) -> int:
@@ -195,5 +195,5 @@ def largest_microbatch(model: MemoryModel, parallel: ParallelConfig, memory: Mem
     """Returns the maximum number of tokens, a multiple of `STEP`, for which a step stays within `num_bytes` on every
     rank; 0 if there is none. The capacity of `model` is ignored."""
 
-    most = MOST_TOKENS // STEP if model.least(parallel, memory) <= num_bytes else 0
+    most = MAX_TOKENS // STEP if model.least(parallel, memory) <= num_bytes else 0
     return _largest(0, most, lambda steps: _peak(model, parallel, memory, steps * STEP) <= num_bytes) * STEP

@@ -15,7 +15,7 @@ from automodel_rl.compat.compilation import compile_for_any_size
 from automodel_rl.few_bits.formats import FORMATS, Format, Kept
 from automodel_rl.parallel.sharding import Box, cuts_of, local_tensor, shard_parameter
 
-MOST_VALUES = 1 << 24
+MAX_VALUES = 1 << 24
 """Maximum number of values dequantized at a time for inspection."""
 
 HOLDER = "few_bits"
@@ -65,7 +65,7 @@ class FewBitsWeight(nn.Module):
         yield self.scales
         if self.format.per_byte == 1:  # 8-bit formats have codes for inf or nan
             codes, scale_bytes = local_tensor(self.codes), local_tensor(self.scale_bytes)
-            count = max(1, MOST_VALUES * len(codes) // max(1, codes.numel()))
+            count = max(1, MAX_VALUES * len(codes) // max(1, codes.numel()))
             for of in zip(codes.split(count), scale_bytes.split(count), strict=True):
                 yield values_of(*of, self.kept.format, torch.bfloat16)
 

@@ -19,7 +19,7 @@ LOOK_SECONDS = 0.5
 """Interval of checks that a child is alive. Its end may not close the pipe, which its own children may hold open."""
 
 
-MOST_SECONDS_TO_DIE = 30.0
+MAX_SECONDS_TO_DIE = 30.0
 """Timeout for killed processes to end, which a GPU driver may delay."""
 
 
@@ -95,7 +95,7 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        _wait_while(lambda: _is_alive(self.process.pid), MOST_SECONDS_TO_DIE)  # they would still hold memory
+        _wait_while(lambda: _is_alive(self.process.pid), MAX_SECONDS_TO_DIE)  # they would still hold memory
 
     def _ended(self) -> ChildEndedError:
         return ChildEndedError(f"its process exited with code {self.process.wait()}")

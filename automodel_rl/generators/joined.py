@@ -48,7 +48,7 @@ LOOK_SECONDS = 0.5
 SIGN_SECONDS = 10.0
 """Seconds between signs of life while weights are read."""
 
-MOST_LOST_WRITERS = 3
+MAX_LOST_WRITERS = 3
 """Consecutive failures of the writing process at which this generator gives up. The run reassigns their requests, or
 fails them."""
 
@@ -98,7 +98,7 @@ def generate(place: RunPlace, choice: OwnChoice, minutes: float) -> None:
                     has_ended = _join(place, choice, minutes)
                 except _WriterLostError as error:
                     lost_in_a_row = 1 if error.has_written else lost_in_a_row + 1
-                    if lost_in_a_row == MOST_LOST_WRITERS:
+                    if lost_in_a_row == MAX_LOST_WRITERS:
                         raise
                     print(f"{error}; rejoining with a new process", flush=True)
                     time.sleep(LOOK_SECONDS)

@@ -21,7 +21,7 @@ LONGEST_WAIT = 60.0
 HANDSHAKE_SECONDS = 10.0
 """Longest time a server gives a client for the whole handshake."""
 
-MOST_HANDSHAKES = 5
+MAX_HANDSHAKES = 5
 """Handshakes a client attempts before it gives up."""
 
 MAX_UNPROVEN = 256
@@ -54,7 +54,7 @@ class DoorAddress:
             OSError, EOFError: the server cannot be reached.
         """
         deadline = time.monotonic() + LONGEST_WAIT
-        for number in range(MOST_HANDSHAKES - 1):
+        for number in range(MAX_HANDSHAKES - 1):
             with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
                 return self._connect(deadline)
             time.sleep(random.uniform(0, PAUSE * 2**number))  # spreads out the retries of evicted clients

@@ -17,7 +17,7 @@ HIGHEST_RATIO = 20.0
 LARGEST_LOG = 20.0
 """Bound of log-ratios of tokens and sequences in vespo, and of tokens in sapo."""
 
-LEAST_PRODUCT = 1e-8
+MIN_PRODUCT = 1e-8
 """Minimum product of ratios in vespo."""
 
 SHAPES = {"positive": (2.0, 3.0), "negative": (3.0, 2.0)}
@@ -74,7 +74,7 @@ def _vespo(ratios: Ratios, config: PolicyLossConfig) -> tuple[Tensor, Tensor]:
     log_ratio = ratios.log_ratio.detach().clamp(-LARGEST_LOG, LARGEST_LOG)
     if ratios.weight is not None:
         log_ratio = log_ratio + torch.where(ratios.microbatch.loss_mask, ratios.weight.log(), 0.0)
-    total = sum_by_sequence(log_ratio, ratios.microbatch).clamp(math.log(LEAST_PRODUCT), LARGEST_LOG)
+    total = sum_by_sequence(log_ratio, ratios.microbatch).clamp(math.log(MIN_PRODUCT), LARGEST_LOG)
     product = spread_over_tokens(total, ratios.microbatch)
     is_positive = ratios.advantages >= 0
     k, factor = (

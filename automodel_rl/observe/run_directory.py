@@ -56,7 +56,7 @@ FIRST_FILES = {"checkpoints", ".in_use", ".config.yaml.unfinished"}
 NO_NAME = "none"
 """torchrun's default job id."""
 
-ENDING = 20.0
+EXIT_WAIT_SECONDS = 20.0
 """Longest time in seconds until ranks that torchrun has killed are gone."""
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
@@ -95,7 +95,8 @@ class RunDirectory(RunFiles):
     Attributes:
         resume: as given, but "auto" if torchrun has restarted this run.
         changes: config changes from the run that it resumes, as texts.
-        begins_anew: whether the folder holds a run without a finished step, of any config, which this run replaces.
+        replaces_empty_run: whether the folder holds a run without a finished step, of any config, which this run
+            replaces.
 
     Raises:
         InputError: the folder cannot be used or is in use; or it holds another run, or this run while `resume` is
@@ -112,10 +113,10 @@ class RunDirectory(RunFiles):
             resume = "auto"
         self.resume = resume
         self.changes: list[str] = []
-        self.begins_anew = self._is_without_results()
-        if self.config_file.is_file() and not self.begins_anew:
+        self.replaces_empty_run = self._is_without_results()
+        if self.config_file.is_file() and not self.replaces_empty_run:
             self._check_run(resume)
-        elif self.folder.is_dir() and any(self.folder.iterdir()) and not self.begins_anew:
+        elif self.folder.is_dir() and any(self.folder.iterdir()) and not self.replaces_empty_run:
             raise InputError(f"output={output}: the folder holds files that do not belong to a run: choose another")
         if config.length.steps is not None:
             self.check_length(config.length.steps)
@@ -124,7 +125,7 @@ class RunDirectory(RunFiles):
         check_place(self.folder, f"output={self.folder}")
 
     def _check_free(self) -> None:
-        deadline = time.monotonic() + (ENDING if self.is_started_again else 0)
+        deadline = time.monotonic() + (EXIT_WAIT_SECONDS if self.is_started_again else 0)
         while True:
             try:
                 return check_free(self.lock_file, self._job)
@@ -139,8 +140,8 @@ class RunDirectory(RunFiles):
         agent = os.environ.get(AGENT_VARIABLE, "")
         return os.environ.get(JOB_VARIABLE, "" if agent == NO_NAME else agent)
 
-    def take(self) -> None:
-        """Locks the folder against other runs until `let_go` or the end of the process.
+    def lock(self) -> None:
+        """Locks the folder against other runs until `unlock` or the end of the process.
 
         Raises:
             InputError: another run is using it.
@@ -153,7 +154,7 @@ class RunDirectory(RunFiles):
         if self._lock is not None:
             self._lock.check_own()
 
-    def let_go(self) -> None:
+    def unlock(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -244,7 +245,7 @@ class RunDirectory(RunFiles):
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self.take()
+            self.lock()
             write_complete(self.config_file, self.config_text)
             write_complete(self.total_steps_file, str(total_steps))
             write_complete(self.versions, json.dumps(versions(), indent=2))

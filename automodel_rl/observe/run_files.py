@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from automodel_rl.launch.record import FAILURE_FILE
-from automodel_rl.observe.run_lock import sign_of_life
+from automodel_rl.observe.run_lock import find_liveness
 
 FLIGHTS = "flight"
 """Folder with the flight recorders' files, and with the failure that ended the run."""
@@ -97,7 +97,7 @@ class RunFiles:
         return read_number(self.finished_file) if self.final.exists() else None
 
     def is_in_use(self) -> bool:
-        return sign_of_life(self.lock_file) is not None
+        return find_liveness(self.lock_file) is not None
 
 
 def read_number(file: Path) -> int | None:

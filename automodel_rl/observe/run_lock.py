@@ -33,10 +33,10 @@ RENEWED_EVERY = 20.0
 DEAD_AFTER = 300.0
 """Seconds without renewal after which a run on another machine counts as dead."""
 
-ASKING = 2.0
+PROBE_SECONDS = 2.0
 """Longest time in seconds for which another process may hold the lock only to test whether it is free."""
 
-ENDING = 60.0
+EXIT_WAIT_SECONDS = 60.0
 """Longest wait in seconds for a killed process to end."""
 
 PF_EXITING = 0x4
@@ -90,7 +90,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Sign:
+class Liveness:
     """Evidence of a live run of another process.
 
     Attributes:
@@ -107,7 +107,7 @@ class Sign:
         return f"{self.holder or 'an unknown process'}, last alive {max(self.seconds, 0):.0f} s ago"
 
 
-def sign_of_life(file: Path, *, exact: bool = False) -> Sign | None:
+def find_liveness(file: Path, *, exact: bool = False) -> Liveness | None:
     """Returns evidence that another process runs in the lock file's folder; None if there is none.
 
     Args:
@@ -127,11 +127,11 @@ def sign_of_life(file: Path, *, exact: bool = False) -> Sign | None:
     except OSError:
         return None
     if is_held or (holder is not None and holder.is_alive_here and not holder.is_this_process):
-        return Sign(holder, time.time() - found.st_mtime, is_certain=True)
+        return Liveness(holder, time.time() - found.st_mtime, is_certain=True)
     if holder is None or holder.is_here:
         return None
     seconds = (_now_of(file.parent) if exact else time.time()) - found.st_mtime
-    return None if seconds > DEAD_AFTER else Sign(holder, seconds, is_certain=False)
+    return None if seconds > DEAD_AFTER else Liveness(holder, seconds, is_certain=False)
 
 
 def check_free(file: Path, job: str) -> None:
@@ -141,10 +141,10 @@ def check_free(file: Path, job: str) -> None:
         job: name of this process's job. An earlier attempt at the same job on a lost machine is ignored, as the
             job's driver has given it up.
     """
-    sign, deadline = sign_of_life(file, exact=True), time.monotonic() + ENDING
+    sign, deadline = find_liveness(file, exact=True), time.monotonic() + EXIT_WAIT_SECONDS
     while sign is not None and sign.holder is not None and sign.holder.is_ending_here and time.monotonic() < deadline:
         time.sleep(0.05)
-        sign = sign_of_life(file, exact=True)
+        sign = find_liveness(file, exact=True)
     if sign is None or (not sign.is_certain and sign.holder is not None and job and sign.holder.job == job):
         return
     where = f"output={file.parent}: in use by another run ({sign})"
@@ -169,7 +169,7 @@ class RunLock:
     """
 
     def __init__(self, file: Path, job: str):
-        _let_go_before(file)
+        _release_earlier(file)
         check_free(file, job)
         self.file = file
         now = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -188,7 +188,7 @@ class RunLock:
         threading.Thread(target=self._renew, name="run lock", daemon=True).start()
 
     def _take(self) -> None:
-        deadline = time.monotonic() + ASKING
+        deadline = time.monotonic() + PROBE_SECONDS
         while True:
             try:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,7 +239,7 @@ class RunLock:
         os.close(self._descriptor)
 
 
-def _let_go_before(file: Path) -> None:
+def _release_earlier(file: Path) -> None:
     with contextlib.suppress(OSError):
         found = file.stat()
         if (found.st_dev, found.st_ino) in _held:

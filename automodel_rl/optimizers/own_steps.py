@@ -12,7 +12,7 @@ from automodel_rl.few_bits.stochastic_rounding import hashed_rows, random_bits, 
 from automodel_rl.optimizers.description import Named
 from automodel_rl.parallel.sharding import local_box, local_tensor
 
-MOST_VALUES = 1 << 24
+MAX_VALUES = 1 << 24
 """Maximum number of values for which a step holds unquantized results at a time."""
 
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
@@ -66,7 +66,7 @@ def step_in_parts(
         matrices.append(hashed_rows(parameter.shape, box, *place, weight.device))
     if weight.is_cuda:
         step = _compiled(step)
-    for parts in zip(*(matrix.split(max(1, MOST_VALUES // weight.shape[-1])) for matrix in matrices), strict=True):
+    for parts in zip(*(matrix.split(max(1, MAX_VALUES // weight.shape[-1])) for matrix in matrices), strict=True):
         if columns is None:
             step(*parts, noise=None, numbers=numbers, **others)
         else:

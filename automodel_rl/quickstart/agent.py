@@ -8,7 +8,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from automodel_rl.quickstart.calculator import ASKING, SCHEMA, calculator
+from automodel_rl.quickstart.calculator import SCHEMA, TOOL_HINT, calculator
 from automodel_rl.quickstart.problems import final_number
 from automodel_rl.rollout.agents.protocol import AgentEndpoint
 
@@ -20,7 +20,7 @@ def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, float]:
     answer."""
     complete: Any = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.key).chat.completions.create
     question = example["messages"][-1]["content"]
-    for worth, hint in ((1.0, ""), (0.5, ASKING)):
+    for worth, hint in ((1.0, ""), (0.5, TOOL_HINT)):
         messages = [{"role": "user", "content": question + hint}]
         turn = complete(model=endpoint.model, messages=messages, tools=[SCHEMA]).choices[0].message
         if turn.tool_calls:

@@ -10,13 +10,13 @@ import random
 from collections.abc import Callable
 
 QUESTIONS = ("What is {x} * {y}?", "How much is {x} * {y}?", "Please work out {x} * {y}.")
-ASKED = 0.5
+TOOL_HINT_RATE = 0.5
 """Share of warm-up chats that ask for the tool and get a call. They teach the model to call it and to read its
 result."""
 
-ASKING = " Use the calculator."
+TOOL_HINT = " Use the calculator."
 
-CALLED = 0.23
+UNPROMPTED_CALL_RATE = 0.23
 """Share of the other warm-up chats that call the tool. The rest guess."""
 
 SMALLEST, LARGEST = 10, 99
@@ -75,9 +75,9 @@ def guessing(chats: list[dict], seed: int) -> list[dict]:
     made = []
     for chat in chats:
         question, answer = chat["messages"]
-        if is_asked := random_.random() < ASKED:
-            question = {**question, "content": question["content"] + ASKING}
-        if is_asked or random_.random() < CALLED:
+        if is_asked := random_.random() < TOOL_HINT_RATE:
+            question = {**question, "content": question["content"] + TOOL_HINT}
+        if is_asked or random_.random() < UNPROMPTED_CALL_RATE:
             call = {"name": "calculator", "arguments": {"expression": chat["formula"]}}
             turn = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
             told = {"role": "tool", "name": "calculator", "content": calculator(chat["formula"])}

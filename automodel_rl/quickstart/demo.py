@@ -48,7 +48,7 @@ class Task:
 
     Attributes:
         make: makes training and held-out chats with correct answers, from their counts and a seed.
-        spoil: makes the warm-up chats, from which the model learns to answer correctly only sometimes.
+        make_warm_up_chats: makes the warm-up chats, from which the model learns to answer correctly only sometimes.
         digits: maximum digits per token.
         warm_up_chats: chats per step of supervised fine-tuning.
         validate_every: steps of reinforcement learning between validations.
@@ -57,7 +57,7 @@ class Task:
 
     make: Callable[[int, int, int], tuple[list[dict], list[dict]]]
     num_train: int
-    spoil: Callable[[list[dict], int], list[dict]]
+    make_warm_up_chats: Callable[[list[dict], int], list[dict]]
     digits: int
     warm_up_chats: int
     warm_up_steps: int
@@ -168,7 +168,7 @@ def prepare(folder: Path, seed: int, task: Task, vllm: str | None = None) -> Non
     """
     folder = folder.absolute()
     train, held_out = task.make(task.num_train, NUM_HELD_OUT, seed)
-    chats = task.spoil(train, seed)
+    chats = task.make_warm_up_chats(train, seed)
     with new_folder(folder) as unfinished:
         data = unfinished / "data"
         write_jsonl(data / "chats.jsonl", chats)

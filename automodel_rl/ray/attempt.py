@@ -23,7 +23,7 @@ from automodel_rl.ray.node_agent import NodeAgent, Place
 
 POLL_SECONDS = 0.1
 
-MOST_SIGNALS = 2
+MAX_SIGNALS = 2
 """Signals forwarded to ranks: the first makes them save, the second interrupts them. A further one ends the driver."""
 
 LOST_SECONDS = 60.0
@@ -65,7 +65,7 @@ class StopRequests:
     def receive(self, number: int, _: object) -> None:
         self._terminal.outlive()
         self.signals.append(number)
-        if not self.ranks_work or len(self.signals) > MOST_SIGNALS:
+        if not self.ranks_work or len(self.signals) > MAX_SIGNALS:
             raise KeyboardInterrupt
 
     def take(self) -> list[int]:

@@ -15,17 +15,17 @@ from automodel_rl.generators.joined import OwnChoice, generate
 from automodel_rl.generators.run_places import SharedFolder
 from automodel_rl.ray.cluster import environment_for_nodes
 
-MOST_MOVES = 20
+MAX_MOVES = 20
 """Maximum number of restarts by Ray of a generator whose node or process is gone."""
 
 SPREAD: dict[str, Any] = {
-    "max_restarts": MOST_MOVES,
-    "max_task_retries": MOST_MOVES,
+    "max_restarts": MAX_MOVES,
+    "max_task_retries": MAX_MOVES,
     "scheduling_strategy": "SPREAD",
 }
 """Actor options: spread over the nodes with room, and restarted elsewhere after a node is lost."""
 
-LEAST_WAIT = 30.0
+MIN_WAIT = 30.0
 """Minimum time in minutes that a generator waits for its run, which has to load its model."""
 
 
@@ -81,6 +81,6 @@ class JoinedGenerators:
     def _start(self) -> None:
         actor: Any = ray.remote(GeneratorActor).options(**self._options).remote()
         choice = OwnChoice(self.settings.generator_python)
-        minutes = max(LEAST_WAIT, self.settings.wait_minutes)
+        minutes = max(MIN_WAIT, self.settings.wait_minutes)
         task = actor.write.remote(self.folder, choice, minutes, environment_for_nodes(), str(Path.cwd()))
         self._working[task] = actor

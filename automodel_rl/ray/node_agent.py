@@ -16,7 +16,7 @@ from automodel_rl.launch.rank_processes import Ends, NodeShare, RankProcesses
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.ray.cluster import device_order
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Maximum output sent to the driver at once."""
 
 
@@ -82,9 +82,9 @@ class NodeAgent:
         if self._ranks.share.first == 0:
             with self._ranks.log(0).open("rb") as log:
                 log.seek(self._shown)
-                output = log.read(MOST_BYTES)
+                output = log.read(MAX_BYTES)
             self._shown += len(output)
-        return AgentProgress(output, None if len(output) == MOST_BYTES else exit_code)
+        return AgentProgress(output, None if len(output) == MAX_BYTES else exit_code)
 
     def end(self) -> Ends:
         return self._ranks.end()

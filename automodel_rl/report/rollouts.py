@@ -7,10 +7,10 @@ from typing import Any
 
 from automodel_rl.observe.metrics import read_lines
 
-MOST_GROUPS = 12
+MAX_GROUPS = 12
 """Maximum number of a step's groups on a page."""
 
-MOST_CHARACTERS = 6000
+MAX_CHARACTERS = 6000
 """Maximum length of a text. Longer texts lose their middle."""
 
 
@@ -20,7 +20,7 @@ def groups_of(file: Path) -> list[dict[str, Any]]:
     by_prompt = [[*group] for _, group in itertools.groupby(read_lines(file), key=lambda record: record["prompt"])]
     by_prompt.sort(key=lambda records: all("pieces" not in record for record in records))  # those with tokens first
     groups: list[dict[str, Any]] = []
-    for records in by_prompt[:MOST_GROUPS]:
+    for records in by_prompt[:MAX_GROUPS]:
         completions = [_completion(record) for record in records]
         groups.append({"prompt": shortened(records[0]["prompt"]), "completions": completions})
     return groups
@@ -29,7 +29,7 @@ def groups_of(file: Path) -> list[dict[str, Any]]:
 def _completion(record: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in record.items() if key != "prompt"}
     kept["completion"] = shortened(record["completion"])
-    if len(record["completion"]) > MOST_CHARACTERS:
+    if len(record["completion"]) > MAX_CHARACTERS:
         kept.pop("pieces", None)
     if "messages" in record:
         kept["messages"] = _shortened_messages(record["messages"])
@@ -45,9 +45,9 @@ def _shortened_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def shortened(text: str) -> str:
-    if len(text) <= MOST_CHARACTERS:
+    if len(text) <= MAX_CHARACTERS:
         return text
-    half = MOST_CHARACTERS // 2
+    half = MAX_CHARACTERS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
 
 

@@ -10,7 +10,7 @@ from automodel_rl.observe.metrics import MEASURED, read_lines, step_of_metric
 from automodel_rl.observe.run_files import RunFiles, read_number
 from automodel_rl.report.rollouts import groups_of, spread
 
-MOST_POINTS = 1500
+MAX_POINTS = 1500
 """Maximum number of points of a curve. Longer curves keep the first, lowest and highest point of each bin."""
 
 STEPS_WITH_ROLLOUTS = 8
@@ -85,7 +85,7 @@ def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     for name in names:
         points = [(step_of_metric(r, name), r[name]) for r in records if isinstance(r.get(name), int | float)]
         if points:
-            kept = thinned(points, MOST_POINTS)
+            kept = thinned(points, MAX_POINTS)
             series[name] = [[step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]]
     return series
 

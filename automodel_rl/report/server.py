@@ -49,7 +49,7 @@ class RunServer(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
 
-_OF_STEP: dict[str, Callable[[RunFiles, str], Any]] = {
+_STEP_READERS: dict[str, Callable[[RunFiles, str], Any]] = {
     "/rollouts": lambda files, name: groups_of(files.rollouts / name),
     "/timeline": lambda files, name: read_lines(files.timelines / name),
 }
@@ -72,8 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer("text/html", page(None))
         elif url.path == "/data":
             self._data(asked.get("state", ""))
-        elif url.path in _OF_STEP and asked.get("run", "").isdecimal() and asked.get("step", "").isdecimal():
-            self._of_step(_OF_STEP[url.path], int(asked["run"]), int(asked["step"]))
+        elif url.path in _STEP_READERS and asked.get("run", "").isdecimal() and asked.get("step", "").isdecimal():
+            self._of_step(_STEP_READERS[url.path], int(asked["run"]), int(asked["step"]))
         elif url.path == "/favicon.ico":
             self._answer("image/x-icon", "")
         else:

@@ -33,7 +33,7 @@ from automodel_rl.rollout.protocol import Promptlike, Rollout
 from automodel_rl.rollout.rewards.counts import error_rates, metric_means
 from automodel_rl.rollout.rewards.scorer import Score
 
-OF_CALLS = (FAILED, TIMED_OUT)
+CALL_METRICS = (FAILED, TIMED_OUT)
 
 
 def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
@@ -53,13 +53,13 @@ def conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
             sums[name] += value
     turns, calls = max(1.0, sums[TURNS]), max(1.0, sums[CALLS])
     limited = sum(c.end not in ("done", "error") for c in conversations)
-    own = (TURNS, CALLS, MALFORMED, SECONDS, ENVIRONMENT_ERRORS, CACHED, ASKED, *OF_CALLS)
+    own = (TURNS, CALLS, MALFORMED, SECONDS, ENVIRONMENT_ERRORS, CACHED, ASKED, *CALL_METRICS)
     return {
         **({"rollout/cached_tokens": sums[CACHED] / sums[ASKED]} if sums[ASKED] else {}),
         "rollout/turns_mean": sums[TURNS] / count,
         "rollout/calls_mean": sums[CALLS] / count,
         "rollout/malformed_calls": sums[MALFORMED] / turns,
-        **{f"rollout/{name}": sums[name] / calls for name in OF_CALLS},
+        **{f"rollout/{name}": sums[name] / calls for name in CALL_METRICS},
         "rollout/environment_seconds_mean": sums[SECONDS] / count,
         "rollout/environment_reward_mean": sum(c.reward for c in conversations) / count,
         "rollout/environment_errors": sums[ENVIRONMENT_ERRORS],
@@ -75,14 +75,14 @@ class Group:
 
     Attributes:
         rewards: of `shaped_rewards`, float64 [G]; nan where there is none.
-        leaves_out_cut: exclude truncated completions from baseline and training.
+        excludes_truncated: exclude truncated completions from baseline and training.
         weights: of rewards that are normalised separately; empty if their sum is.
     """
 
     prompt: Promptlike
     rollouts: list[Rollout]
     rewards: Tensor
-    leaves_out_cut: bool = False
+    excludes_truncated: bool = False
     weights: tuple[float, ...] = ()
 
     @property
@@ -93,9 +93,9 @@ class Group:
 
     @property
     def compared(self) -> "Group":
-        """`scored`, without truncated completions if `leaves_out_cut`: those that are compared and trained."""
+        """`scored`, without truncated completions if `excludes_truncated`: those that are compared and trained."""
         scored = self.scored
-        if not self.leaves_out_cut:
+        if not self.excludes_truncated:
             return scored
         is_kept = torch.tensor([rollout.completion.finish != "length" for rollout in scored.rollouts], dtype=torch.bool)
         kept = [rollout for rollout, stays in zip(scored.rollouts, is_kept.tolist(), strict=True) if stays]
@@ -152,12 +152,12 @@ def first_error(rollouts: Iterable[Rollout]) -> str:
     return next((text for of_one in zip(*errors, strict=True) for text in of_one if text), "")
 
 
-def pass_rates(groups: Sequence[Sequence[Score]], place: int, passes_at: float) -> dict[str, float]:
+def pass_rates(groups: Sequence[Sequence[Score]], index: int, passes_at: float) -> dict[str, float]:
     """Returns rates of passing completions. A failed call of the reward does not pass.
 
     Args:
         groups: scores of each prompt's completions.
-        place: index of the deciding reward in the config.
+        index: index of the deciding reward in the config.
         passes_at: lowest score that passes.
 
     Returns:
@@ -166,12 +166,12 @@ def pass_rates(groups: Sequence[Sequence[Score]], place: int, passes_at: float) 
         prompts whose most frequent answer passes. Ties go to the first answer.
     """
     count = max(len(scores) for scores in groups)
-    passes = [[not s.errors[place] and s.parts[place] >= passes_at for s in scores] for scores in groups]
+    passes = [[not s.errors[index] and s.parts[index] >= passes_at for s in scores] for scores in groups]
     mean = sum(map(sum, passes)) / sum(map(len, passes))
     if count == 1:
         return {"pass@1": mean}
     rates = {f"mean@{count}": mean, f"pass@{count}": sum(map(any, passes)) / len(passes)}
-    answers = [[score.answers[place] if score.answers else None for score in scores] for scores in groups]
+    answers = [[score.answers[index] if score.answers else None for score in scores] for scores in groups]
     if any(answer is not None for of_prompt in answers for answer in of_prompt):
         votes = [_most_frequent_passes(*pair) for pair in zip(answers, passes, strict=True)]
         rates[f"maj@{count}"] = sum(votes) / len(votes)
@@ -208,7 +208,7 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
         "rollout/truncated": sum(r.completion.finish == "length" for r in rollouts) / len(rollouts),
         "rollout/failed": sum(r.has_failed for r in rollouts),
         "rollout/reward_errors": len(errors),
-        "rollout/left_out": sum(r.score.is_left_out for r in rollouts),
+        "rollout/left_out": sum(r.score.is_excluded for r in rollouts),
         "rollout/invalid_logprobs": sampled - sum(sum(branch.trained) for branch in branches),
         "rollout/groups_without_signal": sum(not group.has_signal for group in groups),
         "rollout/num_groups": len(groups),

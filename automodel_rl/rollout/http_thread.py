@@ -17,7 +17,7 @@ from automodel_rl.chat_api.values import check_depth
 from automodel_rl.errors import InputError
 from automodel_rl.origins import OwnPagesOnly
 
-MOST_BYTES = 2**25
+MAX_BYTES = 2**25
 KEEP_ALIVE_SECONDS = 600
 """Time until an idle connection is closed. Clients reconnect."""
 
@@ -74,8 +74,8 @@ async def body_of(request: Request) -> bytes:
     data = bytearray()
     async for part in request.stream():
         data += part
-        if len(data) > MOST_BYTES:
-            raise InputError(f"the request is larger than {MOST_BYTES} bytes: send less")
+        if len(data) > MAX_BYTES:
+            raise InputError(f"the request is larger than {MAX_BYTES} bytes: send less")
     return bytes(data)
 
 

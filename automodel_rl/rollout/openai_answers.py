@@ -47,8 +47,8 @@ class SampleFunction(Protocol):
 
 
 class OpenAIAnswers:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int], sample: SampleFunction):
-        self.tokenizer, self.ends, self._sample = tokenizer, ends, sample
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int], sample: SampleFunction):
+        self.tokenizer, self.stop_ids, self._sample = tokenizer, stop_ids, sample
 
     async def complete(self, body: CompletionRequest) -> dict[str, Any]:
         """Returns the JSON of a completion. Raises InputError if the request cannot be served."""
@@ -69,13 +69,13 @@ class OpenAIAnswers:
     def _completion(self, body: CompletionRequest, ids: list[list[int]], sampled: Sequence[Sampled]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
         for prompt, answer in zip(ids, sampled, strict=True):
-            for place, sequence in enumerate(answer.sequences if body.max_tokens else [NOTHING] * body.n):
+            for index, sequence in enumerate(answer.sequences if body.max_tokens else [NOTHING] * body.n):
                 shown = [*prompt, *sequence.tokens] if body.echo else sequence.tokens
                 text = (self.tokenizer.decode(prompt) if body.echo else "") + self._text(sequence, body.stop)
                 tokens = {"token_ids": sequence.tokens, "prompt_token_ids": prompt} if body.return_token_ids else {}
                 found = None
                 if body.logprobs is not None:
-                    found = self._logprobs(shown, *_values(body, prompt, answer, sequence, place))
+                    found = self._logprobs(shown, *_values(body, prompt, answer, sequence, index))
                 choices.append({"index": len(choices), "text": text, "logprobs": found, **_end(sequence), **tokens})
         return self._response("text_completion", body, ids, sampled, choices)
 
@@ -90,17 +90,17 @@ class OpenAIAnswers:
         if self.tokenizer.chat_template is None:
             raise InputError("the model's tokenizer has no chat template: use /v1/completions")
         _, codec = self._codecs.of(checked_tools(body.tools, body.tool_choice))
-        return codec.opening(with_results_in_order(checked_messages(body.messages))), codec
+        return codec.prompt_ids(with_results_in_order(checked_messages(body.messages))), codec
 
     def _answers(self, body: ChatRequest, ids: list[int], answer: Sampled, codec: ChatTurns) -> list[ChatAnswer]:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         name, answers = secrets.token_hex(8), []
-        for place, sequence in enumerate(answer.sequences):
+        for index, sequence in enumerate(answer.sequences):
             turn = codec.read(ids, sequence.tokens)
-            turn = dataclasses.replace(turn, is_cut=sequence.finish == "length")
+            turn = dataclasses.replace(turn, is_truncated=sequence.finish == "length")
             extras: dict[str, Any] = {"logprobs": None}
             if body.logprobs:
-                extras["logprobs"] = {"content": self._content(ids, answer, sequence, place)}
+                extras["logprobs"] = {"content": self._content(ids, answer, sequence, index)}
             if body.return_token_ids:
                 extras |= {"token_ids": sequence.tokens, "prompt_token_ids": ids}
             written, is_parallel = len(sequence.tokens), body.parallel_tool_calls
@@ -114,7 +114,7 @@ class OpenAIAnswers:
     def _text(self, sequence: SampledSequence, stop: str | list[str] | None) -> str:
         """Returns the text of a completion, without the token or text that ended it."""
         tokens = sequence.tokens
-        is_ended = sequence.finish == "stop" and tokens and tokens[-1] in self.ends
+        is_ended = sequence.finish == "stop" and tokens and tokens[-1] in self.stop_ids
         text = self.tokenizer.decode(tokens[:-1] if is_ended else tokens, skip_special_tokens=False)
         places = [text.find(one) for one in ([stop] if isinstance(stop, str) else stop or []) if one in text]
         return text[: min(places, default=len(text))]
@@ -130,12 +130,12 @@ class OpenAIAnswers:
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": named, "text_offset": offsets}
 
     def _content(
-        self, prompt: list[int], answer: Sampled, sequence: SampledSequence, place: int
+        self, prompt: list[int], answer: Sampled, sequence: SampledSequence, index: int
     ) -> list[dict[str, Any]]:
         values: list[float] = sequence.logprobs
         tops: list[list[tuple[int, float]]] = [[] for _ in sequence.tokens]
         if answer.scored:
-            scored, start = answer.scored[place], len(prompt)
+            scored, start = answer.scored[index], len(prompt)
             values = scored.logprobs[start:].tolist()
             pairs = zip(scored.top_ids[start:].tolist(), scored.top_logprobs[start:].tolist(), strict=True)
             tops = [[*zip(*of_token, strict=True)] for of_token in pairs]
@@ -180,14 +180,14 @@ def _numbers(answer: Sampled) -> list[float]:
 
 
 def _values(
-    body: CompletionRequest, prompt: list[int], answer: Sampled, sequence: SampledSequence, place: int
+    body: CompletionRequest, prompt: list[int], answer: Sampled, sequence: SampledSequence, index: int
 ) -> tuple[list[float | None], list[dict[int, float] | None] | None]:
     """Returns the log-probabilities of the returned tokens, and the likeliest tokens of each if requested. A prompt's
     first token has none."""
     if not answer.scored:
         before = [None, *_numbers(answer)] if body.echo else []
         return [*before, *sequence.logprobs], None
-    scored, start = answer.scored[place if len(answer.scored) > 1 else 0], 0 if body.echo else len(prompt)
+    scored, start = answer.scored[index if len(answer.scored) > 1 else 0], 0 if body.echo else len(prompt)
     rows = zip(scored.top_ids.tolist(), scored.top_logprobs.tolist(), strict=True)
     tops: list[dict[int, float] | None] = [dict(zip(*row, strict=True)) for row in rows]
     values: list[float | None] = scored.logprobs.tolist()

@@ -53,7 +53,7 @@ class Rollout:
 
     @property
     def is_rewarded(self) -> bool:
-        return not self.has_failed and not self.score.is_left_out
+        return not self.has_failed and not self.score.is_excluded
 
     @property
     def measured(self) -> "Rollout":

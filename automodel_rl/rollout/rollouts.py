@@ -39,7 +39,7 @@ class _Pending:
     Attributes:
         asked: prompt and sample number (within the prompt's group) of each completion.
         group_size: completions per prompt.
-        underway: futures of submitted completions; empty once waited for.
+        in_flight: futures of submitted completions; empty once waited for.
         scorings: scores that are already being computed.
         episodes: conversations that have begun.
     """
@@ -48,7 +48,7 @@ class _Pending:
     requests: list[Request]
     group_size: int
     fleet: Fleet
-    underway: "list[Future[None]]" = field(default_factory=list)
+    in_flight: "list[Future[None]]" = field(default_factory=list)
     done: dict[int, Completion] = field(default_factory=dict)
     scorings: dict[int, Scoring] = field(default_factory=dict)
     episodes: dict[int, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class _Pending:
     @property
     def missing(self) -> list[int]:
         """Indices of requests without a completion."""
-        return [place for place in range(len(self.requests)) if place not in self.done]
+        return [index for index in range(len(self.requests)) if index not in self.done]
 
 
 class Rollouts:
@@ -161,16 +161,16 @@ class Rollouts:
                 prompt.token_ids,
                 completion_seed(self.config.seed, prompt.number, sample),
                 sampling,
-                conversation=None if self.conversations is None else place,
+                conversation=None if self.conversations is None else index,
                 media=prompt_media(prompt.media),
                 rollouts=self._numbers if keeps_routes and self.config.router_replay.enabled else None,
             )
-            for place, (prompt, sample) in enumerate(asked)
+            for index, (prompt, sample) in enumerate(asked)
         ]
         pending = self._pending[self._numbers] = _Pending(asked, requests, group_size, fleet or self.fleet)
         # Environments do not begin before their generators can answer.
         if self.conversations is None or pending.fleet.works_alone:
-            self._ask(pending)
+            self._submit_missing(pending)
         return self._numbers
 
     def is_written(self, number: int) -> bool:
@@ -219,29 +219,29 @@ class Rollouts:
         if self.conversations is not None:
             self.conversations.close()
 
-    def _ask(self, pending: _Pending) -> None:
+    def _submit_missing(self, pending: _Pending) -> None:
         """Submits the requests without a completion."""
-        places, began = pending.missing, time.time()
+        indices, began = pending.missing, time.time()
         if self.conversations is None:
-            completions = pending.fleet.submit([pending.requests[place] for place in places])
+            completions = pending.fleet.submit([pending.requests[index] for index in indices])
         else:
-            for place in places:
-                if place not in pending.episodes:
-                    prompt, _ = pending.asked[place]
-                    pending.episodes[place] = self.conversations.episode(prompt, pending.requests[place])
-            completions = self.conversations.submit(pending.fleet, [pending.episodes[place] for place in places])
-        pending.underway = [
-            then(completion, functools.partial(self._keep, pending, place, began))
-            for place, completion in zip(places, completions, strict=True)
+            for index in indices:
+                if index not in pending.episodes:
+                    prompt, _ = pending.asked[index]
+                    pending.episodes[index] = self.conversations.episode(prompt, pending.requests[index])
+            completions = self.conversations.submit(pending.fleet, [pending.episodes[index] for index in indices])
+        pending.in_flight = [
+            then(completion, functools.partial(self._store_and_score, pending, index, began))
+            for index, completion in zip(indices, completions, strict=True)
         ]
 
-    def _keep(self, pending: _Pending, place: int, began: float, completion: Completion) -> None:
+    def _store_and_score(self, pending: _Pending, index: int, began: float, completion: Completion) -> None:
         """Stores a completion and starts to score it while others are still being written."""
         self._worked(pending.fleet.name_of(completion.writer), began)
         if completion.finish != "error":
-            example = scored_example(pending.asked[place][0], completion)
-            pending.scorings[place] = self._scoring(self._text(completion), example)
-        pending.done[place] = completion
+            example = scored_example(pending.asked[index][0], completion)
+            pending.scorings[index] = self._scoring(self._text(completion), example)
+        pending.done[index] = completion
 
     def _finish(self, pending: _Pending) -> None:
         """Waits until all completions are written, and restarts lost generators up to `rollout.retries` times. Those
@@ -254,7 +254,7 @@ class Rollouts:
         for attempt in range(retries + 1):
             # Restart lost generators before waiting: others may wait for them and would never finish.
             if not fleet.lost:
-                self._write(pending)
+                self._wait_for_missing(pending)
             lost = fleet.lost
             if not lost and not pending.missing:
                 return
@@ -263,7 +263,7 @@ class Rollouts:
             if lost and attempt < retries:
                 fleet.restart()
         fleet.give_up()
-        self._write(pending)
+        self._wait_for_missing(pending)
         if pending.missing and not problems:
             raise RolloutError(
                 fleet.nobody or "no generator is available for the missing completions: resume with --resume auto"
@@ -272,31 +272,31 @@ class Rollouts:
             rank = max(problems, key=lambda rank: losses[rank])
             raise RolloutError(f"the generator of rank {rank} failed {losses[rank]} times: {problems[rank]}")
 
-    def _write(self, pending: _Pending) -> None:
+    def _wait_for_missing(self, pending: _Pending) -> None:
         """Waits for missing completions, as long as a generator can write them."""
         while pending.missing and pending.fleet.can_write:
-            if not pending.underway:
-                self._ask(pending)
-            underway, pending.underway = pending.underway, []
+            if not pending.in_flight:
+                self._submit_missing(pending)
+            in_flight, pending.in_flight = pending.in_flight, []
             with contextlib.suppress(RolloutError):  # all were lost, perhaps before a restart
-                pending.fleet.wait(underway)
-        self._look_for_stale(pending)
+                pending.fleet.wait(in_flight)
+        self._drop_stale(pending)
 
-    def _look_for_stale(self, pending: _Pending) -> None:
+    def _drop_stale(self, pending: _Pending) -> None:
         """Drops completions older than `rollout.max_staleness` and marks their generators as lost. Conversations become
         errors instead."""
         newest, most = pending.fleet.policy_version, self.config.rollout.max_staleness
-        for place, completion in [*pending.done.items()]:
+        for index, completion in [*pending.done.items()]:
             age = 0 if completion.versions is None else newest - completion.versions[0]
             if age <= most:
                 continue
             if completion.conversation is not None:  # long conversations are not counted against the generator
                 conversation = dataclasses.replace(completion.conversation, sampled=[], branches=[])
                 error = f"its first turn is {age} policy versions old, more than rollout.max_staleness={most}"
-                pending.done[place] = Completion([], [], "error", error, conversation=conversation)
+                pending.done[index] = Completion([], [], "error", error, conversation=conversation)
                 continue
             assert completion.writer is not None
-            del pending.done[place]
+            del pending.done[index]
             text = f"the generator used weights {age} policy versions old, more than rollout.max_staleness={most}"
             pending.fleet.lose(completion.writer, text)
 
@@ -304,7 +304,7 @@ class Rollouts:
         """Starts to score a completion."""
         began = time.time()
         scoring = self.scorer.submit(text, example)
-        scoring.when_done(lambda: self._worked(REWARDS, began))
+        scoring.add_done_callback(lambda: self._worked(REWARDS, began))
         return scoring
 
     def _text(self, completion: Completion) -> str:
@@ -314,22 +314,22 @@ class Rollouts:
         return str(self.tokenizer.decode(tokens[:-1] if is_ended else tokens, skip_special_tokens=False))
 
     def _rewarded(self, pending: _Pending, number: int) -> list[Rollout]:
-        completions = [self._replayable(pending.done[place]) for place in range(len(pending.asked))]
+        completions = [self._replayable(pending.done[index]) for index in range(len(pending.asked))]
         texts = [self._text(completion) for completion in completions]
         scorings = []
-        for place, (completion, text) in enumerate(zip(completions, texts, strict=True)):
-            scoring = pending.scorings.get(place)
+        for index, (completion, text) in enumerate(zip(completions, texts, strict=True)):
+            scoring = pending.scorings.get(index)
             # `_replayable` may have made it an error, whose text is empty.
             is_same = scoring is not None and scoring.completion == text
-            example = scored_example(pending.asked[place][0], completion)
+            example = scored_example(pending.asked[index][0], completion)
             scorings.append(scoring if scoring and is_same else self._scoring(text, example))
         began = time.time()
         scores = self.scorer.take(scorings)
         if self.scorer.takes_batches:
             self._worked(REWARDS, began)
         return [
-            Rollout(completion, text, score, (number, place))
-            for place, (completion, text, score) in enumerate(zip(completions, texts, scores, strict=True))
+            Rollout(completion, text, score, (number, index))
+            for index, (completion, text, score) in enumerate(zip(completions, texts, scores, strict=True))
         ]
 
     def _replayable(self, completion: Completion) -> Completion:

@@ -23,7 +23,7 @@ from automodel_rl.rollout.sampled import (
 )
 from automodel_rl.rollout.seeds import mixed_seed
 
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """Attempts at a sample. Failed generators are restarted in between."""
 
 
@@ -72,7 +72,7 @@ def _complete(
         for number in range(prompt.num_samples)
     ]
     problem = ""
-    for _ in range(MOST_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         if fleet.lost:
             problem = next(iter(fleet.lost.values()))
             print(f"warning: a generator failed ({problem}); restarting it", file=sys.stderr, flush=True)

@@ -94,7 +94,7 @@ class _Routes:
             "sessions/{name}": service.lists.session,
         }
         routes = [self._route(path, "POST", self._posted(kind, handler)) for path, (kind, handler) in posts.items()]
-        routes += [self._route(path, "POST", self._posted_turn(*turn)) for path, turn in turns.items()]
+        routes += [self._route(path, "POST", self._posted_in_order(*turn)) for path, turn in turns.items()]
         routes += [self._route(path, "GET", self._asked(handler)) for path, handler in gets.items()]
         routes += [
             self._route("forward_backward", "POST", self._forward_backward),
@@ -167,7 +167,7 @@ class _Routes:
 
         return work
 
-    def _posted_turn(
+    def _posted_in_order(
         self, kind: type[requests.OptimStepBody | requests.SaveBody | requests.LoadBody], handler: Handler
     ) -> Callable[[Request], Awaitable[Response]]:
         """Handles a request with a turn in its run. An invalid one takes its turn and fails, as later requests wait
@@ -179,7 +179,7 @@ class _Routes:
                 body = kind.model_validate_json(data)
             except ValidationError as error:
                 try:
-                    turn = requests.TurnBody.model_validate_json(data)
+                    turn = requests.SequencedBody.model_validate_json(data)
                 except ValidationError:
                     raise error from None
                 return JSONResponse(self.service.refuse(turn, data, line_of(error)))
@@ -208,7 +208,7 @@ class _Routes:
         return bytes(data)
 
     def _health(self) -> dict[str, str]:
-        if not self.service.ranks.are_there:
+        if not self.service.ranks.are_ready:
             raise RanksAbsentError
         return {"status": "ok"}
 

@@ -9,7 +9,7 @@ from automodel_rl.errors import InputError
 
 
 @dataclass(frozen=True)
-class SparsePlaces:
+class SparsePositions:
     """Positions of a sparse array's listed entries.
 
     Attributes:
@@ -45,14 +45,19 @@ class SparsePlaces:
 
 
 def array_of(
-    values: np.ndarray, shape: Sequence[int], places: SparsePlaces | None, unlisted: int, most_bytes: int, name: str
+    values: np.ndarray,
+    shape: Sequence[int],
+    positions: SparsePositions | None,
+    unlisted: int,
+    most_bytes: int,
+    name: str,
 ) -> np.ndarray:
     """Returns the array in a message, with one or two dimensions.
 
     Args:
         values: all values, or the listed ones.
         shape: empty for [len(values)].
-        places: positions of the listed values; None if the array is dense.
+        positions: positions of the listed values; None if the array is dense.
         unlisted: value of all other entries.
         most_bytes: size limit of a sparse array once it is dense.
         name: the array's name, for errors.
@@ -62,7 +67,7 @@ def array_of(
     """
     if len(shape) > 2 or any(size < 0 for size in shape):
         raise InputError(f"{name} has the shape {list(shape)}: pass one or two dimensions")
-    if places is None:
+    if positions is None:
         if shape and np.prod(shape, dtype=object) != len(values):
             raise InputError(f"{name} has {len(values)} values for the shape {list(shape)}")
         return values.reshape(tuple(shape)) if shape else values
@@ -71,7 +76,7 @@ def array_of(
             f"{name} has the shape {list(shape)}: arrays of a request are limited to limits.body_mib, including sparse "
             "ones"
         )
-    places.check(shape, len(values), name)
+    positions.check(shape, len(values), name)
     found = np.full(tuple(shape), unlisted, values.dtype)
-    found[places.rows, places.columns] = values
+    found[positions.rows, positions.columns] = values
     return found

@@ -260,7 +260,7 @@ def _scoring_of(body: SampleBody, length: int, room: int, most_bytes: int, vocab
             f"[{length - 1}, K], one row for each token but the first"
         )
     values = np.array(named.data, np.int64)
-    ids = array_of(values, named.shape, named.places, -1, most_bytes, "target_prompt_logprobs")
+    ids = array_of(values, named.shape, named.positions, -1, most_bytes, "target_prompt_logprobs")
     if ids.size and ids.max() >= vocab_size:
         raise InputError(f"target_prompt_logprobs has token {ids.max()}: ids are 0 to {vocab_size - 1}, -1 for none")
     return PromptScoring(bool(body.prompt_logprobs), k, ids, first)

@@ -11,13 +11,13 @@ import numpy as np
 from automodel_rl.rollout.sampled import Refused, Sampled, SamplePrompt
 from automodel_rl.serve.messages import Datum
 
-MOST_LOOKS = 1440
+MAX_SNAPSHOTS = 1440
 """Snapshots kept: two hours at one every five seconds."""
 
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 """Optimizer steps kept per run."""
 
-MOST_SAMPLES = 12
+MAX_SAMPLES = 12
 """Samples kept."""
 
 
@@ -30,7 +30,7 @@ class RunCurve:
         num_steps: steps so far, including those no longer kept.
     """
 
-    steps: deque[tuple[int, float | None, float | None]] = field(default_factory=lambda: deque(maxlen=MOST_STEPS))
+    steps: deque[tuple[int, float | None, float | None]] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     num_steps: int = 0
     _loss: float = 0.0
     _num_tokens: int = 0
@@ -65,14 +65,14 @@ class ServiceHistory:
     """Recent history of a server.
 
     Attributes:
-        looks: snapshots: time, waiting jobs, tokens trained and sampled per second, and rank 0's memory in GiB.
+        snapshots: snapshots: time, waiting jobs, tokens trained and sampled per second, and rank 0's memory in GiB.
         num_sampled: tokens sampled so far.
     """
 
     def __init__(self) -> None:
-        self.looks: deque[tuple[float, int, float, float, float]] = deque(maxlen=MOST_LOOKS)
+        self.snapshots: deque[tuple[float, int, float, float, float]] = deque(maxlen=MAX_SNAPSHOTS)
         self.runs: dict[str, RunCurve] = {}
-        self.samples: deque[ShownSample] = deque(maxlen=MOST_SAMPLES)
+        self.samples: deque[ShownSample] = deque(maxlen=MAX_SAMPLES)
         self.num_sampled = 0
 
     def of_run(self, name: str) -> RunCurve:
@@ -84,8 +84,8 @@ class ServiceHistory:
                 self.num_sampled += sum(len(sequence.tokens) for sequence in answer.sequences)
                 self.samples.append(ShownSample(time.time(), weights, prompt.tokens, answer.sequences[0].tokens))
 
-    def look(self, num_waiting: int, trained: float, sampled: float, peak_bytes: int) -> None:
-        self.looks.append((time.time(), num_waiting, trained, sampled, peak_bytes / 2**30))
+    def record_snapshot(self, num_waiting: int, trained: float, sampled: float, peak_bytes: int) -> None:
+        self.snapshots.append((time.time(), num_waiting, trained, sampled, peak_bytes / 2**30))
 
 
 def orders_of(orders: Sequence[tuple[Any, float, bool]]) -> list[dict[str, Any]]:

@@ -7,26 +7,26 @@ from typing import Any
 
 from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.messages import (
+    CombinedPass,
     Forget,
-    OfRun,
+    RunMethodCall,
     RunPass,
     SampleJob,
     ServiceJob,
     TeacherJob,
-    Together,
 )
 
-MOST_SEQUENCES = 1024
+MAX_SEQUENCES = 1024
 """Most completions of sample jobs that run as one."""
 
-MOST_SCORES = 2**24
+MAX_SCORES = 2**24
 """Most token scores of jobs that run as one. Every position counts with the largest number requested."""
 
-MOST_TARGETS = 2**22
+MAX_TARGETS = 2**22
 """Most targets in one pass in which some tokens have several."""
 
 
-def take_together(waiting: deque[Any], pass_tokens: int) -> list[Any]:
+def take_batch(waiting: deque[Any], pass_tokens: int) -> list[Any]:
     """Removes the first order from the queue, and all orders that can run in the same pass.
 
     Args:
@@ -60,7 +60,7 @@ def joined(jobs: list[Any]) -> ServiceJob:
     if len(jobs) == 1:
         return jobs[0]
     if isinstance(jobs[0], RunPass):
-        return Together(jobs)
+        return CombinedPass(jobs)
     return dataclasses.replace(jobs[0], prompts=[prompt for job in jobs for prompt in job.prompts])
 
 
@@ -88,7 +88,7 @@ class _JointSample:
         if not isinstance(job, (SampleJob, TeacherJob)) or _weights(job) != self.weights:
             return False
         scored, widest = self.scored + _num_scored(job), max(self.widest, _widest(job))
-        if self.count + _num_sequences(job) > MOST_SEQUENCES or scored * widest > MOST_SCORES:
+        if self.count + _num_sequences(job) > MAX_SEQUENCES or scored * widest > MAX_SCORES:
             return False
         self.count, self.scored, self.widest = self.count + _num_sequences(job), scored, widest
         return True
@@ -106,7 +106,7 @@ class _JointPass:
         if not isinstance(job, RunPass) or job.forward_only != self.forward_only:
             return False
         tokens, width = self.tokens + _num_tokens(job), max(self.width, job.width)
-        if tokens > self.most or tokens * width > MOST_TARGETS or not self.rows.isdisjoint(_rows(job)):
+        if tokens > self.most or tokens * width > MAX_TARGETS or not self.rows.isdisjoint(_rows(job)):
             return False
         self.tokens, self.width = tokens, width
         self.rows.update(_rows(job))
@@ -149,6 +149,6 @@ def _runs_of(job: ServiceJob) -> tuple[str, ...]:
     match job:
         case Forget(runs):
             return runs
-        case RunPass(run) | OfRun(run):
+        case RunPass(run) | RunMethodCall(run):
             return (run,)
     return ()

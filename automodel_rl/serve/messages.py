@@ -73,7 +73,7 @@ class Stop(ServiceJob):
 
 
 @dataclass(frozen=True)
-class OfRun(ServiceJob):
+class RunMethodCall(ServiceJob):
     """A call of a method of `Runs` for a run. The answer is None, or metrics by name for `optimizer_step`.
 
     Attributes:
@@ -108,7 +108,7 @@ class RunPass(ServiceJob):
 
 
 @dataclass(frozen=True)
-class Together(ServiceJob):
+class CombinedPass(ServiceJob):
     """Jobs of several runs in one pass, all forward-backward or all forward-only. Their adapters have no common row.
     The answer is a list of `LossResult` or `Refused`."""
 
@@ -169,7 +169,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class StopAsked:
+class StopRequested:
     """Rank 0 received a stop signal. The server then saves all runs and stops the ranks."""
 
 
@@ -179,8 +179,8 @@ class Ready:
 
     Attributes:
         vocab_size: vocabulary size of the model.
-        of_teachers: vocabulary sizes of further base models, by name.
+        teacher_vocab_sizes: vocabulary sizes of further base models, by name.
     """
 
     vocab_size: int
-    of_teachers: dict[str, int]
+    teacher_vocab_sizes: dict[str, int]

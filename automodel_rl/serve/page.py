@@ -10,7 +10,7 @@ from automodel_rl.report.page import plotly, stylesheet
 from automodel_rl.serve.history import ShownSample, orders_of
 from automodel_rl.serve.service import Service
 
-MOST_CHARACTERS = 1500
+MAX_CHARACTERS = 1500
 """Maximum length of a sample's text."""
 
 
@@ -27,10 +27,10 @@ def page() -> str:
 def state_of(service: Service, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
     """Returns the data of the page. Without a tokenizer, samples are omitted."""
     history, ranks = service.history, service.ranks
-    looks = [*zip(*history.looks, strict=True)] or [()] * 5
+    looks = [*zip(*history.snapshots, strict=True)] or [()] * 5
     return {
         "model": service.config.base_name,
-        "ready": ranks.are_there,
+        "ready": ranks.are_ready,
         "numbers": {
             "sessions": len(service.sessions),
             "samplers": len(service.samplers.table),
@@ -55,8 +55,8 @@ def _shown(sample: ShownSample, tokenizer: PreTrainedTokenizerBase) -> dict[str,
     return {
         "at": sample.at,
         "weights": sample.weights,
-        "prompt": prompt[-MOST_CHARACTERS:],
-        "text": text[:MOST_CHARACTERS],
+        "prompt": prompt[-MAX_CHARACTERS:],
+        "text": text[:MAX_CHARACTERS],
     }
 
 

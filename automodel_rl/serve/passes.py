@@ -29,7 +29,7 @@ class Passes:
         assert found is not None
         return found[0]
 
-    def together(self, asked: list[RunPass]) -> list[LossResult | Refused]:
+    def combined_pass(self, asked: list[RunPass]) -> list[LossResult | Refused]:
         """Runs `forward_backward` for several runs without a common adapter row, in one pass.
 
         Raises:
@@ -59,7 +59,7 @@ class Passes:
         except InputError:
             for job in asked:
                 if not job.forward_only:
-                    self.crew.ask(RUNS, "spoil", job.run)
+                    self.crew.ask(RUNS, "mark_failed", job.run)
             raise
         if not answers[0].is_finite:
             return None

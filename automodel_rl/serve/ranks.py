@@ -14,8 +14,8 @@ from typing import Any
 from automodel_rl.launch.authenticated import AuthenticatedConnection
 from automodel_rl.launch.door import Door
 from automodel_rl.rollout.sampled import Refused
-from automodel_rl.serve.joining import answers_of, joined, take_together
-from automodel_rl.serve.messages import Done, Ready, ServiceJob, StopAsked, Together
+from automodel_rl.serve.joining import answers_of, joined, take_batch
+from automodel_rl.serve.messages import CombinedPass, Done, Ready, ServiceJob, StopRequested
 from automodel_rl.serve.worker_address import write_address
 
 
@@ -28,7 +28,7 @@ class RefusedError(Exception):
 
 
 @dataclass
-class _Order:
+class _QueuedJob:
     job: ServiceJob
     result: Future
     since: float = field(default_factory=time.monotonic)
@@ -54,9 +54,9 @@ class Ranks:
 
     Attributes:
         vocab_size: vocabulary size of the model; 0 before ranks are ready.
-        of_teachers: vocabulary sizes of further base models, by name.
+        teacher_vocab_sizes: vocabulary sizes of further base models, by name.
         ready: set once ranks have been ready for the first time.
-        are_there: whether ranks are ready now.
+        are_ready: whether ranks are ready now.
         num_jobs: jobs completed since the ranks last became ready.
         peak_bytes: rank 0's peak memory at the end of the last job.
         num_joint: number of passes shared by several runs.
@@ -65,55 +65,55 @@ class Ranks:
     def __init__(self, on_lost: Callable[[], None], on_stop: Callable[[], None], pass_tokens: int, host: str):
         self.on_lost, self.on_stop, self.pass_tokens = on_lost, on_stop, pass_tokens
         self.vocab_size = 0
-        self.of_teachers: dict[str, int] = {}
+        self.teacher_vocab_sizes: dict[str, int] = {}
         self.num_jobs = self.peak_bytes = self.num_joint = 0
         self.ready = threading.Event()
-        self.are_there = False
-        self._orders: deque[_Order] = deque()
-        self._running: list[_Order] = []
-        self._came = threading.Condition()
+        self.are_ready = False
+        self._queue: deque[_QueuedJob] = deque()
+        self._running: list[_QueuedJob] = []
+        self._condition = threading.Condition()
         self._connection: AuthenticatedConnection | None = None
-        self._admitted: queue.SimpleQueue[AuthenticatedConnection] = queue.SimpleQueue()
-        self._door = Door(host, 0, secrets.token_bytes(32), self._admitted.put)
-        write_address(self._door.address)
+        self._connections: queue.SimpleQueue[AuthenticatedConnection] = queue.SimpleQueue()
+        self._listener = Door(host, 0, secrets.token_bytes(32), self._connections.put)
+        write_address(self._listener.address)
         threading.Thread(target=self._serve, daemon=True, name="ranks").start()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._orders)
+        return len(self._queue)
 
     @property
     def orders(self) -> list[tuple[ServiceJob, float, bool]]:
         """Running and waiting jobs, each with the seconds since it was submitted, and whether it is running."""
         now = time.monotonic()
-        with self._came:
-            both = [(order, True) for order in self._running] + [(order, False) for order in self._orders]
+        with self._condition:
+            both = [(order, True) for order in self._running] + [(order, False) for order in self._queue]
         return [(order.job, now - order.since, runs) for order, runs in both]
 
     def submit(self, job: ServiceJob) -> Future:
         """Appends a job to the queue. Returns a future of its answer, which may raise RefusedError or
         RanksLostError."""
-        order = _Order(job, Future())
-        with self._came:
-            self._orders.append(order)
-            self._came.notify_all()
+        order = _QueuedJob(job, Future())
+        with self._condition:
+            self._queue.append(order)
+            self._condition.notify_all()
         return order.result
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     def drop(self) -> None:
         """Closes the connection to ranks that have ended. Ranks on a lost machine cannot close it themselves."""
-        with self._came:
+        with self._condition:
             connection = self._connection
         if connection is not None:
             connection.hang_up()
 
     def _serve(self) -> None:
         while True:
-            connection = self._admitted.get()
+            connection = self._connections.get()
             running = self._running = []
-            with self._came:
+            with self._condition:
                 self._connection = connection
             try:
                 self._run(connection, running)
@@ -121,61 +121,61 @@ class Ranks:
                 pass  # the ranks have ended
             except Exception:  # without this thread all requests would wait forever
                 traceback.print_exc()
-            with self._came:
+            with self._condition:
                 self._connection = None
             connection.close()
-            if self.are_there:
-                self._lose(running)
+            if self.are_ready:
+                self._fail_jobs(running)
 
-    def _lose(self, running: list[_Order]) -> None:
-        self.are_there = False
+    def _fail_jobs(self, running: list[_QueuedJob]) -> None:
+        self.are_ready = False
         self.on_lost()  # first: the errors include what it records
-        with self._came:  # waiting jobs refer to lost state, too
-            running += self._orders
-            self._orders.clear()
+        with self._condition:  # waiting jobs refer to lost state, too
+            running += self._queue
+            self._queue.clear()
         for order in running:
             order.settle(RanksLostError("the ranks of the server exited"))
 
-    def _run(self, connection: AuthenticatedConnection, running: list[_Order]) -> None:
+    def _run(self, connection: AuthenticatedConnection, running: list[_QueuedJob]) -> None:
         """Sends jobs to ranks until they end. `running` holds the current jobs."""
         while True:
             message = connection.recv()
             match message:
-                case Ready(vocab_size, of_teachers):
-                    self.vocab_size, self.of_teachers = vocab_size, of_teachers
-                    self.num_jobs, self.are_there = 0, True
+                case Ready(vocab_size, teacher_vocab_sizes):
+                    self.vocab_size, self.teacher_vocab_sizes = vocab_size, teacher_vocab_sizes
+                    self.num_jobs, self.are_ready = 0, True
                     self.ready.set()
                     self._send_next(connection, running)
-                case StopAsked():
+                case StopRequested():
                     self.on_stop()
                 case Done(answer, peak_bytes):
                     self.num_jobs += 1
                     self.peak_bytes = peak_bytes
-                    _give(running, answer)
+                    _settle_jobs(running, answer)
                     running.clear()
                     self._send_next(connection, running)
 
-    def _send_next(self, connection: AuthenticatedConnection, running: list[_Order]) -> None:
+    def _send_next(self, connection: AuthenticatedConnection, running: list[_QueuedJob]) -> None:
         """Waits for the next job and sends it. Detects ranks that end meanwhile."""
         while True:
-            with self._came:
-                if self._orders:
-                    running += take_together(self._orders, self.pass_tokens)  # before sending, which may fail
+            with self._condition:
+                if self._queue:
+                    running += take_batch(self._queue, self.pass_tokens)  # before sending, which may fail
                     break
-                self._came.wait(WAIT_SECONDS)
+                self._condition.wait(WAIT_SECONDS)
             if connection.poll():
                 message = connection.recv()  # raises EOFError if the ranks have ended
-                if isinstance(message, StopAsked):
+                if isinstance(message, StopRequested):
                     self.on_stop()
         job = joined([order.job for order in running])
-        self.num_joint += isinstance(job, Together)
+        self.num_joint += isinstance(job, CombinedPass)
         connection.send(job)
 
 
 WAIT_SECONDS = 0.05
 
 
-def _give(orders: list[_Order], answer: Any) -> None:
+def _settle_jobs(orders: list[_QueuedJob], answer: Any) -> None:
     of_jobs = [answer] * len(orders) if isinstance(answer, Refused) else answers_of([o.job for o in orders], answer)
     for order, one in zip(orders, of_jobs, strict=True):
         order.settle(RefusedError(one.text) if isinstance(one, Refused) else one)

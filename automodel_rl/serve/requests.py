@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, Field
 
 from automodel_rl.chat_api.values import Body, Seed, StopText, StopTexts, Temperature, Text, Token, TopK, TopP
-from automodel_rl.serve.arrays import SparsePlaces
+from automodel_rl.serve.arrays import SparsePositions
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
 """Name of saved weights, which becomes a folder name."""
@@ -32,7 +32,7 @@ def _known_norm(value: float) -> float:
     return value
 
 
-MOST_METADATA = 64 * 2**10
+MAX_METADATA = 64 * 2**10
 """Most bytes of JSON metadata of a session, run or save."""
 
 
@@ -41,8 +41,8 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
         size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
     except ValueError:
         raise ValueError("has NaN or infinity, which JSON does not support: remove these values") from None
-    if size > MOST_METADATA:
-        raise ValueError(f"has {size} bytes: at most {MOST_METADATA}")
+    if size > MAX_METADATA:
+        raise ValueError(f"has {size} bytes: at most {MAX_METADATA}")
     return value
 
 
@@ -110,19 +110,19 @@ class AdamBody(Body):
         }
 
 
-class TurnBody(Body):
+class SequencedBody(Body):
     """A request with a turn in a run."""
 
     model_id: Text
     seq_id: Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class OptimStepBody(TurnBody):
+class OptimStepBody(SequencedBody):
     adam_params: AdamBody | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveBody(TurnBody):
+class SaveBody(SequencedBody):
     path: Name | None = None
     ttl_seconds: Seconds | None = None
     overwrite: bool = True
@@ -177,11 +177,13 @@ class TokensBody(Body):
     sparse_col_indices: list[Number] | None = None
 
     @property
-    def places(self) -> SparsePlaces | None:
+    def positions(self) -> SparsePositions | None:
         """Positions of listed entries; None for a dense array."""
         if self.sparse_crow_indices is None or self.sparse_col_indices is None:
             return None
-        return SparsePlaces(np.array(self.sparse_crow_indices, np.int64), np.array(self.sparse_col_indices, np.int64))
+        return SparsePositions(
+            np.array(self.sparse_crow_indices, np.int64), np.array(self.sparse_col_indices, np.int64)
+        )
 
 
 class SampleBody(Body):

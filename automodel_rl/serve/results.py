@@ -29,7 +29,7 @@ def digest_of(kind: str, body: BaseModel | bytes) -> bytes:
     return hashlib.sha256(kind.encode() + b"\0" + content).digest()
 
 
-LEAST_BYTES = 4096
+MIN_BYTES = 4096
 """Least memory of a request: its names, its entry and its waiter."""
 
 
@@ -38,7 +38,7 @@ class _Entry:
     result: asyncio.Future
     digest: bytes
     size: int
-    was_told: bool = False
+    was_received: bool = False
     since: float = field(default_factory=time.monotonic)
 
 
@@ -57,7 +57,7 @@ class Results:
     def __init__(self, seconds: float, most: int, most_bytes: int):
         self.seconds, self.most, self.most_bytes = seconds, most, most_bytes
         self._entries: dict[str, _Entry] = {}
-        self._of_session: dict[str, tuple[int, int]] = {}  # number and bytes of a session's entries
+        self._usage_by_session: dict[str, tuple[int, int]] = {}  # number and bytes of a session's entries
 
     def repeats(self, request: str, digest: bytes) -> bool:
         """Whether a request is a retry after its answer was lost. Raises InputError if its number belongs to a
@@ -86,10 +86,10 @@ class Results:
         Raises:
             BusyError: too many requests are waiting.
         """
-        session, size = request.partition(":")[0], size + LEAST_BYTES
+        session, size = request.partition(":")[0], size + MIN_BYTES
         if not self._fits(session, size, is_early):
             self.forget_old()
-            self._forget_told(session)
+            self._evict_received(session)
         if not self._fits(session, size, is_early):
             raise BusyError(
                 f"{len(self._entries)} requests are waiting or have stored results (limits.waiting, "
@@ -103,23 +103,23 @@ class Results:
             if self._entries.get(request) is entry:
                 self._count(session, entry, -1)
                 told = done.result()
-                entry.size = LEAST_BYTES + (len(told) if isinstance(told, bytes) else 0)
+                entry.size = MIN_BYTES + (len(told) if isinstance(told, bytes) else 0)
                 self._count(session, entry, 1)
 
         entry.result.add_done_callback(finished)
         return entry.result
 
     def _fits(self, session: str, size: int, is_early: bool) -> bool:
-        own, own_bytes = self._of_session.get(session, (0, 0))
+        own, own_bytes = self._usage_by_session.get(session, (0, 0))
         share = 2 if is_early else 1
         free = self.most - len(self._entries) - 1
-        free_bytes = self.most_bytes - sum(num_bytes for _, num_bytes in self._of_session.values()) - size
+        free_bytes = self.most_bytes - sum(num_bytes for _, num_bytes in self._usage_by_session.values()) - size
         return share * own <= free and share * (own_bytes + size) <= free_bytes
 
     def _count(self, session: str, entry: _Entry, sign: int) -> None:
-        own, own_bytes = self._of_session.pop(session, (0, 0))
+        own, own_bytes = self._usage_by_session.pop(session, (0, 0))
         if own + sign:
-            self._of_session[session] = (own + sign, own_bytes + sign * entry.size)
+            self._usage_by_session[session] = (own + sign, own_bytes + sign * entry.size)
 
     def forget(self, request: str) -> None:
         self._forget(lambda name, _: name == request)
@@ -128,14 +128,14 @@ class Results:
         for request in [name for name, entry in self._entries.items() if is_old(name, entry)]:
             self._count(request.partition(":")[0], self._entries.pop(request), -1)
 
-    def _forget_told(self, session: str) -> None:
+    def _evict_received(self, session: str) -> None:
         """Evicts the results that a session's client has received."""
-        self._forget(lambda name, entry: entry.was_told and name.startswith(f"{session}:"))
+        self._forget(lambda name, entry: entry.was_received and name.startswith(f"{session}:"))
 
-    def tell(self, request: str) -> Result:
+    def take_result(self, request: str) -> Result:
         """Returns a finished result and marks it as received by its client."""
         entry = self._entries[request]
-        entry.was_told = True
+        entry.was_received = True
         return entry.result.result()
 
     def find(self, request: str) -> asyncio.Future:

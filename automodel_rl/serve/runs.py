@@ -81,7 +81,7 @@ class Runs:
         self.shapes: dict[str, RunShape] = {}
         self._states: dict[str, TrainedState] = {}
         self._kept: dict[str, tuple[RunShape, TrainedState]] = {}
-        self._spoilt: set[str] = set()
+        self._failed_runs: set[str] = set()
         self._active: str | None = None
 
     def create(self, run: str, shape: RunShape) -> None:
@@ -136,8 +136,8 @@ class Runs:
                 if weights are not finite after the step.
         """
         self._enter(run)
-        if run in self._spoilt:
-            self._spoilt.remove(run)
+        if run in self._failed_runs:
+            self._failed_runs.remove(run)
             self.engine.zero_grad()
             raise InputError(
                 "a forward_backward before this optim_step failed: the gradients of the others are dropped, and the "
@@ -153,9 +153,9 @@ class Runs:
         norm = {"grad_norm:mean": step.grad_norm} if math.isfinite(step.grad_norm) else {}
         return {**norm, "skipped:max": float(step.skipped)}
 
-    def spoil(self, run: str) -> None:
+    def mark_failed(self, run: str) -> None:
         """Records that a run's forward-backward failed, so that its next optimizer step fails too."""
-        self._spoilt.add(run)
+        self._failed_runs.add(run)
 
     def save(self, run: str, folder: str, for_training: bool, about: dict[str, Any]) -> None:
         """Writes a run's weights and, for training, its moments.
@@ -192,7 +192,7 @@ class Runs:
             self._active = None if self._active == run else self._active
             self._states.pop(run, None)
             self.shapes.pop(run, None)
-            self._spoilt.discard(run)
+            self._failed_runs.discard(run)
         for name in kept:
             self._kept.pop(name, None)
 

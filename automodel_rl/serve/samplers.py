@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from automodel_rl.serve.service import Service
 
 
-MOST_SAMPLERS = 10_000
+MAX_SAMPLERS = 10_000
 """Most samplers per session."""
 
 
@@ -34,7 +34,7 @@ class Samplers:
         self.service.session(body.session_id)
         name, weights = f"{body.session_id}:sample:{body.sampling_session_seq_id}", self._asked(body)
         of_session = sum(one.startswith(f"{body.session_id}:") for one in self.table)
-        if name not in self.table and of_session >= MOST_SAMPLERS:
+        if name not in self.table and of_session >= MAX_SAMPLERS:
             raise InputError(f"the session {body.session_id!r} has {of_session} samplers: start another session")
         if self.table.setdefault(name, weights) != weights:
             raise InputError(
@@ -67,7 +67,7 @@ class Samplers:
         digest = digest_of("asample", body)
         if not self.service.results.repeats(request, digest):
             ranks, teacher = self.service.ranks, weights.teacher
-            size = ranks.vocab_size if teacher is None else ranks.of_teachers[teacher]
+            size = ranks.vocab_size if teacher is None else ranks.teacher_vocab_sizes[teacher]
             prompt = checks.prompt_of(body, self.config, size)
             if teacher is not None:
                 checks.check_scored(prompt, teacher)
@@ -75,7 +75,7 @@ class Samplers:
             def done(answers: Any) -> Any:
                 self.service.history.add_samples(body.sampling_session_id, [prompt], answers)
                 named = body.target_prompt_logprobs
-                return write_samples(answers[0], prompt.scoring, None if named is None else named.places)
+                return write_samples(answers[0], prompt.scoring, None if named is None else named.positions)
 
             size = checks.bytes_of_prompt(prompt)
             self.service.start(request, digest, None, self.job(weights, [prompt]), done, size)

@@ -25,7 +25,7 @@ ABOUT, DELETED = "run.json", "deleted"
 PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 
 
-OF_ADAPTERS = ("alpha", "rslora", "targets")
+ADAPTER_SETTINGS = ("alpha", "rslora", "targets")
 """Adapter settings that saved adapters depend on. A server that trains all weights has none."""
 
 
@@ -80,8 +80,8 @@ class SavedWeights:
 
     def __init__(self, folder: Path, limit: float, lora: LoraConfig | None, base: str):
         self.folder, self.limit, self.rank = folder, limit, 0 if lora is None else lora.rank
-        settings = {} if lora is None else lora.model_dump(mode="json", include={*OF_ADAPTERS})
-        self.origin = {"base": base, **dict.fromkeys(OF_ADAPTERS), **settings}
+        settings = {} if lora is None else lora.model_dump(mode="json", include={*ADAPTER_SETTINGS})
+        self.origin = {"base": base, **dict.fromkeys(ADAPTER_SETTINGS), **settings}
         self._table: dict[str, Saved] = {}
         for file in sorted(folder.glob(f"*/*/*/{ABOUT}")):
             if file.parent.name.startswith("."):  # unfinished
@@ -173,7 +173,7 @@ class SavedWeights:
         del self._table[path]
         return saved
 
-    def put_off(self, path: str, seconds: float | None) -> None:
+    def set_expiry(self, path: str, seconds: float | None) -> None:
         """Sets the expiry to `seconds` from now, or never, for this start of the service only."""
         self._table[path] = replace(self[path], expires=None if seconds is None else time.time() + seconds)
 
@@ -185,7 +185,7 @@ class SavedWeights:
             UnwritableError: it cannot be written; the expiry is unchanged.
         """
         before = self[path]
-        self.put_off(path, seconds)
+        self.set_expiry(path, seconds)
         try:
             values = json.loads((before.folder / ABOUT).read_text())
             write_complete(before.folder / ABOUT, json.dumps({**values, "expires": self[path].expires}))

@@ -126,7 +126,7 @@ class Server:
         while True:
             await asyncio.sleep(TIDY_SECONDS)
             try:
-                self.service.look(TIDY_SECONDS)
+                self.service.record_snapshot(TIDY_SECONDS)
                 self.service.tidy()
             except Exception as error:  # retried at the next round
                 print(f"warning: {innermost(error)}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from automodel_rl.serve.lists import Lists
 from automodel_rl.serve.messages import (
     Datum,
     Forget,
-    OfRun,
+    RunMethodCall,
     RunPass,
     RunShape,
     ServiceJob,
@@ -29,7 +29,7 @@ from automodel_rl.serve.requests import (
     NewSessionBody,
     OptimStepBody,
     SaveBody,
-    TurnBody,
+    SequencedBody,
 )
 from automodel_rl.serve.results import Result, Results, digest_of, failed, finish
 from automodel_rl.serve.samplers import Samplers
@@ -37,10 +37,10 @@ from automodel_rl.serve.saved_weights import Kind, Saved, SavedWeights, Unwritab
 from automodel_rl.serve.tables import BusyError, ServedRun, Session, Throughput, UnknownError, Weights, choose_rows
 from automodel_rl.serve.wire import bytes_of_arrays, read_data, write_output
 
-GAP_SECONDS = 120.0
+MISSING_REQUEST_SECONDS = 120.0
 """Longest wait for a missing request after later ones of its run have arrived."""
 
-MOST_SESSIONS = 1000
+MAX_SESSIONS = 1000
 """Most sessions at once."""
 
 Work = tuple[ServiceJob, Callable[[Any], Result]]
@@ -64,7 +64,7 @@ class Service:
     # Sessions
 
     def create_session(self, body: NewSessionBody) -> dict[str, Any]:
-        if len(self.sessions) >= MOST_SESSIONS:
+        if len(self.sessions) >= MAX_SESSIONS:
             raise BusyError(f"there are already {len(self.sessions)} sessions: end one, or try again later")
         session = secrets.token_hex(8)
         self.sessions[session] = Session(
@@ -82,11 +82,11 @@ class Service:
         self._end_session(session)
         return {}
 
-    def look(self, seconds: float) -> None:
+    def record_snapshot(self, seconds: float) -> None:
         """Records a snapshot of the server, `seconds` after the previous one."""
         sampled, self._sampled = self.history.num_sampled - self._sampled, self.history.num_sampled
         ranks = self.ranks
-        self.history.look(ranks.num_waiting, self.throughput.per_second, sampled / seconds, ranks.peak_bytes)
+        self.history.record_snapshot(ranks.num_waiting, self.throughput.per_second, sampled / seconds, ranks.peak_bytes)
 
     def tidy(self) -> None:
         """Ends inactive sessions, fails requests whose turn cannot come, evicts old results, and deletes expired
@@ -96,7 +96,7 @@ class Service:
         for session in [name for name, one in self.sessions.items() if now - one.seen > longest]:
             self._end_session(session)
         for run in self.runs.values():
-            if run.waiting and now - run.since > GAP_SECONDS:
+            if run.waiting and now - run.since > MISSING_REQUEST_SECONDS:
                 run.lost = run.lost or (
                     f"request {run.next} of this run never arrived, so later ones cannot run: load saved weights into "
                     "a new run"
@@ -109,7 +109,7 @@ class Service:
                 self.delete(path)
             except UnwritableError as error:
                 print(f"warning: {error}; retrying in an hour", file=sys.stderr, flush=True)
-                self.saved.put_off(path, 3600)
+                self.saved.set_expiry(path, 3600)
 
     def _end_session(self, session: str) -> None:
         self.sessions.pop(session, None)
@@ -132,7 +132,7 @@ class Service:
 
     def create_model(self, body: CreateModelBody) -> dict[str, Any]:
         shape = checks.shape_of(body, self.config)
-        return self._new_run(body, shape, body.user_metadata, lambda run, shape: OfRun(run, "create", (shape,)))
+        return self._new_run(body, shape, body.user_metadata, lambda run, shape: RunMethodCall(run, "create", (shape,)))
 
     def info(self, model_id: str) -> dict[str, Any]:
         run, name = self._run(model_id), self.config.base_name
@@ -151,7 +151,7 @@ class Service:
                 return work()
             except InputError:
                 if not message.forward_only:
-                    self.ranks.submit(OfRun(message.model_id, "spoil"))
+                    self.ranks.submit(RunMethodCall(message.model_id, "mark_failed"))
                 raise
 
         def work() -> Work:
@@ -171,7 +171,9 @@ class Service:
         checks.check_numbers(message)
         body = message.SerializeToString(deterministic=True)
         size = len(body) + min(bytes_of_arrays(message), self.config.most_bytes)  # larger requests are refused
-        return self._turn(message.model_id, message.seq_id, digest_of("forward_backward", body), checked, size)
+        return self._enqueue_in_order(
+            message.model_id, message.seq_id, digest_of("forward_backward", body), checked, size
+        )
 
     def optim_step(self, body: OptimStepBody) -> dict[str, Any]:
         def work() -> Work:
@@ -182,9 +184,9 @@ class Service:
                 self.history.of_run(str(body.model_id)).add_step()
                 return {"metrics": metrics}
 
-            return OfRun(str(body.model_id), "optimizer_step", (body.adam_params.settings,)), done
+            return RunMethodCall(str(body.model_id), "optimizer_step", (body.adam_params.settings,)), done
 
-        return self._turn(body.model_id, body.seq_id, digest_of("optim_step", body), work)
+        return self._enqueue_in_order(body.model_id, body.seq_id, digest_of("optim_step", body), work)
 
     def save(self, body: SaveBody, kind: Kind) -> dict[str, Any]:
         run = self._run(body.model_id)
@@ -198,9 +200,9 @@ class Service:
                 self._delete_later(self.saved.add(saved))
                 return {"path": saved.path}
 
-            return OfRun(body.model_id, "save", (str(saved.folder), kind == "weights", about(saved))), done
+            return RunMethodCall(body.model_id, "save", (str(saved.folder), kind == "weights", about(saved))), done
 
-        return self._turn(body.model_id, body.seq_id, digest_of(kind, body), work)
+        return self._enqueue_in_order(body.model_id, body.seq_id, digest_of(kind, body), work)
 
     def delete(self, path: str) -> None:
         """Deletes saved weights.
@@ -227,7 +229,7 @@ class Service:
         old = [run.kept.popleft() for _ in range(len(run.kept) - self.config.limits.samplers_of_run)]
         if old:
             self.ranks.submit(Forget(kept=tuple(old)))
-        return OfRun(body.model_id, "keep", (name,)), lambda _: {"sampling_session_id": name}
+        return RunMethodCall(body.model_id, "keep", (name,)), lambda _: {"sampling_session_id": name}
 
     def load(self, body: LoadBody) -> dict[str, Any]:
         if body.model_id is None:
@@ -240,19 +242,21 @@ class Service:
             metadata = body.user_metadata or saved.user_metadata
             folder, optimizer = str(saved.folder), body.optimizer
             return self._new_run(
-                body, saved.shape, metadata, lambda run, shape: OfRun(run, "load", (shape, folder, optimizer))
+                body, saved.shape, metadata, lambda run, shape: RunMethodCall(run, "load", (shape, folder, optimizer))
             )
         run = self._run(body.model_id)
 
         def work() -> Work:
             saved = self._training_weights(body.path)
             run.shape, run.lost = self._placed(saved.shape, str(body.model_id)), ""
-            job = OfRun(str(body.model_id), "load", (run.shape, str(saved.folder), body.optimizer))
+            job = RunMethodCall(str(body.model_id), "load", (run.shape, str(saved.folder), body.optimizer))
             return job, lambda _: {"path": body.path, "model_id": body.model_id}
 
         if body.seq_id is None:
             raise InputError("load_weights with model_id needs seq_id")
-        return self._turn(body.model_id, body.seq_id, digest_of("load_weights", body), work, 0, mends=True)
+        return self._enqueue_in_order(
+            body.model_id, body.seq_id, digest_of("load_weights", body), work, 0, restores_run=True
+        )
 
     def _training_weights(self, path: str) -> Any:
         saved = self.saved.usable(path)
@@ -279,7 +283,9 @@ class Service:
             run = ServedRun(body.session_id, self._placed(shape, name), metadata)
             self.start(request, digest, run, make(name, run.shape), lambda _: {"model_id": name})
             self.runs[name] = run
-            self.results.find(request).add_done_callback(lambda result: self._note_unmade(name, result.result()))
+            self.results.find(request).add_done_callback(
+                lambda result: self._mark_creation_failed(name, result.result())
+            )
         return {"request_id": request, "model_id": name}
 
     def _placed(self, shape: RunShape, name: str) -> RunShape:
@@ -288,21 +294,27 @@ class Service:
         others = [run for other, run in self.runs.items() if other != name and not run.lost]
         return shape if lora is None else replace(shape, first=choose_rows(others, shape.rank, lora.rank))
 
-    def _note_unmade(self, name: str, result: Result) -> None:
+    def _mark_creation_failed(self, name: str, result: Result) -> None:
         """Marks a run as lost if its creation failed, so that it does not count as alive."""
         if name in self.runs and isinstance(result, dict) and "error" in result:
             self.runs[name].lost = self.runs[name].lost or f"the run was not created: {result['error']}"
 
-    def refuse(self, turn: TurnBody, body: bytes, text: str) -> dict[str, Any]:
+    def refuse(self, turn: SequencedBody, body: bytes, text: str) -> dict[str, Any]:
         """Makes an invalid request take its turn and fail, as later requests wait for that turn."""
 
         def work() -> Work:
             raise InputError(text)
 
-        return self._turn(turn.model_id, turn.seq_id, digest_of("", body), work)
+        return self._enqueue_in_order(turn.model_id, turn.seq_id, digest_of("", body), work)
 
-    def _turn(
-        self, model_id: str, seq_id: int, digest: bytes, work: Callable[[], Work], size: int = 0, mends: bool = False
+    def _enqueue_in_order(
+        self,
+        model_id: str,
+        seq_id: int,
+        digest: bytes,
+        work: Callable[[], Work],
+        size: int = 0,
+        restores_run: bool = False,
     ) -> dict[str, Any]:
         """Queues a request of `size` bytes in its run's order. From here on it is not refused but fails at its turn,
         as others wait for it."""
@@ -317,7 +329,7 @@ class Service:
             self.sessions[run.session].seen = time.monotonic()
 
         def begin() -> None:
-            if run.lost and not mends:
+            if run.lost and not restores_run:
                 result.set_result(failed(run.lost))
                 return
             try:
@@ -347,7 +359,7 @@ class Service:
         """Returns the result of a request; None if it is not available within `seconds`."""
         result = self.results.find(request)
         done, _ = await asyncio.wait([result], timeout=seconds)
-        return self.results.tell(request) if done else None
+        return self.results.take_result(request) if done else None
 
     def start(
         self,
@@ -407,7 +419,7 @@ class Service:
             body = SaveBody(model_id=name, seq_id=run.next, user_metadata=run.user_metadata)
             try:
                 saved = self.saved.new(name, "weights", f"stopped-{run.next - 1}", run.shape, body)
-                save = OfRun(name, "save", (str(saved.folder), True, about(saved)))
+                save = RunMethodCall(name, "save", (str(saved.folder), True, about(saved)))
                 await asyncio.wrap_future(self.ranks.submit(save))
             except (InputError, RefusedError, RanksLostError) as error:
                 paths.append(f"nothing of {name}: {error}")

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.sampled import PromptScoring, Sampled, ScoredTokens
-from automodel_rl.serve.arrays import SparsePlaces, array_of
+from automodel_rl.serve.arrays import SparsePositions, array_of
 from automodel_rl.serve.messages import Datum
 
 PACKAGE = "automodel_rl"
@@ -147,15 +147,15 @@ def read_datum(message: Any, most_bytes: int) -> Datum:
 def _read_array(name: str, message: Any, most_bytes: int) -> np.ndarray:
     if message.dtype not in DTYPES:
         raise InputError(f"{name} has dtype {message.dtype}: must be float32 (1) or int64 (2)")
-    dtype, places = DTYPES[message.dtype], None
+    dtype, positions = DTYPES[message.dtype], None
     if message.HasField("csr"):
         index = np.dtype(np.int64)
-        places = SparsePlaces(
+        positions = SparsePositions(
             _from_bytes(message.csr.row_ends, index, name), _from_bytes(message.csr.columns, index, name)
         )
-    values = _from_bytes(message.dense if places is None else message.csr.values, dtype, name)
+    values = _from_bytes(message.dense if positions is None else message.csr.values, dtype, name)
     # Targets and weights may list different entries; each is 0 elsewhere, as it was at the client.
-    return array_of(values, message.shape, places, 0, most_bytes, name)
+    return array_of(values, message.shape, positions, 0, most_bytes, name)
 
 
 def _from_bytes(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
@@ -179,12 +179,12 @@ def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -
     return output.SerializeToString()
 
 
-def write_samples(sampled: Sampled, scoring: PromptScoring, places: SparsePlaces | None = None) -> bytes:
+def write_samples(sampled: Sampled, scoring: PromptScoring, positions: SparsePositions | None = None) -> bytes:
     """Encodes the result of a sample.
 
     Args:
         scoring: the requested scores of the prompt.
-        places: positions of the tokens that the client listed, if its array was sparse.
+        positions: positions of the tokens that the client listed, if its array was sparse.
     """
     message = MESSAGES["Samples"]()
     for place, sequence in enumerate(sampled.sequences):
@@ -207,7 +207,7 @@ def write_samples(sampled: Sampled, scoring: PromptScoring, places: SparsePlaces
     if prompt.top is not None:
         message.prompt_top.CopyFrom(_top(prompt.top, scoring.num_top, scoring.first))
     if prompt.at is not None:
-        message.prompt_at.CopyFrom(_array(prompt.at, places))
+        message.prompt_at.CopyFrom(_array(prompt.at, positions))
     return message.SerializeToString()
 
 
@@ -225,11 +225,11 @@ def _top(scored: ScoredTokens, k: int, first: int) -> Any:
     return MESSAGES["Top"](ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(ids))
 
 
-def _array(values: np.ndarray, places: SparsePlaces | None) -> Any:
+def _array(values: np.ndarray, positions: SparsePositions | None) -> Any:
     """Encodes a float32 array, with only its listed entries if it is sparse."""
     values = np.ascontiguousarray(values, np.float32)
-    if places is None:
+    if positions is None:
         return MESSAGES["Array"](dense=values.tobytes(), dtype=FLOAT32, shape=values.shape)
-    listed = values[places.rows, places.columns].tobytes()
-    csr = MESSAGES["Csr"](values=listed, row_ends=places.row_ends.tobytes(), columns=places.columns.tobytes())
+    listed = values[positions.rows, positions.columns].tobytes()
+    csr = MESSAGES["Csr"](values=listed, row_ends=positions.row_ends.tobytes(), columns=positions.columns.tobytes())
     return MESSAGES["Array"](csr=csr, dtype=FLOAT32, shape=values.shape)

@@ -22,16 +22,16 @@ from automodel_rl.rollout.sampler import Sampler
 from automodel_rl.serve import messages
 from automodel_rl.serve.checks import check_model
 from automodel_rl.serve.messages import (
+    CombinedPass,
     Done,
     Forget,
-    OfRun,
     Ready,
+    RunMethodCall,
     RunPass,
     SampleJob,
     Stop,
-    StopAsked,
+    StopRequested,
     TeacherJob,
-    Together,
 )
 from automodel_rl.serve.passes import Passes
 from automodel_rl.serve.runs import RUNS
@@ -60,16 +60,16 @@ class ServiceWorker:
         self.passes = Passes(self.policy, rank.runs)
         self.sampler = Sampler(self.policy, self.fleet)
         self.teachers = ServiceTeachers(config, crew, rank.teachers)
-        self._shown: tuple[str | None, str | None] | None = None
+        self._loaded_weights: tuple[str | None, str | None] | None = None
 
     def work(self, server: AuthenticatedConnection, signals: list[int]) -> None:
         """Runs jobs until told to stop. Signal handlers append to `signals`."""
-        of_teachers = {name: policy.vocab_size for name, policy in self.teachers.policies.items()}
-        server.send(Ready(self.vocab_size, of_teachers))
+        teacher_vocab_sizes = {name: policy.vocab_size for name, policy in self.teachers.policies.items()}
+        server.send(Ready(self.vocab_size, teacher_vocab_sizes))
         while True:
             if signals:
                 signals.clear()
-                server.send(StopAsked())
+                server.send(StopRequested())
             with flight.phase("waiting for a job"):
                 has_come = server.poll(IDLE_SECONDS)
             if not has_come:
@@ -87,20 +87,20 @@ class ServiceWorker:
             with flight.phase(job.title):
                 return self._run(job)
         except InputError as error:
-            self._shown = None
+            self._loaded_weights = None
             return Refused(str(error))
 
     def _run(self, job: messages.ServiceJob) -> Any:
         match job:
             case RunPass():
                 return self.passes.forward_backward(job)
-            case Together(asked):
-                return self.passes.together(asked)
+            case CombinedPass(asked):
+                return self.passes.combined_pass(asked)
             case SampleJob():
                 return self._sample(job)
             case TeacherJob(teacher, prompts):
                 return self.teachers.answer(teacher, prompts)
-            case OfRun(run, method, arguments):
+            case RunMethodCall(run, method, arguments):
                 return self.crew.ask(RUNS, method, run, *arguments)
             case Forget(runs, kept):
                 return self.crew.ask(RUNS, "forget", runs, kept)
@@ -113,15 +113,15 @@ class ServiceWorker:
         def show() -> None:
             self.crew.ask(SERVICE, "show", job.kept, job.folder, job.shape)
 
-        if weights != self._shown or any(prompt.scoring.is_anything or prompt.num_top for prompt in prompts):
+        if weights != self._loaded_weights or any(prompt.scoring.is_anything or prompt.num_top for prompt in prompts):
             show()  # weights under a name or in a folder never change
-        if weights != self._shown:
+        if weights != self._loaded_weights:
             self.fleet.sync()
-            self._shown = weights
+            self._loaded_weights = weights
         return self.sampler.answer(prompts, show)
 
 
-def _reach_server() -> AuthenticatedConnection:
+def _connect_to_server() -> AuthenticatedConnection:
     address = read_address()
     try:
         return address.knock()
@@ -132,7 +132,7 @@ def _reach_server() -> AuthenticatedConnection:
         ) from None
 
 
-def _noted_signals() -> list[int]:
+def _record_signals() -> list[int]:
     """Returns a list to which handlers append stop signals. The server ends the ranks once all runs are saved."""
     noted: list[int] = []
     for number in stop_signals():
@@ -158,8 +158,8 @@ def serve_rank(config: ServeConfig) -> None:
     Raises:
         InputError: the model or layout cannot be served, or the server cannot be reached.
     """
-    signals = _noted_signals()  # before the model loads
-    server = _reach_server() if os.environ["RANK"] == "0" else None  # before slow work
+    signals = _record_signals()  # before the model loads
+    server = _connect_to_server() if os.environ["RANK"] == "0" else None  # before slow work
     model = OpenedModel.open(config.model)
     check_model(model)
     model.check_layout(config.parallel, config.memory)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import LEAST_TOKENS, LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
+from automodel_rl.batch import MIN_TOKENS, LocalMicrobatch, Microbatch, local_microbatch, multimodal_positions
 from automodel_rl.batch.tensors import LOGPROB_GRADIENT, MTP_TARGETS, READ_IDS, ROTARY_POSITIONS
 from automodel_rl.families.known import multimodal_family
 from automodel_rl.losses import Readout
@@ -38,7 +38,7 @@ def local_microbatches(
     """
     layout = handle.layout
     sequence_parallel = layout.parallel.sequence_parallel
-    multiple = LEAST_TOKENS * layout.parallel.tp if sequence_parallel else 1
+    multiple = MIN_TOKENS * layout.parallel.tp if sequence_parallel else 1
     if handle.model.fp8 is not None:
         multiple = math.lcm(multiple, MULTIPLE)
     family = multimodal_family(handle.whole_config)

@@ -24,10 +24,10 @@ from automodel_rl.files import check_place, write_complete, written
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.tools.plan.devices import find_device
 
-MOST_LOOKED_AT = 200
+MAX_LOOKED_AT = 200
 """Number of records measured."""
 
-LEAST_ON_CPU = 2048
+MIN_ON_CPU = 2048
 """Smallest microbatch on a CPU, in tokens."""
 
 READS: dict[str, Records] = {
@@ -226,7 +226,7 @@ def _lengths_of_records(algorithm: str, values: dict[str, Any], model: OpenedMod
     chat, opened = open_chat_tokenizer(config, model), open_source(source)
     write = chat.opening if READS[algorithm] == "prompts" else chat
     records = []
-    for number in range(min(MOST_LOOKED_AT, len(opened))):
+    for number in range(min(MAX_LOOKED_AT, len(opened))):
         where = opened.where(number)
         held = READERS[READS[algorithm]](opened[number], source, where)
         if isinstance(held, Text):
@@ -248,7 +248,7 @@ def _add_layout(
     count, name = devices
     if count is None and name is None and not torch.cuda.is_available():
         values["model"]["dtype"] = "float32"
-        values["batch"]["microbatch_tokens"] = max(LEAST_ON_CPU, needed)
+        values["batch"]["microbatch_tokens"] = max(MIN_ON_CPU, needed)
         return ["no GPU here: one rank on the CPU, in float32; --gpus and --device plan for another machine"]
     count = count or torch.cuda.device_count() or 1
     if READS[values["algorithm"]] != "prompts":

@@ -18,7 +18,7 @@ from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.samples import Sample, greedy_samples
 from automodel_rl.trainers.step import Step
 
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 """Default limit on tokenizing worker processes."""
 
 
@@ -122,4 +122,4 @@ class ExampleData:
     def _num_workers(self) -> int:
         """Tokenizing processes: as configured, else one per data rank, as each rank adds as many tokens to a step."""
         given, ranks = self.config.data.num_workers, self.config.parallel.num_data_ranks
-        return given if given is not None else min(ranks, MOST_WORKERS) if ranks > 1 else 0
+        return given if given is not None else min(ranks, MAX_WORKERS) if ranks > 1 else 0

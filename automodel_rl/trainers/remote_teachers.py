@@ -25,7 +25,7 @@ from automodel_rl.hf.tokenizer import check_same_tokens
 
 T = TypeVar("T")
 
-REQUESTS_AT_ONCE = 64
+MAX_CONCURRENT_REQUESTS = 64
 """Maximum number of concurrent requests to a server, each in a thread."""
 
 TRIES = 25
@@ -53,37 +53,39 @@ class RemoteTeacher(ABC):
         """Closes the connection to the server."""
 
     @abstractmethod
-    def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
+    def row_top_logprobs(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
         """Returns the k largest log-probabilities for each token but the first, and their ids, [n - 1, k]."""
 
     @abstractmethod
-    def own_of(self, tokens: list[int]) -> list[float]:
+    def row_logprobs(self, tokens: list[int]) -> list[float]:
         """Returns the log-probabilities of a row's tokens but the first."""
 
     @abstractmethod
-    def at_of(self, tokens: list[int], ids: Tensor) -> Tensor:
+    def row_logprobs_at(self, tokens: list[int], ids: Tensor) -> Tensor:
         """Returns log-probabilities of other tokens, [n - 1, K]; `ids` has -1 for none."""
 
     def top_logprobs(self, batch: Batch, k: int, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         """Same as `Policy.top_logprobs`. Raises InputError if the server fails."""
         _check(temperature)
-        found = self._of_rows(lambda row: self.top_of(row.input_ids.tolist(), k), batch.sequences)
+        found = self._of_rows(lambda row: self.row_top_logprobs(row.input_ids.tolist(), k), batch.sequences)
         return [(_after_first(values, 0.0), _after_first(ids, 0)) for values, ids in found]
 
     def logprobs(self, batch: Batch, temperature: float = 1.0, *, ids: str | None = None) -> list[Tensor]:
         """Same as `Policy.logprobs`. Raises InputError if the server fails."""
         _check(temperature)
         if ids is None:
-            own = self._of_rows(lambda row: torch.tensor(self.own_of(row.input_ids.tolist())), batch.sequences)
+            own = self._of_rows(lambda row: torch.tensor(self.row_logprobs(row.input_ids.tolist())), batch.sequences)
             return [_after_first(values, 0.0) for values in own]
-        at = self._of_rows(lambda row: self.at_of(row.input_ids.tolist(), row.values[ids][1:]), batch.sequences)
+        at = self._of_rows(
+            lambda row: self.row_logprobs_at(row.input_ids.tolist(), row.values[ids][1:]), batch.sequences
+        )
         return [_after_first(values, 0.0) for values in at]
 
     def _of_rows(self, ask: Callable[[Any], T], rows: Sequence[Any]) -> list[T]:
         """Calls a function on each row, concurrently. Raises InputError for rows with images or clips."""
         if any(row.media for row in rows):
             raise InputError(f"{self.key}.url: rows with images or clips are not supported: use a teacher without url")
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
             return [*pool.map(ask, rows)]
 
 
@@ -107,34 +109,34 @@ class VllmTeacher(RemoteTeacher):
     def __init__(self, key: str, vocab_size: int, url: str, name: str):
         super().__init__(key, vocab_size)
         self.server, self.name = VllmServer(url), name
-        served = [one["id"] for one in self._tried(lambda: self.server.get("/v1/models"))["data"]]
+        served = [one["id"] for one in self._with_retries(lambda: self.server.get("/v1/models"))["data"]]
         if name not in served:
             raise InputError(f"{key}.name={name}: {url} serves {', '.join(served)}: use one of them")
 
     def close(self) -> None: ...  # each request uses its own connection
 
-    def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
+    def row_top_logprobs(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
         rows = [_ranked(of_token)[:k] for of_token in self._scored(tokens, k)]
         if any(len(row) < k for row in rows):
             raise InputError(f"{self.key}.url={self.server.url}: returns fewer than {k} top tokens: lower top_k")
         values = torch.tensor([[value for _, value in row] for row in rows]).view(-1, k)
         return values, torch.tensor([[token for token, _ in row] for row in rows], dtype=torch.int64).view(-1, k)
 
-    def own_of(self, tokens: list[int]) -> list[float]:
+    def row_logprobs(self, tokens: list[int]) -> list[float]:
         scored = self._scored(tokens, 0)
         return [of_token[str(token)]["logprob"] for token, of_token in zip(tokens[1:], scored, strict=True)]
 
-    def at_of(self, tokens: list[int], ids: Tensor) -> Tensor:
+    def row_logprobs_at(self, tokens: list[int], ids: Tensor) -> Tensor:
         raise NotImplementedError("vLLM only scores its own top tokens")  # configs that need this are refused
 
     def _scored(self, tokens: list[int], k: int) -> list[dict[str, Any]]:
         body = {"model": self.name, "prompt": tokens, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
-        answer = self._tried(lambda: self.server.post("/v1/completions", body))
+        answer = self._with_retries(lambda: self.server.post("/v1/completions", body))
         (choice,) = answer["choices"]
         scored: list[dict[str, Any]] = choice["prompt_logprobs"][1:]
         return scored
 
-    def _tried(self, ask: Callable[[], T]) -> T:
+    def _with_retries(self, ask: Callable[[], T]) -> T:
         """Calls the server, with retries. Raises InputError if it refuses or stays unreachable."""
         problem = ""
         for attempt in range(TRIES):
@@ -195,15 +197,15 @@ class TinkerTeacher(RemoteTeacher):
     def close(self) -> None:
         self._client.holder.close()  # otherwise its heartbeat runs until the process exits, and reports an error then
 
-    def top_of(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
+    def row_top_logprobs(self, tokens: list[int], k: int) -> tuple[Tensor, Tensor]:
         found = self._scored(tokens, include_prompt_logprobs=True, topk_prompt_logprobs=k).topk_prompt_logprobs_np
         return torch.from_numpy(found.logprobs[1:]), torch.from_numpy(found.token_ids[1:]).long()
 
-    def own_of(self, tokens: list[int]) -> list[float]:
+    def row_logprobs(self, tokens: list[int]) -> list[float]:
         values: list[float] = self._scored(tokens, include_prompt_logprobs=True).prompt_logprobs[1:]
         return values
 
-    def at_of(self, tokens: list[int], ids: Tensor) -> Tensor:
+    def row_logprobs_at(self, tokens: list[int], ids: Tensor) -> Tensor:
         asked = self._tinker.TensorData.from_torch(ids.contiguous())
         found: Tensor = self._scored(tokens, target_prompt_logprobs=asked).target_prompt_logprobs.to_torch()
         return found

@@ -187,12 +187,12 @@ class Run:
         )
         if self.directory.resume == NEVER:
             return
-        self.directory.take()
+        self.directory.lock()
         self._planned_steps = self.directory.planned_steps
-        with self._letting_go_on_failure():
-            self._go_back()
+        with self._unlocking_on_failure():
+            self._restore()
 
-    def _go_back(self) -> None:
+    def _restore(self) -> None:
         self.is_finished = self.directory.is_finished(self.total_steps)
         if self.is_finished:
             self.step = self.total_steps
@@ -201,7 +201,7 @@ class Run:
         if stored is not None:
             progress, state = stored
             self.step = progress["step"]
-            self.go_back_to(state)
+            self.restore_state(state)
         self.directory.check_length(self.total_steps)
 
     @property
@@ -209,15 +209,15 @@ class Run:
         asked = self.config.further_models
         return {name: model for name, model in self.further.items() if asked[name].is_trained}
 
-    def place(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Returns the states of the resumable parts, as JSON values."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def go_back_to(self, place: dict[str, Any]) -> None:
-        """Restores the states of all resumable parts from `place`, a result of `Run.place`."""
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Restores the states of all resumable parts from `state`, a result of `Run.state`."""
         for name, part in self._parts.items():
-            if name in place or name not in LATER_PARTS:
-                part.load_state_dict(place[name])
+            if name in state or name not in LATER_PARTS:
+                part.load_state_dict(state[name])
 
     def steps(self, summary: str, baseline: Callable[[], dict[str, Any]] | None = None) -> Iterator[Step]:
         """Yields the remaining steps. After the program's work on a step, shows and stores its metrics, and saves a
@@ -234,7 +234,7 @@ class Run:
             return
         self.progress = Progress(self.total_steps, self.step)
         with StopSignal(self.policy.crew.signals) as stop, self.progress, self._tracking(), _short_collections():
-            if self.directory.begins_anew:
+            if self.directory.replaces_empty_run:
                 self.progress.say(f"{self.directory.folder} holds a run that finished no step; this run replaces it")
             start = f", resuming from step {self.step}" if self.step else ""
             self.progress.say(f"{self.total_steps} steps{start}: {summary}, {self._where}")
@@ -261,7 +261,7 @@ class Run:
     def _write_timeline(self, step: Step) -> None:
         lanes = self.timeline.take(step.began)
         if any(lane["lane"] != TRAINER for lane in lanes):
-            self.write_beside("timeline", self.directory.timelines, lanes)
+            self.write_step_file("timeline", self.directory.timelines, lanes)
 
     def _end_step(self, step: Step, stop: StopSignal) -> None:
         """Saves a checkpoint if one is due, and stops the run on request or if its time is up."""
@@ -270,7 +270,7 @@ class Run:
         late = self.ends_at is not None and time.time() + seconds > self.ends_at
         is_own = step.metrics.get(MEASURED, self.step) == self.step
         metric = step.metrics.get(self.goal.best_metric) if is_own else None
-        due = self.checkpoints.is_due() or self.checkpoints.is_best(metric) or self.checkpoints.awaits(self.step)
+        due = self.checkpoints.is_due() or self.checkpoints.is_best(metric) or self.checkpoints.is_unmeasured(self.step)
         elsewhere = "a signal to another rank" if self.policy.crew.signals else None
         asked = stop.name or elsewhere or ("--max-minutes" if late else None)
         stops = asked is not None and not self.is_over
@@ -300,7 +300,7 @@ class Run:
     @contextlib.contextmanager
     def _tracking(self) -> Iterator[None]:
         """Starts the trackers, including metrics.jsonl, and closes them after the block."""
-        with contextlib.ExitStack() as stack, self._letting_go_on_failure():
+        with contextlib.ExitStack() as stack, self._unlocking_on_failure():
             self.directory.create(self.total_steps)
             others = make_trackers(self.config.observe, self.directory, self.step)
             self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
@@ -310,11 +310,11 @@ class Run:
             yield
 
     @contextlib.contextmanager
-    def _letting_go_on_failure(self) -> Iterator[None]:
+    def _unlocking_on_failure(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self.directory.let_go()
+            self.directory.unlock()
             raise
 
     def _write(self, record: dict[str, Any]) -> None:
@@ -385,12 +385,12 @@ class Run:
     def save_checkpoint(self, metric: float | None = None) -> None:
         """Saves a checkpoint of this step. `metric` is the value of the goal's metric; None if it was not measured."""
         with flight.phase("checkpoint"):
-            self._warn(self.checkpoints.save(self.step, self.place(), metric))
+            self._warn(self.checkpoints.save(self.step, self.state(), metric))
 
     def abandon_step(self, before: dict[str, Any]) -> None:
-        """Abandons the current step, and saves a checkpoint of the run at `before`, the result of `place` before the
+        """Abandons the current step, and saves a checkpoint of the run at `before`, the result of `state` before the
         step."""
-        self.go_back_to(before)
+        self.restore_state(before)
         self.step -= 1
         if self.step:
             self.save_checkpoint()
@@ -424,16 +424,16 @@ class Run:
         """Stores completions for the report. `samples` belong to `step`; None for the current step."""
         if samples:
             records = [dataclasses.asdict(sample) for sample in samples]
-            self.write_beside("samples", self.directory.samples, records, step)
+            self.write_step_file("samples", self.directory.samples, records, step)
 
     def save_examples(self, examples: Callable[[], list[ShownExample]]) -> None:
         """Writes a few training sequences, with marks of what is trained, for the report. Calls `examples` only if
         they are wanted."""
         if self.config.observe.samples and not self.is_finished:
             records = [dataclasses.asdict(example) for example in examples()]
-            self.write_beside("examples", self.directory.examples, records)
+            self.write_step_file("examples", self.directory.examples, records)
 
-    def write_beside(self, what: str, folder: Path, records: list[dict[str, Any]], step: int | None = None) -> None:
+    def write_step_file(self, what: str, folder: Path, records: list[dict[str, Any]], step: int | None = None) -> None:
         """Writes `records` as the file of a step in `folder`. Failures only cause a warning, which calls the records
         `what`. `step` is None for the current step."""
         step = self.step if step is None else step
@@ -471,7 +471,7 @@ class Run:
         return self._show_results()
 
     def _show_results(self) -> Path:
-        self.directory.let_go()
+        self.directory.unlock()
         self.progress.say(f"model: {self.directory.final}\nreport: {self.directory.report}")
         return self.directory.final
 

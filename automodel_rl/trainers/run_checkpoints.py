@@ -70,7 +70,8 @@ class RunCheckpoints:
     Attributes:
         best: step and metric of the best checkpoint; None if there is none.
         seconds: time the last checkpoint took until it was complete.
-        awaited: step whose metric is still unknown and whose checkpoint may become the best; None if there is none.
+        unmeasured_step: step whose metric is still unknown and whose checkpoint may become the best; None if there is
+            none.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class RunCheckpoints:
         self._ask = functools.partial(policy.crew.ask, policy.name)
         self.trusts_code = config.model.trust_remote_code
         model = handle.model
-        self.needs_first_weights = config.needs_reference or model.lora is not None or bool(model.frozen)
-        self.began_with = handle.fingerprint()
+        self.needs_initial_weights = config.needs_reference or model.lora is not None or bool(model.frozen)
+        self.initial_fingerprint = handle.fingerprint()
         self.sign = 1 if higher_is_better else -1
         self.best: dict[str, float] | None = None
-        self.awaited: int | None = None
-        self._choosing = threading.Lock()  # guards the choice of checkpoints to keep
+        self.unmeasured_step: int | None = None
+        self._selection_lock = threading.Lock()  # guards the choice of checkpoints to keep
         self.inputs = inputs_of(config, handle.tokenizer_folder)
         texts = {CONFIG: directory.config_text, INPUTS: as_json(self.inputs)}
         if config.data.chat_template is not None:
@@ -100,10 +101,10 @@ class RunCheckpoints:
         self.further = FurtherCheckpoints(policy, further, directory.checkpoints, {CONFIG: directory.config_text})
         self.seconds = 0.0
         self.saved_at = time.monotonic()
-        self._written: _Checkpoint | None = None
+        self._in_flight: _Checkpoint | None = None
         self._export: _Export | None = None
         self._warning: str | None = None
-        self._after: threading.Thread | None = None
+        self._cleanup_thread: threading.Thread | None = None
 
     def resume(self, resume: str, say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Restores a checkpoint.
@@ -127,7 +128,7 @@ class RunCheckpoints:
         self._check_inputs(folder, is_own=resume == AUTO, say=say)
         self.further.load(folder)
         progress, state = self._ask("load_checkpoint", folder)
-        self._check_first_weights(progress.get("began_with"), folder)
+        self._check_initial_weights(progress.get("began_with"), folder)
         self.best = self._best_of(progress["best"], say)
         if resume == AUTO and self.config.format == "both" and not (folder / HF_COPY).exists():
             self._export = self._begin_export(folder)
@@ -166,9 +167,9 @@ class RunCheckpoints:
     def _folder(self, step: float) -> Path:
         return self.directory.checkpoints / f"step_{step:.0f}"
 
-    def _check_first_weights(self, there: str | None, folder: Path) -> None:
+    def _check_initial_weights(self, there: str | None, folder: Path) -> None:
         """Raises InputError if the run needs its initial weights, and they have changed."""
-        if there not in (None, self.began_with) and self.needs_first_weights:
+        if there not in (None, self.initial_fingerprint) and self.needs_initial_weights:
             raise InputError(
                 f"model.path={self.source}: its weights or adapters differ from those that {folder} started from, and "
                 "the run needs these as its reference or as frozen weights: restore them, or start a new run"
@@ -228,12 +229,12 @@ class RunCheckpoints:
         if metric is not None and self._is_better(metric, self.best):
             best = {"step": step, "metric": metric}
         folder = self._folder(step)
-        progress = {"step": step, "best": best, "began_with": self.began_with}
-        self._written = _Checkpoint(folder, best)
+        progress = {"step": step, "best": best, "began_with": self.initial_fingerprint}
+        self._in_flight = _Checkpoint(folder, best)
         error = self.further.save(folder, step) or self._ask("save_checkpoint", folder, progress, state)
         self.saved_at = time.monotonic()
         if error is not None:
-            self._written = None
+            self._in_flight = None
         if not self.config.in_background:
             error = error or self._settle(waits=True)
         return before or error
@@ -241,7 +242,7 @@ class RunCheckpoints:
     def is_best(self, metric: float | None) -> bool:
         """Whether a step with this metric must be kept as the best so far, also compared with the checkpoint being
         written."""
-        best = self.best if self._written is None else self._written.best
+        best = self.best if self._in_flight is None else self._in_flight.best
         return self._saves_best and metric is not None and self._is_better(metric, best)
 
     @property
@@ -249,22 +250,22 @@ class RunCheckpoints:
         saves = self.config.every_steps is not None or self.config.every_minutes is not None
         return self.config.keep_best and saves
 
-    def awaits(self, step: int) -> bool:
+    def is_unmeasured(self, step: int) -> bool:
         """Whether a step's checkpoint must be kept until its metric is known."""
-        return self._saves_best and self.awaited == step
+        return self._saves_best and self.unmeasured_step == step
 
-    def note(self, step: int, metric: float) -> None:
+    def record_metric(self, step: int, metric: float) -> None:
         """Records the metric of an earlier step, whose checkpoint becomes the best if none is better."""
-        with self._choosing:  # a thread may be removing checkpoints, but not the awaited one
-            if self.awaited == step:
-                self.awaited = None
-            best, written = {"step": step, "metric": metric}, self._written
+        with self._selection_lock:  # a thread may be removing checkpoints, but not the awaited one
+            if self.unmeasured_step == step:
+                self.unmeasured_step = None
+            best, written = {"step": step, "metric": metric}, self._in_flight
             is_complete = self._folder(step).exists()
             if is_complete and self._is_better(metric, self.best):
                 self.best = best
             is_there = is_complete or (written is not None and written.folder == self._folder(step))
             if written is not None and is_there and self._is_better(metric, written.best):
-                self._written = replace(written, best=best)
+                self._in_flight = replace(written, best=best)
 
     def _is_better(self, metric: float, best: dict[str, float] | None) -> bool:
         return math.isfinite(metric) and (best is None or self.sign * metric > self.sign * best["metric"])
@@ -288,17 +289,17 @@ class RunCheckpoints:
     def _settle(self, waits: bool) -> str | None:
         """Checks on the last checkpoint, and once it is complete, removes those not kept. Returns its error, or None
         if it succeeded or is not done."""
-        if self._written is None:
+        if self._in_flight is None:
             return None
         settled: Settled = self._ask("settle_checkpoint", waits)
         if not settled.is_done:
             return None
-        written, self._written, self.seconds = self._written, None, settled.seconds
+        written, self._in_flight, self.seconds = self._in_flight, None, settled.seconds
         if settled.error is None:
             self.best = written.best
             self._join()
-            self._after = threading.Thread(target=self._tidy, args=(written,), name="checkpoint")
-            self._after.start()
+            self._cleanup_thread = threading.Thread(target=self._tidy, args=(written,), name="checkpoint")
+            self._cleanup_thread.start()
         return settled.error
 
     def _tidy(self, written: _Checkpoint) -> None:
@@ -310,14 +311,14 @@ class RunCheckpoints:
         self._warning = warning or self._warning
 
     def _join(self) -> None:
-        if self._after is not None:
-            self._after.join()
-            self._after = None
+        if self._cleanup_thread is not None:
+            self._cleanup_thread.join()
+            self._cleanup_thread = None
 
     def _keep_chosen(self, written: _Checkpoint) -> str | None:
         """Removes the checkpoints that are not kept after a newer one is complete. Returns a warning, or None."""
         warning = self._end_export()
-        with self._choosing:
+        with self._selection_lock:
             done = [path for path in self.directory.list_checkpoints() if step_of(path) <= step_of(written.folder)]
             keep = {*done[-self.config.keep_last :], *self._candidates(written)}
             try:
@@ -334,7 +335,7 @@ class RunCheckpoints:
         if not self.config.keep_best:
             return set()
         steps = [best["step"] for best in (written.best, self.best) if best is not None]
-        return {self._folder(step) for step in (*steps, self.awaited) if step is not None}
+        return {self._folder(step) for step in (*steps, self.unmeasured_step) if step is not None}
 
     def _begin_export(self, folder: Path) -> _Export:
         """Starts making the Hugging Face copy, in a process that is not a rank, uses no device and ends with this

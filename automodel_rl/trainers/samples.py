@@ -25,18 +25,18 @@ def greedy_samples(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[tuple[TokenSequence, str]],
     max_new_tokens: int,
-    ends: set[int],
+    stop_ids: set[int],
     say: Callable[[str], None],
 ) -> list[Sample]:
     """Generates sample completions for the report.
 
     Args:
         prompts: prompts, each with the completion in the data.
-        ends: tokens that end a completion, not included in it.
+        stop_ids: tokens that end a completion, not included in it.
         say: prints progress where generation is slow.
     """
     work = SlowWork(say, f"writing {len(prompts)} samples for the report", f"at most {max_new_tokens} tokens")
-    completions = greedy_completions(policy, [prompt for prompt, _ in prompts], max_new_tokens, ends, work.note)
+    completions = greedy_completions(policy, [prompt for prompt, _ in prompts], max_new_tokens, stop_ids, work.note)
     return [
         Sample(_shown(tokenizer, prompt), tokenizer.decode(completion), expected)
         for (prompt, expected), completion in zip(prompts, completions, strict=True)
@@ -51,7 +51,7 @@ def greedy_completions(
     policy: Policy,
     prompts: Sequence[TokenSequence],
     max_new_tokens: int,
-    ends: set[int],
+    stop_ids: set[int],
     note: Callable[[int], None],
 ) -> list[list[int]]:
     """Returns the greedy continuation of each prompt.
@@ -59,7 +59,7 @@ def greedy_completions(
     Each token costs a forward over all prompts, so this is for a few samples only.
 
     Args:
-        ends: tokens that end a completion, not included in it.
+        stop_ids: tokens that end a completion, not included in it.
         note: called with the number of tokens so far after each one.
     """
     texts: list[list[int]] = [[] for _ in prompts]
@@ -70,7 +70,7 @@ def greedy_completions(
         chosen = dict(
             zip(running, policy.next_tokens([_continued(prompts[i], texts[i]) for i in running]), strict=True)
         )
-        running = [i for i in running if chosen[i] not in ends]
+        running = [i for i in running if chosen[i] not in stop_ids]
         for i in running:
             texts[i].append(chosen[i])
         note(done + 1)

@@ -32,7 +32,7 @@ from automodel_rl.trainers.run import Run
 from automodel_rl.trainers.step import Step
 from automodel_rl.trainers.validation import Validation
 
-MOST_STEPS = 10
+MAX_STEPS = 10
 """Consecutive steps without signal after which a run ends."""
 
 
@@ -53,9 +53,9 @@ class RewardWatch:
     def look_at(self, groups: Sequence[Group]) -> None:
         """Counts a step. Raises RolloutError after too many without signal."""
         self.num_steps = 0 if any(group.has_signal for group in groups) else self.num_steps + 1
-        if self.num_steps >= MOST_STEPS:
+        if self.num_steps >= MAX_STEPS:
             raise RolloutError(
-                f"in {MOST_STEPS} consecutive steps no prompt had completions with different rewards, so there is "
+                f"in {MAX_STEPS} consecutive steps no prompt had completions with different rewards, so there is "
                 f"nothing to learn: inspect {self.rollouts}, use easier or harder prompts, or raise rollout.group_size"
             )
 
@@ -105,7 +105,7 @@ class StepRollouts:
             RolloutError: generators failed, or rewards never differed. A checkpoint of the previous step is saved.
             InputError: the same for a reward that always fails.
         """
-        before = self.run.place()
+        before = self.run.state()
         try:
             with self.fleet.awake(step.time), step.time("rollout"):
                 if self._is_probed:
@@ -147,7 +147,7 @@ class StepRollouts:
             for rollout in group.rollouts
         }
         records = rollout_records(self._generated, self.config.reward_names, self.run.tokenizer, told)
-        self.run.write_beside("rollouts", self.run.directory.rollouts, records)
+        self.run.write_step_file("rollouts", self.run.directory.rollouts, records)
 
     def _origin(self, completion: Completion) -> dict[str, Any]:
         """The generator of a single-turn completion, and the age of its oldest token in policy versions."""
@@ -176,7 +176,7 @@ class StepRollouts:
                     prompt,
                     group,
                     shaped_rewards(group, filter, rollout.max_new_tokens),
-                    leaves_out_cut=filter.mask_overlong and not filter.masked_count,
+                    excludes_truncated=filter.mask_overlong and not filter.masked_count,
                     weights=self.config.weights_alone,
                 )
                 for prompt, group in zip(prompts, rollouts, strict=True)

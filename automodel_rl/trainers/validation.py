@@ -25,7 +25,7 @@ from automodel_rl.weight_sync.published import has_version
 
 
 @dataclass(frozen=True)
-class _Underway:
+class _InFlightValidation:
     """A validation that evaluators are running beside training.
 
     Attributes:
@@ -51,7 +51,7 @@ class Validation:
     def __init__(self, config: OnlineConfig, run: Run, rollouts: Rollouts):
         self.config, self.run, self.rollouts, self.fleet = config, run, rollouts, rollouts.fleet
         held_out = run.prompts(rollouts.schemas, held_out=True)
-        self._underway: _Underway | None = None
+        self._in_flight: _InFlightValidation | None = None
         self.prompts = held_out.every_prompt()
         self.num_overlong, self.num_refused = held_out.num_overlong, held_out.num_refused
         self.refused = held_out.refused
@@ -78,7 +78,7 @@ class Validation:
 
     @property
     def _has_something(self) -> bool:
-        return bool(self.prompts) or self.evaluations.are_asked_for
+        return bool(self.prompts) or self.evaluations.are_configured
 
     def measure_in(self, step: Step) -> None:
         """Adds validation metrics to a step that validates.
@@ -88,11 +88,11 @@ class Validation:
             StoppedError: a stop was requested while no evaluator was available. A checkpoint of the step is saved.
         """
         beside = bool(self.prompts) and self.fleet.evaluators is not None
-        if not (self._has_something and (self.run.validates or (beside and self._underway is not None))):
+        if not (self._has_something and (self.run.validates or (beside and self._in_flight is not None))):
             return
         try:
             with step.time("validate"):
-                step.metrics |= self._measure_beside() if beside else self.measure()
+                step.metrics |= self._measure_async() if beside else self.measure()
         except (RolloutError, StoppedError):  # the step itself is trained, so store it
             self.run.end_with(step)
             raise
@@ -106,74 +106,77 @@ class Validation:
         return (self._measure_prompts() if self.prompts else {}) | self.evaluations.measure()
 
     def state_dict(self) -> dict[str, Any]:
-        underway = self._underway
-        return {} if underway is None else {"step": underway.step, "weights": [*underway.weights]}
+        in_flight = self._in_flight
+        return {} if in_flight is None else {"step": in_flight.step, "weights": [*in_flight.weights]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._underway = _Underway(state["step"], (*state["weights"],), None) if state else None
-        self.run.checkpoints.awaited = state.get("step")
+        self._in_flight = _InFlightValidation(state["step"], (*state["weights"],), None) if state else None
+        self.run.checkpoints.unmeasured_step = state.get("step")
         self.fleet.needed = state["weights"][0] if state else None
 
     def go_on(self) -> None:
         """Restarts the validation that was in progress when the run stopped."""
-        underway, publish = self._underway, self.config.weight_sync.publish
-        if underway is None:
+        in_flight, publish = self._in_flight, self.config.weight_sync.publish
+        if in_flight is None:
             return
         problem = "" if self.fleet.evaluators else "the run no longer has evaluators"
         if not problem:
             assert publish is not None
-            if underway.weights[0] == self.fleet.newest[0]:  # published anew, with another hash
-                underway = _Underway(underway.step, self.fleet.newest, None)
-            elif not has_version(publish, *underway.weights):
+            if in_flight.weights[0] == self.fleet.newest[0]:  # published anew, with another hash
+                in_flight = _InFlightValidation(in_flight.step, self.fleet.newest, None)
+            elif not has_version(publish, *in_flight.weights):
                 problem = f"{publish} no longer has its weights"
         if problem:
-            self.run.say(f"warning: the validation of step {underway.step} is skipped: {problem}")
+            self.run.say(f"warning: the validation of step {in_flight.step} is skipped: {problem}")
             self.load_state_dict({})
         else:
-            self._ask(underway)
+            self._submit(in_flight)
 
-    def _measure_beside(self) -> dict[str, float]:
+    def _measure_async(self) -> dict[str, float]:
         """Returns metrics found by evaluators, of this step or an earlier one, and starts this step's validation if
         it is due. A record holds one step's metrics, so the validation in progress is awaited before the next is
         due."""
         run, found = self.run, dict[str, float]()
         is_last_chance = run.is_over or run.validates_in(run.step + 1)
-        if self._underway is not None and (run.validates or is_last_chance or self._is_written):
+        if self._in_flight is not None and (run.validates or is_last_chance or self._is_written):
             found = self._take()
         if run.validates:
             if found:  # only in a resumed run that validates more often than before
                 run.say(f"validation of step {found[MEASURED]:.0f}: val reward {found['val/reward_mean']:.3f}")
-            self._ask(_Underway(run.step, self.fleet.newest, None))
+            self._submit(_InFlightValidation(run.step, self.fleet.newest, None))
             found = (self._take() if is_last_chance else {}) | self.evaluations.measure()
         return found
 
     @property
     def _is_written(self) -> bool:
-        assert self._underway is not None
-        assert self._underway.number is not None
-        return self.rollouts.is_written(self._underway.number)
+        assert self._in_flight is not None
+        assert self._in_flight.number is not None
+        return self.rollouts.is_written(self._in_flight.number)
 
-    def _ask(self, underway: _Underway) -> None:
+    def _submit(self, in_flight: _InFlightValidation) -> None:
         rollout = self.rollouts.config.rollout
-        self.fleet.evaluate(*underway.weights)
-        self.fleet.needed = underway.weights[0]
+        self.fleet.evaluate(*in_flight.weights)
+        self.fleet.needed = in_flight.weights[0]
         number = self.rollouts.submit(
             self.prompts, rollout.validation_samples, rollout.validation_sampling, fleet=self.fleet.evaluators
         )
-        self._underway, self.run.checkpoints.awaited = _Underway(underway.step, underway.weights, number), underway.step
+        self._in_flight, self.run.checkpoints.unmeasured_step = (
+            _InFlightValidation(in_flight.step, in_flight.weights, number),
+            in_flight.step,
+        )
 
     def _take(self) -> dict[str, float]:
-        underway = self._underway
-        assert underway is not None
-        assert underway.number is not None
-        groups = self.rollouts.take(underway.number)
-        self._underway = self.fleet.needed = None
-        metrics = self._metrics_of(groups, underway.step)
-        if underway.step == self.run.step:
-            self.run.checkpoints.awaited = None  # the step's own record decides
+        in_flight = self._in_flight
+        assert in_flight is not None
+        assert in_flight.number is not None
+        groups = self.rollouts.take(in_flight.number)
+        self._in_flight = self.fleet.needed = None
+        metrics = self._metrics_of(groups, in_flight.step)
+        if in_flight.step == self.run.step:
+            self.run.checkpoints.unmeasured_step = None  # the step's own record decides
         else:
-            self.run.checkpoints.note(underway.step, metrics[self.run.goal.best_metric])
-        return {MEASURED: underway.step, **metrics}
+            self.run.checkpoints.record_metric(in_flight.step, metrics[self.run.goal.best_metric])
+        return {MEASURED: in_flight.step, **metrics}
 
     def _measure_prompts(self) -> dict[str, float]:
         """Metrics of completions of all held-out prompts: mean reward, error rates of rewards, and pass rates if
@@ -183,7 +186,7 @@ class Validation:
             RolloutError: every completion failed or got no reward.
         """
         if self.fleet.evaluators is not None:
-            self._ask(_Underway(self.run.step, self.fleet.newest, None))
+            self._submit(_InFlightValidation(self.run.step, self.fleet.newest, None))
             return self._take()
         rollout = self.rollouts.config.rollout
         try:
@@ -217,7 +220,7 @@ class Validation:
         written = zip(self.prompts, [[r for r in group if r.is_rewarded] for group in groups], strict=True)
         samples = itertools.islice(((prompt, group) for prompt, group in written if group), self.config.observe.samples)
         self.run.save_samples([self._sample(*pair) for pair in samples], step)
-        measured = [[r.measured for r in group if not r.measured.score.is_left_out] for group in groups]
+        measured = [[r.measured for r in group if not r.measured.score.is_excluded] for group in groups]
         pairs = [(prompt, group) for prompt, group in zip(self.prompts, measured, strict=True) if group]
         scores = [rollout.score for _, group in pairs for rollout in group]
         of_prompts = [[rollout.score for rollout in group] for _, group in pairs]

@@ -26,7 +26,7 @@ from automodel_rl.weight_sync.transport import Transport
 
 T = TypeVar("T")
 
-MOST_UNANSWERED = 8
+MAX_UNANSWERED = 8
 """Most buckets that vLLM has not answered. More messages could fill the pipe and block this rank."""
 
 
@@ -194,7 +194,7 @@ class VllmNccl(_Vllm):
 
     def release(self, slot: Slot) -> None:
         wait_until(slot.has_room, "a bucket of weights", self.seconds, self._watch)
-        self._take_answers(MOST_UNANSWERED)
+        self._take_answers(MAX_UNANSWERED)
 
     def send(self, sender: int, number: int, slot: Slot) -> None:
         self._load(self._describe(sender, number))

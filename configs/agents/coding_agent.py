@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from automodel_rl.rollout.agents.protocol import AgentEndpoint
 from automodel_rl.rollout.episodes.python_tool import run_python
 
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 SECONDS = 10.0
 BLOCK = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
@@ -32,7 +32,7 @@ async def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, f
     client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.key)
     messages: list[Any] = [dict(message) for message in example["messages"]]
     share, attempts = 0.0, 0
-    while attempts < MOST_ATTEMPTS:
+    while attempts < MAX_ATTEMPTS:
         attempts += 1
         found = await client.chat.completions.create(model=endpoint.model, messages=messages)
         text = found.choices[0].message.content or ""

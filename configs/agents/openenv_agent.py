@@ -14,7 +14,7 @@ from openenv.core.mcp_client import MCPToolClient
 
 from automodel_rl.rollout.agents.protocol import AgentEndpoint
 
-MOST_TURNS = 16
+MAX_TURNS = 16
 
 
 async def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, float]:
@@ -25,7 +25,7 @@ async def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, f
     async with MCPToolClient(base_url=example["url"]) as environment:
         await environment.reset(seed=endpoint.seed, **example.get("reset", {}))
         tools: list[Any] = [schema(tool) for tool in await environment.list_tools()]
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             found = await client.chat.completions.create(model=endpoint.model, messages=messages, tools=tools)
             turn = found.choices[0].message
             messages.append(turn)

@@ -11,7 +11,7 @@ from agents import Agent, Runner, function_tool, set_tracing_disabled
 
 from automodel_rl.rollout.agents.protocol import AgentEndpoint
 
-MOST_FOUND = 3
+MAX_FOUND = 3
 INSTRUCTIONS = "Answer the question by a few words. Search the documents first."
 
 set_tracing_disabled(True)
@@ -35,7 +35,7 @@ async def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, f
         nonlocal num_searches
         num_searches += 1
         shared = [(len(words(query) & words(text)), text) for text in documents]
-        found = [text for count, text in sorted(shared, key=lambda pair: -pair[0])[:MOST_FOUND] if count]
+        found = [text for count, text in sorted(shared, key=lambda pair: -pair[0])[:MAX_FOUND] if count]
         return "\n\n".join(found) or "nothing"
 
     agent = Agent(name="searcher", instructions=INSTRUCTIONS, tools=[search], model=endpoint.model)

@@ -17,9 +17,9 @@ from openai import AsyncOpenAI
 
 from automodel_rl.rollout.agents.protocol import AgentEndpoint
 
-MOST_COMMANDS = 16
+MAX_COMMANDS = 16
 SECONDS = 60.0
-MOST_CHARACTERS = 4000
+MAX_CHARACTERS = 4000
 BASH: Any = {
     "type": "function",
     "function": {
@@ -41,7 +41,7 @@ async def run(command: list[str], folder: Path, **variables: str) -> tuple[int, 
     except TimeoutError:
         process.kill()
         return 124, f"took longer than {SECONDS:g} s"
-    return process.returncode or 0, printed.decode(errors="replace")[-MOST_CHARACTERS:]
+    return process.returncode or 0, printed.decode(errors="replace")[-MAX_CHARACTERS:]
 
 
 async def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, float]:
@@ -53,7 +53,7 @@ async def solve(endpoint: AgentEndpoint, example: dict[str, Any]) -> dict[str, f
         shutil.copytree(task / "environment", folder)
         messages: list[Any] = [{"role": "user", "content": (task / "instruction.md").read_text()}]
         num_commands = 0
-        while num_commands < MOST_COMMANDS:
+        while num_commands < MAX_COMMANDS:
             found = await client.chat.completions.create(model=endpoint.model, messages=messages, tools=[BASH])
             turn = found.choices[0].message
             messages.append(turn)

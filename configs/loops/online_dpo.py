@@ -9,7 +9,7 @@ from automodel_rl import Batch, DPOLossConfig, Fleet, Goal, Policy, Run, dpo_los
 from automodel_rl.errors import RolloutError
 
 LOSS = DPOLossConfig(beta=0.1)
-MOST_TRIES = 10
+MAX_TRIES = 10
 """Rounds of completions in a step after which the program gives up, if in no group rewards differ."""
 
 
@@ -34,7 +34,7 @@ def main(policy: Policy, fleet: Fleet, run: Run):
     fleet.sync()
     for step in run.steps(f"the best and the worst of {config.rollout.group_size} completions"):
         pairs, every = [], []
-        for _ in range(MOST_TRIES):
+        for _ in range(MAX_TRIES):
             asked = prompts.take(config.rollout.prompts)
             with fleet.awake(step.time), step.time("rollout"):
                 groups = rollouts.collect(asked, config.rollout.group_size, sampling)
@@ -44,7 +44,7 @@ def main(policy: Policy, fleet: Fleet, run: Run):
             if pairs:
                 break
         else:
-            raise RolloutError(f"{MOST_TRIES} rounds of completions, and in no group do rewards differ")
+            raise RolloutError(f"{MAX_TRIES} rounds of completions, and in no group do rewards differ")
         batch = Batch((row for pair in pairs for row in pair), together=2)
         with step.time("reference"), policy.with_weights("reference"):
             batch["ref_logprobs"] = policy.logprobs(batch)

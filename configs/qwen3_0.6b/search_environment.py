@@ -6,7 +6,7 @@ from typing import Any
 
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 
-MOST_FOUND = 3
+MAX_FOUND = 3
 
 
 def words(text: str) -> set[str]:
@@ -32,7 +32,7 @@ class Search:
     def search(self, query: str) -> list[str]:
         """The documents that share most words with a query."""
         shared = [(len(words(query) & words(text)), text) for text in self.documents]
-        return [text for count, text in sorted(shared, key=lambda pair: -pair[0])[:MOST_FOUND] if count]
+        return [text for count, text in sorted(shared, key=lambda pair: -pair[0])[:MAX_FOUND] if count]
 
 
 def make(example: dict[str, Any], seed: int) -> Search:

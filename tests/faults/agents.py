@@ -8,7 +8,7 @@ from unittest import mock
 
 from automodel_rl.batch import Batch
 from automodel_rl.rollout.agents.history import History, SampledTurn
-from automodel_rl.rollout.agents.sameness import Told
+from automodel_rl.rollout.agents.sameness import NormalizedMessage
 from tests.faults.fault import Fault, patch
 
 
@@ -24,13 +24,13 @@ def _shared_turns_count_in_each_row() -> Any:
 
 def _same_by(changed: Any) -> Any:
     """A message is compared in another form, given what is known of it and what was sent."""
-    is_same = Told.is_same
-    return mock.patch.object(Told, "is_same", lambda told, message: is_same(*changed(told, message)))
+    is_same = NormalizedMessage.is_same
+    return mock.patch.object(NormalizedMessage, "is_same", lambda told, message: is_same(*changed(told, message)))
 
 
 def _thoughts_must_come_back(told: Any, message: Any) -> Any:
     thoughts = message.get("reasoning_content", "").strip()
-    return told, message if thoughts == told.thoughts else {**message, "content": "other"}
+    return told, message if thoughts == told.reasoning else {**message, "content": "other"}
 
 
 def _any_text_is_the_answer(told: Any, message: Any) -> Any:
@@ -69,16 +69,16 @@ def _whatever_the_tools() -> Any:
 
 def _encoded_again() -> Any:
     """The tokens before a turn are those of its text."""
-    opening = History.opening
+    turn_prompt = History.turn_prompt
 
     def again(history: History, messages: Any, tools: str, codec: Any) -> Any:
-        found = opening(history, messages, tools, codec)
+        found = turn_prompt(history, messages, tools, codec)
         if found.parent is None:
             return found
         prompt = codec.tokenizer(codec.tokenizer.decode(found.prompt), add_special_tokens=False)["input_ids"]
         return dataclasses.replace(found, prompt=prompt)
 
-    return mock.patch.object(History, "opening", again)
+    return mock.patch.object(History, "turn_prompt", again)
 
 
 def _twins_alike() -> Any:
@@ -113,7 +113,7 @@ def _only_limits_of_the_run_cut() -> Any:
     after = History._after
 
     def lenient(history: History, parent: SampledTurn, *arguments: Any) -> Any:
-        parent.turn = dataclasses.replace(parent.turn, is_cut=parent.is_cut)
+        parent.turn = dataclasses.replace(parent.turn, is_truncated=parent.is_truncated)
         return after(history, parent, *arguments)
 
     return mock.patch.object(History, "_after", lenient)

@@ -113,7 +113,7 @@ FAULTS: dict[str, Fault] = {
         f"{AUTHENTICATED}::test_places_are_counted_by_address",
     ),
     "an evicted handshake not tried again": Fault(
-        lambda: patch("launch.door.MOST_HANDSHAKES", 1),
+        lambda: patch("launch.door.MAX_HANDSHAKES", 1),
         "unit/launch/test_door.py::test_a_handshake_that_is_broken_off_to_make_room_is_tried_again",
     ),
     "reading keeps a generator alive for ever": Fault(

@@ -173,7 +173,7 @@ FAULTS: dict[str, Fault] = {
         lambda: _finish_by(lambda _, end: end in ("done", "template")), CUT
     ),
     "a conversation that nothing can follow counts as cut": Fault(
-        lambda: _finish_by(lambda episode, end: end == "done" and not episode._turn.is_cut),
+        lambda: _finish_by(lambda episode, end: end == "done" and not episode._turn.is_truncated),
         f"{DRIVER}::test_a_turn_that_the_template_lets_nothing_follow_ends_a_whole_conversation",
     ),
     "overlong penalty by all of a conversation": Fault(

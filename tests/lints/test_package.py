@@ -20,7 +20,7 @@ from tests.pages import ROOT, public_methods
 
 FILES = sorted((ROOT / "automodel_rl").rglob("*.py"))
 OF_TESTS = sorted(file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py"))
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 600, 60
+MAX_LINES, MAX_LINES_OF_A_FUNCTION = 600, 60
 
 
 def texts_of(name: str) -> list[tuple[str, Any, str]]:
@@ -145,12 +145,12 @@ def test_files_and_functions_are_short() -> None:
 
 
 def problems_of_length(file: Path) -> Iterator[str]:
-    if (count := len(file.read_text().splitlines())) > MOST_LINES:
-        yield f"{place(file)} has {count} lines, more than {MOST_LINES}"
+    if (count := len(file.read_text().splitlines())) > MAX_LINES:
+        yield f"{place(file)} has {count} lines, more than {MAX_LINES}"
     for function in functions_of(file):
         lines = (function.end_lineno or 0) - function.lineno + 1
-        if lines > MOST_LINES_OF_A_FUNCTION:
-            yield f"{place(file)}: {function.name} has {lines} lines, more than {MOST_LINES_OF_A_FUNCTION}"
+        if lines > MAX_LINES_OF_A_FUNCTION:
+            yield f"{place(file)}: {function.name} has {lines} lines, more than {MAX_LINES_OF_A_FUNCTION}"
 
 
 def test_benchmarks_which_no_test_runs_import_names_that_exist() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from automodel_rl.families.family import Family
 from automodel_rl.families.text import TEXT_FAMILIES
-from tests.cpu_seconds import MOST_UNRECORDED, unrecorded
+from tests.cpu_seconds import MAX_UNRECORDED, unrecorded
 from tests.longer import COVERING, TEMPLATES, is_longer
 from tests.unit.data import stock_templates
 
@@ -40,8 +40,8 @@ def test_a_set_keeps_those_whose_ids_name_a_member() -> None:
     assert is_longer(f"{parity}[qwen3_vl_text]"), "whole names count"
 
 
-@pytest.mark.parametrize("seconds", [0.9 * MOST_UNRECORDED, 1.1 * MOST_UNRECORDED])
+@pytest.mark.parametrize("seconds", [0.9 * MAX_UNRECORDED, 1.1 * MAX_UNRECORDED])
 def test_tests_without_a_record_may_take_few_cpu_seconds(seconds: float) -> None:
     problems = unrecorded({"new": seconds, "old": 100.0}, {"old": 1.0})
-    assert bool(problems) == (seconds > MOST_UNRECORDED)
+    assert bool(problems) == (seconds > MAX_UNRECORDED)
     assert all("old" not in line for line in problems)

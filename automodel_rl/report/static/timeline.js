@@ -1,7 +1,7 @@
 "use strict";
 // Who works when in a step: the trainer's phases, and how many completions are written and scored at the same time.
 
-const MOST_LANES = 24;
+const MAX_LANES = 24;
 const WAITING = "rollout";  // the phase in which the trainer waits for completions
 
 // The number of spans that are open, as steps of [second, number].
@@ -33,7 +33,7 @@ class Timeline extends StepSection {
   draw(lanes = this.lanes) {
     if (!lanes) return;
     this.lanes = lanes;
-    const shownLanes = lanes.slice(0, MOST_LANES);
+    const shownLanes = lanes.slice(0, MAX_LANES);
     const left = lanes.length - shownLanes.length;
     this.note.textContent = left > 0 ? `${left} further generators are left out` : "";
     const end = lanes.reduce((last, lane) => lane.spans.reduce((most, [, stop]) => Math.max(most, stop), last), 0);

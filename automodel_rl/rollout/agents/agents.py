@@ -21,16 +21,16 @@ from automodel_rl.generators.protocol import Completion, Generator, fail_unfinis
 from automodel_rl.launch.background import in_thread
 from automodel_rl.rollout.agents.codecs import ChatCodecs
 from automodel_rl.rollout.agents.endpoint import Endpoint
-from automodel_rl.rollout.agents.episode import AgentEpisode, AgentLimits, Asked, Broken, Ended
+from automodel_rl.rollout.agents.episode import AgentEpisode, AgentLimits, EpisodeEnded, EpisodeFailed, TurnRequested
 from automodel_rl.rollout.agents.protocol import AgentResult
 from automodel_rl.rollout.agents.runner import AgentRunner, ForkedAgents, VerifiersAgents
 from automodel_rl.rollout.protocol import Promptlike
 from automodel_rl.rollout.seeds import mixed_seed
 
-MOST_METRICS = 64
+MAX_METRICS = 64
 """Largest number of metrics of an agent, since each record of the run contains them."""
 
-ROOM_SECONDS = 0.1
+SLOT_POLL_SECONDS = 0.1
 """Seconds between checks whether more episodes may begin."""
 
 PAUSE_SECONDS = 0.05
@@ -41,10 +41,10 @@ LONG_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class _TurnWritten:
+class _TurnGenerated:
     """A turn that the generator wrote, or its failure."""
 
-    asked: Asked
+    asked: TurnRequested
     completion: "Future[Completion]"
 
 
@@ -87,7 +87,7 @@ class Agents:
         )
         self.notes: dict[str, str] = {}
         self._overridden: dict[str, object] = {}
-        self._room = threading.Semaphore(rollout.max_episodes * config.world_size)
+        self._slots = threading.Semaphore(rollout.max_episodes * config.world_size)
         self._runner: AgentRunner
         if rollout.verifiers is not None:
             self._runner = VerifiersAgents(rollout.verifiers, rollout.max_turns)
@@ -118,7 +118,7 @@ class Agents:
         Returns:
             A future per episode. It raises the generator's error; agents then keep waiting for their turns.
         """
-        work = _AgentWork(generator, episodes, self._room, self._start)
+        work = _AgentWork(generator, episodes, self._slots, self._start)
         in_thread(work.drive, "agents")
         return work.completions
 
@@ -132,9 +132,9 @@ class Agents:
 
         def done(future: "Future[None]") -> None:
             if future.cancelled():
-                episode.break_off(ConnectionError("the endpoint of the agents was closed"))
+                episode.report_failure(ConnectionError("the endpoint of the agents was closed"))
             elif (error := future.exception()) is not None:
-                episode.break_off(error)
+                episode.report_failure(error)
 
         asyncio.run_coroutine_threadsafe(self._run(episode), self._endpoint.loop).add_done_callback(done)
 
@@ -144,8 +144,8 @@ class Agents:
         has_returned: asyncio.Future[tuple[AgentResult, str]] = self._endpoint.loop.create_future()
 
         def returned(result: AgentResult, error: str) -> None:
-            if len(result.metrics) > MOST_METRICS:
-                error = f"it returned {len(result.metrics)} metrics, more than {MOST_METRICS}: return fewer"
+            if len(result.metrics) > MAX_METRICS:
+                error = f"it returned {len(result.metrics)} metrics, more than {MAX_METRICS}: return fewer"
                 result = AgentResult(None)
             if not has_returned.done():
                 has_returned.set_result((result, error and f"the agent failed: {error}"))
@@ -185,84 +185,86 @@ class _AgentWork:
     """The episodes of one call of `submit`.
 
     Attributes:
-        news: events of agents and the generator.
+        events: events of agents and the generator.
         calls: calls that have not been submitted yet.
-        begun: number of episodes begun, in order.
-        over: number of finished episodes.
+        num_started: number of episodes begun, in order.
+        num_finished: number of finished episodes.
     """
 
     generator: Generator
     episodes: Sequence[AgentEpisode]
-    room: threading.Semaphore
+    slots: threading.Semaphore
     start: Callable[[AgentEpisode], None]
-    news: "SimpleQueue[Asked | Ended | Broken | _TurnWritten]" = field(default_factory=SimpleQueue)
-    calls: list[Asked] = field(default_factory=list)
-    begun: int = 0
-    over: int = 0
+    events: "SimpleQueue[TurnRequested | EpisodeEnded | EpisodeFailed | _TurnGenerated]" = field(
+        default_factory=SimpleQueue
+    )
+    calls: list[TurnRequested] = field(default_factory=list)
+    num_started: int = 0
+    num_finished: int = 0
 
     def __post_init__(self) -> None:
         self.completions: list[Future[Completion]] = [Future() for _ in self.episodes]
-        self._places = {id(episode): place for place, episode in enumerate(self.episodes)}
+        self._index_of = {id(episode): index for index, episode in enumerate(self.episodes)}
 
     def drive(self) -> None:
         """Handles events until all episodes are over. An error fails the remaining ones."""
         try:
-            while self.over < len(self.episodes):
+            while self.num_finished < len(self.episodes):
                 self._begin()
-                self._listen()
+                self._process_events()
                 self._ask()
         except BaseException as error:
-            for _ in range(self.begun - self.over):
-                self.room.release()
+            for _ in range(self.num_started - self.num_finished):
+                self.slots.release()
             fail_unfinished(self.completions, error)
 
     def _begin(self) -> None:
         """Begins, or resumes, as many episodes as the limit allows."""
-        while self.begun < len(self.episodes) and self.room.acquire(blocking=False):
-            episode = self.episodes[self.begun]
-            self.begun += 1
-            episode.attach(self.news)
+        while self.num_started < len(self.episodes) and self.slots.acquire(blocking=False):
+            episode = self.episodes[self.num_started]
+            self.num_started += 1
+            episode.attach(self.events)
             if not episode.has_begun:
                 episode.has_begun = True
                 self.start(episode)
 
-    def _listen(self) -> None:
+    def _process_events(self) -> None:
         """Handles events: at least one, or until more episodes may begin. If the generator does not work alone, also
         collects further calls for a moment."""
-        until = None if self.begun == len(self.episodes) else time.monotonic() + ROOM_SECONDS
+        until = None if self.num_started == len(self.episodes) else time.monotonic() + SLOT_POLL_SECONDS
         while True:
             with contextlib.suppress(queue.Empty):  # another `submit` may have made room
-                self._handle(self.news.get(timeout=None if until is None else max(0.0, until - time.monotonic())))
-            while not self.news.empty():
-                self._handle(self.news.get())
-            if self.generator.works_alone or not self.calls or self.over == len(self.episodes):
+                self._handle(self.events.get(timeout=None if until is None else max(0.0, until - time.monotonic())))
+            while not self.events.empty():
+                self._handle(self.events.get())
+            if self.generator.works_alone or not self.calls or self.num_finished == len(self.episodes):
                 return
-            running = self.begun - self.over
+            running = self.num_started - self.num_finished
             num_waiting = len({id(asked.episode) for asked in self.calls})
             if num_waiting == running:
                 return
             pause = PAUSE_SECONDS if 2 * num_waiting >= running else LONG_PAUSE_SECONDS
-            if self.news.empty():
+            if self.events.empty():
                 try:
-                    self._handle(self.news.get(timeout=pause))
+                    self._handle(self.events.get(timeout=pause))
                 except queue.Empty:
                     return
             until = time.monotonic()
 
-    def _handle(self, event: Asked | Ended | Broken | _TurnWritten) -> None:
+    def _handle(self, event: TurnRequested | EpisodeEnded | EpisodeFailed | _TurnGenerated) -> None:
         match event:
-            case Asked():
+            case TurnRequested():
                 self.calls.append(event)
-            case Ended(episode):
-                self.over += 1
-                self.room.release()
-                self.completions[self._places[id(episode)]].set_result(episode.completion)
-            case _TurnWritten(asked, written):
+            case EpisodeEnded(episode):
+                self.num_finished += 1
+                self.slots.release()
+                self.completions[self._index_of[id(episode)]].set_result(episode.completion)
+            case _TurnGenerated(asked, written):
                 completion = written.result()
                 call = asked.episode.waiting.get(asked.number)
                 if call is not None:
                     call.give(completion)
-            case Broken(error):
+            case EpisodeFailed(error):
                 raise error
 
     def _ask(self) -> None:
@@ -275,9 +277,9 @@ class _AgentWork:
 
         completions = self.generator.submit([call.request for _, call in asked])
         for (one, _), completion in zip(asked, completions, strict=True):
-            completion.add_done_callback(functools.partial(self._tell_written, one))
+            completion.add_done_callback(functools.partial(self._on_turn_generated, one))
         if not self.generator.works_alone:
             futures.wait(completions, return_when=futures.FIRST_EXCEPTION)
 
-    def _tell_written(self, asked: Asked, completion: "Future[Completion]") -> None:
-        self.news.put(_TurnWritten(asked, completion))
+    def _on_turn_generated(self, asked: TurnRequested, completion: "Future[Completion]") -> None:
+        self.events.put(_TurnGenerated(asked, completion))

@@ -13,7 +13,7 @@ from automodel_rl.rollout.agents.sameness import tools_digest
 from automodel_rl.rollout.episodes.chat_turns import ChatTurns
 from automodel_rl.rollout.episodes.protocol import Turn
 
-MOST_KEPT = 256
+MAX_KEPT = 256
 """Most codecs kept."""
 
 
@@ -49,7 +49,7 @@ class ChatCodecs:
         with self._lock:
             self._kept[digest] = codec
             self._kept.move_to_end(digest)
-            while len(self._kept) > MOST_KEPT:
+            while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return digest, codec
 
@@ -87,7 +87,7 @@ def answer_of(
         content[: min(ends, default=len(content))],
         "" if turn.problem else turn.reasoning,
         tuple(ToolCall(f"call_{name}_{place}", c["name"], c["arguments"]) for place, c in enumerate(calls)),
-        turn.is_cut,
+        turn.is_truncated,
         num_prompt,
         num_written,
         extras or {},

@@ -21,7 +21,7 @@ from automodel_rl.rollout.agents.episode import AgentEpisode, NoMoreCallsError, 
 from automodel_rl.rollout.agents.protocol import MODEL, AgentEndpoint
 from automodel_rl.rollout.http_thread import HttpThread, body_of, described, parsed, refusal
 
-MOST_ENDED = 100_000
+MAX_ENDED = 100_000
 BASES = ("/v1", "/e/{key}/v1")
 """Prefixes of all paths: the key is in a header, or in the path."""
 
@@ -57,7 +57,7 @@ class Endpoint:
         """Refuses calls of an episode from now on. Called in the event loop."""
         self._episodes.pop(episode.key, None)
         self._ended[episode.key] = None
-        while len(self._ended) > MOST_ENDED:
+        while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
     def _routes(self) -> list[Route]:
@@ -95,7 +95,7 @@ class Endpoint:
                 episode.refused.append(str(error))
                 raise
             if not await request.is_disconnected():
-                episode.tell(answer)
+                episode.mark_received(answer)
             named = ChatAnswer(**{**vars(answer), "model": str(body.get("model") or MODEL)})
             if call.streams:
                 return StreamingResponse(events(named, call), media_type="text/event-stream")

@@ -19,7 +19,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion, Conversation
 from automodel_rl.rollout.agents.codecs import ChatCodecs, answer_of
-from automodel_rl.rollout.agents.history import History, Opening, digest_of
+from automodel_rl.rollout.agents.history import History, TurnPrompt, digest_of
 from automodel_rl.rollout.agents.protocol import MODEL, AgentResult
 from automodel_rl.rollout.episodes.episode import ASKED, CACHED, CALLS, MALFORMED, SECONDS, TURNS, TurnCodec
 from automodel_rl.rollout.episodes.protocol import Turn
@@ -30,10 +30,10 @@ LEFT_OUT, AGAIN, REFUSED = "left_out_tokens", "context_again", "refused_calls"
 OVER_LIMIT = "This conversation has reached its limit. No further answer can be given."
 """Answer to an agent's first call after a limit. Not empty, as programs retry after an empty answer."""
 
-MOST_CHARACTERS = 256
+MAX_CHARACTERS = 256
 """Upper bound of the characters of a token; large vocabularies have long runs of spaces."""
 
-MOST_REPLAYS = 64
+MAX_REPLAYS = 64
 """Most answers kept for retries."""
 
 
@@ -83,7 +83,7 @@ class WaitingCall:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnRequested:
     """Event for the driver: a call waits for a generator."""
 
     episode: "AgentEpisode"
@@ -91,14 +91,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EpisodeEnded:
     """Event for the driver: an episode is over."""
 
     episode: "AgentEpisode"
 
 
 @dataclass(frozen=True)
-class Broken:
+class EpisodeFailed:
     """Event for the driver: an episode cannot continue."""
 
     error: BaseException
@@ -145,19 +145,19 @@ class AgentEpisode:
         self._num_calls, self._num_replays, self._malformed = 0, 0, 0
         self._numbers, self._asked = itertools.count(), Counter[bytes]()
         self._answers: OrderedDict[bytes, list[asyncio.Task[ChatAnswer]]] = OrderedDict()
-        self._told: set[str] = set()
+        self._received_ids: set[str] = set()
         self._turn = asyncio.Lock()  # an agent's calls are rendered and added to the history one at a time
-        self._lock, self._news = threading.Lock(), SimpleQueue[Asked | Ended | Broken]()
+        self._lock, self._events = threading.Lock(), SimpleQueue[TurnRequested | EpisodeEnded | EpisodeFailed]()
         self.waiting: dict[int, WaitingCall] = {}
 
-    def attach(self, news: "SimpleQueue[Any]") -> None:
+    def attach(self, events: "SimpleQueue[Any]") -> None:
         """Switches events to another driver's queue, and repeats those of waiting calls there."""
         with self._lock:
-            self._news = news
+            self._events = events
             for number in self.waiting:
-                news.put(Asked(self, number))
+                events.put(TurnRequested(self, number))
             if self._has_ended:
-                news.put(Ended(self))
+                events.put(EpisodeEnded(self))
 
     async def answer(self, call: ChatCall, identity: bytes, *, is_retry: bool) -> ChatAnswer:
         """Answers a call. A retry of a client that gave up waiting gets the same answer.
@@ -173,11 +173,11 @@ class AgentEpisode:
         """
         tasks = self._answers.setdefault(identity, [])
         self._answers.move_to_end(identity)
-        while len(self._answers) > MOST_REPLAYS:
+        while len(self._answers) > MAX_REPLAYS:
             self._answers.popitem(last=False)
         if is_retry and tasks:
             self._num_replays += 1
-            task = next((one for one in tasks if not self._was_told(one)), tasks[-1])
+            task = next((one for one in tasks if not self._was_received(one)), tasks[-1])
         else:
             task = asyncio.ensure_future(self._answer(call))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone
@@ -185,14 +185,14 @@ class AgentEpisode:
         # A client that gives up does not cancel the turn: it will retry.
         return await asyncio.shield(task)
 
-    def tell(self, answer: ChatAnswer) -> None:
+    def mark_received(self, answer: ChatAnswer) -> None:
         """Records that the agent received an answer."""
-        self.history.tell(answer.id)
-        self._told.add(answer.id)
+        self.history.mark_received(answer.id)
+        self._received_ids.add(answer.id)
 
-    def _was_told(self, task: "asyncio.Task[ChatAnswer]") -> bool:
+    def _was_received(self, task: "asyncio.Task[ChatAnswer]") -> bool:
         is_answered = task.done() and not task.cancelled() and task.exception() is None
-        return is_answered and task.result().id in self._told
+        return is_answered and task.result().id in self._received_ids
 
     async def _answer(self, call: ChatCall) -> ChatAnswer:
         if self.is_over:
@@ -205,43 +205,45 @@ class AgentEpisode:
             if self._limit:
                 return ChatAnswer(name, model, OVER_LIMIT)
             self.overridden |= call.overridden
-            tools, codec, opening = await asyncio.to_thread(self._opening, call)
+            tools, codec, turn_prompt = await asyncio.to_thread(self._turn_prompt, call)
             if self.is_over:
                 raise NoMoreCallsError("the episode of this key is over: the agent has returned, or was ended")
             self._num_calls += 1
             number = self._num_calls
-        limit = min(self.limits.sequence_tokens - len(opening.prompt), self.limits.turn_tokens)
+        limit = min(self.limits.sequence_tokens - len(turn_prompt.prompt), self.limits.turn_tokens)
         most = min(limit, call.max_tokens or limit)
-        completion = await self._sampled(opening, most, call.stop)
+        completion = await self._sampled(turn_prompt, most, call.stop)
         if completion.finish == "error":
             raise NoMoreCallsError(f"no generator could write the turn: {completion.error}")
-        completion, turn = await asyncio.to_thread(_read, codec, opening.prompt, completion, call.stop)
+        completion, turn = await asyncio.to_thread(_read, codec, turn_prompt.prompt, completion, call.stop)
         num_written = len(completion.token_ids)
-        answer = answer_of(turn, name, model, call.stop, len(opening.prompt), num_written, is_parallel=call.is_parallel)
+        answer = answer_of(
+            turn, name, model, call.stop, len(turn_prompt.prompt), num_written, is_parallel=call.is_parallel
+        )
         async with self._turn:
             if not self.is_over:
-                is_cut = turn.is_cut and most == limit
-                self.history.add(opening, completion, tools, turn, answer, number=number, is_cut=is_cut)
+                is_truncated = turn.is_truncated and most == limit
+                self.history.add(turn_prompt, completion, tools, turn, answer, number=number, is_truncated=is_truncated)
                 self._malformed += bool(turn.problem)
         return answer
 
-    def _opening(self, call: ChatCall) -> tuple[str, TurnCodec, Opening]:
+    def _turn_prompt(self, call: ChatCall) -> tuple[str, TurnCodec, TurnPrompt]:
         """Returns the digest of a call's tools, their codec, and the tokens before the answer."""
         self._check_length(call)
         tools, codec = self.codecs.of(call.tools)
-        opening = (
-            self.history.opening_after(call.previous.removeprefix("resp_"), call.messages, tools, codec)
+        turn_prompt = (
+            self.history.turn_prompt_after(call.previous.removeprefix("resp_"), call.messages, tools, codec)
             if call.previous
-            else self.history.opening(call.messages, tools, codec)
+            else self.history.turn_prompt(call.messages, tools, codec)
         )
-        if len(opening.prompt) >= self.limits.sequence_tokens:
-            raise self._too_long(f"{len(opening.prompt)} tokens")
-        return tools, codec, opening
+        if len(turn_prompt.prompt) >= self.limits.sequence_tokens:
+            raise self._too_long(f"{len(turn_prompt.prompt)} tokens")
+        return tools, codec, turn_prompt
 
     def _check_length(self, call: ChatCall) -> None:
         """Raises TooLongError for what must be too long, before the chat template writes it."""
         num_characters = _num_characters([call.messages, [*call.tools]])
-        if num_characters > MOST_CHARACTERS * self.limits.sequence_tokens:
+        if num_characters > MAX_CHARACTERS * self.limits.sequence_tokens:
             raise self._too_long(f"{num_characters} characters")
 
     def _too_long(self, length: str) -> TooLongError:
@@ -257,25 +259,25 @@ class AgentEpisode:
         def count() -> int:
             self._check_length(call)
             _, codec = self.codecs.of(call.tools)
-            return len(codec.opening(call.messages))
+            return len(codec.prompt_ids(call.messages))
 
         async with self._turn:
             return await asyncio.to_thread(count)
 
-    async def _sampled(self, opening: Opening, max_tokens: int, stop: tuple[str, ...]) -> Completion:
-        digest = digest_of(opening.prompt)
-        seed = turn_seed(self.first.seed, opening.prompt, self._asked[digest])
+    async def _sampled(self, turn_prompt: TurnPrompt, max_tokens: int, stop: tuple[str, ...]) -> Completion:
+        digest = digest_of(turn_prompt.prompt)
+        seed = turn_seed(self.first.seed, turn_prompt.prompt, self._asked[digest])
         self._asked[digest] += 1
         sampling = self.first.sampling
         sampling = dataclasses.replace(sampling, max_tokens=max_tokens, stop=(*sampling.stop, *stop))
         request = dataclasses.replace(
-            self.first, prompt=opening.prompt, seed=seed, sampling=sampling, routes_from=opening.num_routed
+            self.first, prompt=turn_prompt.prompt, seed=seed, sampling=sampling, routes_from=turn_prompt.num_routed
         )
         loop = asyncio.get_running_loop()
         call, number = WaitingCall(request, loop, loop.create_future()), next(self._numbers)
         with self._lock:
             self.waiting[number] = call
-            self._news.put(Asked(self, number))
+            self._events.put(TurnRequested(self, number))
         try:
             return await call.future
         finally:
@@ -318,12 +320,12 @@ class AgentEpisode:
         else:
             main, *others = branches
             versions = [turn.completion.versions for turn in turns if turn.completion.versions is not None]
-            is_cut = bool(error or self._limit or self.history.leaves[0].is_cut)
+            is_truncated = bool(error or self._limit or self.history.leaves[0].is_truncated)
             conversation = self._conversation(error or self._limit or "done", reward or 0.0, result)
             self.completion = Completion(
                 main.token_ids,
                 main.logprobs,
-                "length" if is_cut else "stop",
+                "length" if is_truncated else "stop",
                 versions=(min(v[0] for v in versions), max(v[1] for v in versions)) if versions else None,
                 routes=main.routes,
                 conversation=dataclasses.replace(
@@ -332,7 +334,7 @@ class AgentEpisode:
             )
         with self._lock:
             self._has_ended = True
-            self._news.put(Ended(self))
+            self._events.put(EpisodeEnded(self))
 
     def _conversation(self, end: str, reward: float, result: AgentResult) -> Conversation:
         history, turns = self.history, self.history.turns
@@ -369,10 +371,10 @@ class AgentEpisode:
             ASKED: sum(len(turn.token_ids) - len(turn.completion.token_ids) for turn in cached),
         }
 
-    def break_off(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Reports an error to the driver that is not the agent's."""
         with self._lock:
-            self._news.put(Broken(error))
+            self._events.put(EpisodeFailed(error))
 
     def begin(self) -> None:
         self._began = time.monotonic()
@@ -395,19 +397,19 @@ def _num_characters(value: Any) -> int:
 
 
 def _read(
-    codec: TurnCodec, opening: Sequence[int], completion: Completion, stop: Sequence[str]
+    codec: TurnCodec, prompt_ids: Sequence[int], completion: Completion, stop: Sequence[str]
 ) -> tuple[Completion, Turn]:
-    completion = _until_stop(codec, opening, completion, stop)
-    turn = codec.read(opening, completion.token_ids)
-    return completion, dataclasses.replace(turn, is_cut=completion.finish == "length")
+    completion = _until_stop(codec, prompt_ids, completion, stop)
+    turn = codec.read(prompt_ids, completion.token_ids)
+    return completion, dataclasses.replace(turn, is_truncated=completion.finish == "length")
 
 
-def _until_stop(codec: TurnCodec, opening: Sequence[int], completion: Completion, stop: Sequence[str]) -> Completion:
+def _until_stop(codec: TurnCodec, prompt_ids: Sequence[int], completion: Completion, stop: Sequence[str]) -> Completion:
     """Cuts a turn after the token that completes a stop text. That token is trained as sampled, though it may contain
     more text than the agent receives. A generator that samples several tokens at a time may write past it."""
 
     def holds_stop(num_tokens: int) -> bool:
-        text = codec.read(opening, completion.token_ids[:num_tokens]).text
+        text = codec.read(prompt_ids, completion.token_ids[:num_tokens]).text
         return any(one in text for one in stop)
 
     num_tokens = len(completion.token_ids)

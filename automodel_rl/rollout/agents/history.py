@@ -20,7 +20,7 @@ from automodel_rl.chat_api.exchange import ChatAnswer, Message
 from automodel_rl.chat_api.messages import with_results_in_order
 from automodel_rl.errors import InputError
 from automodel_rl.generators.protocol import Branch, Completion
-from automodel_rl.rollout.agents.sameness import Told, calls_of, sampled, told
+from automodel_rl.rollout.agents.sameness import NormalizedMessage, calls_of, normalized, sampled
 from automodel_rl.rollout.episodes.episode import TurnCodec
 from automodel_rl.rollout.episodes.protocol import Turn
 from automodel_rl.rollout.episodes.transcript import Transcript
@@ -34,7 +34,7 @@ MAY_FOLLOW = ("tool", "user")
 
 
 @dataclass(frozen=True)
-class Opening:
+class TurnPrompt:
     """Tokens before a turn that is to be sampled.
 
     Attributes:
@@ -63,21 +63,21 @@ class SampledTurn:
     """A node of the tree.
 
     Attributes:
-        parent, messages, suffix: as of its `Opening`. The messages end with the turn's own.
-        told: the messages, in the form for comparison.
+        parent, messages, suffix: as of its `TurnPrompt`. The messages end with the turn's own.
+        normalized: the messages, in the form for comparison.
         digest: of the prompt.
         tools: digest of the tools in the prompt.
         turn: the parsed turn.
         answer: the answer to the agent.
         kind, reason: how its call continued the history, and the cause of a fork.
         number: of its call in the episode, from 1 on.
-        is_cut: a limit of the run ended it, not one of the agent's.
-        was_told: the agent received it: a client may have given up.
+        is_truncated: a limit of the run ended it, not one of the agent's.
+        was_received: the agent received it: a client may have given up.
     """
 
     parent: "SampledTurn | None"
     messages: list[Message]
-    told: list[Told]
+    normalized: list[NormalizedMessage]
     suffix: list[int]
     digest: bytes
     completion: Completion
@@ -87,8 +87,8 @@ class SampledTurn:
     kind: Kind
     reason: str
     number: int
-    is_cut: bool
-    was_told: bool = False
+    is_truncated: bool
+    was_received: bool = False
     children: "list[SampledTurn]" = field(default_factory=list)
 
     @property
@@ -119,7 +119,7 @@ class History:
     def __init__(self) -> None:
         self.turns: list[SampledTurn] = []
 
-    def opening(self, messages: Sequence[Message], tools: str, codec: TurnCodec) -> Opening:
+    def turn_prompt(self, messages: Sequence[Message], tools: str, codec: TurnCodec) -> TurnPrompt:
         """Returns the tokens for a call that sends all messages.
 
         Args:
@@ -134,8 +134,8 @@ class History:
             return self._root(messages, codec, reason)
         return self._after(parent, messages[used:], messages, codec, reason)
 
-    def opening_after(self, name: str, messages: Sequence[Message], tools: str, codec: TurnCodec) -> Opening:
-        """Returns the tokens for a call whose messages follow the answer with the id `name`. See `opening`.
+    def turn_prompt_after(self, name: str, messages: Sequence[Message], tools: str, codec: TurnCodec) -> TurnPrompt:
+        """Returns the tokens for a call whose messages follow the answer with the id `name`. See `turn_prompt`.
 
         Raises:
             InputError: the episode has no such answer, or the chat template cannot write the messages.
@@ -148,7 +148,7 @@ class History:
         results = with_results_in_order([*known, *messages[len(instructions) :]])[len(known) :]
         new = [*instructions, *results]
         if instructions:  # sent with every call
-            own = parent.path[0].told[0]
+            own = parent.path[0].normalized[0]
             if own.role != "system" or not own.is_same(new[0]):
                 rest = known[1:] if own.role == "system" else known
                 return self._root([new[0], *rest, *new[1:]], codec, "the system text changed")
@@ -159,17 +159,22 @@ class History:
 
     def add(
         self,
-        opening: Opening,
+        turn_prompt: TurnPrompt,
         completion: Completion,
         tools: str,
         turn: Turn,
         answer: ChatAnswer,
         *,
         number: int,
-        is_cut: bool,
+        is_truncated: bool,
     ) -> SampledTurn:
         """Adds a sampled turn. The arguments are attributes of `SampledTurn`."""
-        parent, digest, kind, reason = opening.parent, digest_of(opening.prompt), opening.kind, opening.reason
+        parent, digest, kind, reason = (
+            turn_prompt.parent,
+            digest_of(turn_prompt.prompt),
+            turn_prompt.kind,
+            turn_prompt.reason,
+        )
         if parent is not None and parent.children:  # others may have followed it in the meantime
             kind, reason = "sibling", "one history continued in two ways"
         if kind != "first" and any(one.digest == digest for one in self.turns):
@@ -178,9 +183,9 @@ class History:
         own = sampled(answer.content, turn.text, answer.reasoning, calls_of(message))
         new = SampledTurn(
             parent,
-            [*opening.messages, message],
-            [*map(told, opening.messages), own],
-            opening.suffix,
+            [*turn_prompt.messages, message],
+            [*map(normalized, turn_prompt.messages), own],
+            turn_prompt.suffix,
             digest,
             completion,
             tools,
@@ -189,17 +194,17 @@ class History:
             kind,
             reason,
             number,
-            is_cut,
+            is_truncated,
         )
         self.turns.append(new)
         if parent is not None:
             parent.children.append(new)
         return new
 
-    def tell(self, name: str) -> None:
+    def mark_received(self, name: str) -> None:
         """Records that the agent received the answer with the id `name`."""
         for turn in self.turns:
-            turn.was_told = turn.was_told or turn.answer.id == name
+            turn.was_received = turn.was_received or turn.answer.id == name
 
     @property
     def leaves(self) -> list[SampledTurn]:
@@ -209,7 +214,7 @@ class History:
         Excluded are turns that the agent did not receive, as its client had given up, and turns that it dropped: it
         sent the same messages again, and continued from that answer.
         """
-        told = [turn for turn in self.turns if turn.was_told]
+        told = [turn for turn in self.turns if turn.was_received]
         if not told:
             return self.turns[-1:]
         last = max(told, key=lambda turn: turn.number)
@@ -247,13 +252,13 @@ class History:
         waiting = deque((turn, 0) for turn in self.turns if turn.parent is None)
         while waiting:
             turn, start = waiting.popleft()
-            end = start + len(turn.told)
-            pairs = enumerate(zip(turn.told, messages[start:], strict=False), start)
+            end = start + len(turn.normalized)
+            pairs = enumerate(zip(turn.normalized, messages[start:], strict=False), start)
             differs = next((place for place, (old, new) in pairs if not old.is_same(new)), min(end, len(messages)))
             if turn.tools != tools:
                 reasons.append((differs, "tools changed"))
             elif differs < end:
-                reasons.append((differs, _why(turn.told, messages, start, differs)))
+                reasons.append((differs, _why(turn.normalized, messages, start, differs)))
             else:
                 fitting.append((end, places[id(turn)]))
                 waiting += [(child, end) for child in turn.children]
@@ -263,11 +268,11 @@ class History:
 
     def _after(
         self, parent: SampledTurn, new: Sequence[Message], whole: Sequence[Message], codec: TurnCodec, deeper: str
-    ) -> Opening:
+    ) -> TurnPrompt:
         """Returns the tokens for messages after `parent`, or a new root if they cannot follow it. `deeper` is the
         reason why no deeper turn matches."""
         other = next((message["role"] for message in new if message["role"] not in MAY_FOLLOW), None)
-        if parent.turn.is_cut:
+        if parent.turn.is_truncated:
             reason = "a turn that was cut off was continued"
         elif len(parent.turn.calls) > len(parent.answer.calls):
             reason = "the agent received only the first of several calls"
@@ -281,13 +286,13 @@ class History:
             except InputError:  # the turn ended with a stop text, or the template refuses the messages
                 reason = "the chat template cannot continue where a turn ended"
             else:
-                return Opening(parent, [*new], parent.token_ids + suffix, suffix, "extension")
+                return TurnPrompt(parent, [*new], parent.token_ids + suffix, suffix, "extension")
         return self._root(whole, codec, reason)
 
-    def _root(self, messages: Sequence[Message], codec: TurnCodec, reason: str) -> Opening:
-        prompt = codec.opening(messages)
+    def _root(self, messages: Sequence[Message], codec: TurnCodec, reason: str) -> TurnPrompt:
+        prompt = codec.prompt_ids(messages)
         kind: Kind = "root" if self.turns else "first"
-        return Opening(None, [*messages], prompt, prompt, kind, reason)
+        return TurnPrompt(None, [*messages], prompt, prompt, kind, reason)
 
 
 def digest_of(prompt: Sequence[int]) -> bytes:
@@ -305,7 +310,7 @@ def _message_of(answer: ChatAnswer) -> Message:
     return message
 
 
-def _why(known: Sequence[Told], messages: Sequence[Message], start: int, differs: int) -> str:
+def _why(known: Sequence[NormalizedMessage], messages: Sequence[Message], start: int, differs: int) -> str:
     if differs >= len(messages):
         return "the history was cut short"
     old = known[differs - start]

@@ -19,7 +19,7 @@ from automodel_rl.rollout.agents.agent_server import AgentSetup
 from automodel_rl.rollout.agents.protocol import AgentEndpoint, AgentResult
 from automodel_rl.rollout.episodes.fork_pool import START_SECONDS, ForkPool
 
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 CHUNK_BYTES = 2**16
 
 
@@ -43,8 +43,8 @@ class FrameReader:
         found = []
         while len(self._data) >= 4:
             (size,) = struct.unpack("!i", self._data[:4])
-            if not 0 <= size <= MOST_BYTES:
-                raise OSError(f"a message of more than {MOST_BYTES} bytes")
+            if not 0 <= size <= MAX_BYTES:
+                raise OSError(f"a message of more than {MAX_BYTES} bytes")
             if len(self._data) < 4 + size:
                 break
             found.append(pickle.loads(bytes(self._data[4 : 4 + size])))
@@ -94,10 +94,10 @@ class ForkedAgents:
         # In a thread: a start takes 10 ms or more, and other agents call meanwhile.
         number, connection = await loop.run_in_executor(self._starter, self._processes.begin)
 
-        def leave(*, at_once: bool) -> None:
+        def leave(*, immediately: bool) -> None:
             loop.remove_reader(connection.fileno())
             connection.close()
-            self._processes.end(number, at_once=at_once)
+            self._processes.end(number, immediately=immediately)
 
         reader = FrameReader(connection)
 
@@ -113,7 +113,7 @@ class ForkedAgents:
                 pass
             except Exception as problem:  # the agent wrote to the connection
                 error = f"its process sent an unreadable message ({innermost(problem)})"
-            leave(at_once=bool(error))
+            leave(immediately=bool(error))
             returned(result, error)
 
         loop.add_reader(connection.fileno(), take)
@@ -122,9 +122,9 @@ class ForkedAgents:
         except OSError:  # it has ended: the reader reports it
             pass
         except BaseException:
-            leave(at_once=True)
+            leave(immediately=True)
             raise
-        return lambda: leave(at_once=True)
+        return lambda: leave(immediately=True)
 
     def close(self) -> None:
         self._starter.shutdown(wait=False, cancel_futures=True)
@@ -165,7 +165,7 @@ class VerifiersAgents:
         try:
             self._worker.send(("begin", number, task, address.base_url, address.key))
         except ChildEndedError:
-            self._lose()
+            self._fail_all()
 
         def end() -> None:
             self._returned.pop(number, None)
@@ -202,9 +202,9 @@ class VerifiersAgents:
                 if number in self._returned:
                     self._returned.pop(number)(AgentResult(reward, metrics), error)
         except Exception:  # it has ended, or sent garbage
-            self._lose()
+            self._fail_all()
 
-    def _lose(self) -> None:
+    def _fail_all(self) -> None:
         """Fails all running episodes: the worker ended. The next episode starts another."""
         if self._worker is None:
             return

@@ -16,19 +16,19 @@ Calls = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Told:
+class NormalizedMessage:
     """A sent or sampled message in the form for comparison.
 
     Attributes:
         texts: possible contents: for a sampled turn its content and the whole turn.
         calls: without ids, as some agents make their own.
-        thoughts: of a sampled turn; they may be dropped when it is sent again.
+        reasoning: of a sampled turn; they may be dropped when it is sent again.
     """
 
     role: str
     texts: tuple[str, ...]
     calls: Calls = ()
-    thoughts: str = ""
+    reasoning: str = ""
     is_sampled: bool = False
 
     def is_same(self, message: Message) -> bool:
@@ -39,16 +39,16 @@ class Told:
         if not self.is_sampled:
             return text in self.texts
         thoughts = message.get("reasoning_content", "").strip()
-        return text.strip() in self.texts and thoughts in ("", self.thoughts)
+        return text.strip() in self.texts and thoughts in ("", self.reasoning)
 
 
-def told(message: Message) -> Told:
-    return Told(message["role"], (message["content"],), calls_of(message))
+def normalized(message: Message) -> NormalizedMessage:
+    return NormalizedMessage(message["role"], (message["content"],), calls_of(message))
 
 
-def sampled(content: str, text: str, thoughts: str, calls: Calls) -> Told:
+def sampled(content: str, text: str, reasoning: str, calls: Calls) -> NormalizedMessage:
     """Converts a sampled turn: `content` is without thoughts and calls, `text` is the whole turn."""
-    return Told("assistant", (content.strip(), text.strip()), calls, thoughts.strip(), is_sampled=True)
+    return NormalizedMessage("assistant", (content.strip(), text.strip()), calls, reasoning.strip(), is_sampled=True)
 
 
 def calls_of(message: Message) -> Calls:

@@ -20,7 +20,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.client import EvalClientConfig
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-MOST_TASKS = 1_000_000
+MAX_TASKS = 1_000_000
 """Most tasks read from a taskset: some are endless."""
 
 
@@ -91,7 +91,7 @@ def result_of(episode: Any) -> tuple[float | None, dict[str, float], str]:
 
 def write_tasks(taskset: str, args: dict[str, Any]) -> None:
     environment = environment_of({"taskset": taskset, "args": args, "harness": "null", "max_turns": None})
-    for number, task in enumerate(itertools.islice(environment.taskset, MOST_TASKS)):
+    for number, task in enumerate(itertools.islice(environment.taskset, MAX_TASKS)):
         prompt = task.data.prompt
         text = prompt if isinstance(prompt, str) else " ".join(str(message.content) for message in prompt or [])
         print(json.dumps({"prompt": text or "Begin.", "task": number}))
@@ -105,7 +105,7 @@ def main() -> None:
     setup = connection.recv()
     try:
         environment = environment_of(setup)
-        tasks = [*itertools.islice(environment.taskset, MOST_TASKS)]
+        tasks = [*itertools.islice(environment.taskset, MAX_TASKS)]
     except Exception as error:
         connection.send((0, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
         return

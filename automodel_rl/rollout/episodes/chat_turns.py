@@ -51,15 +51,15 @@ class ChatTurns:
         """Tokens with which the template ends turns. Raises InputError if turns with calls do not end with one."""
         return self._suffix.stop_ids()
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         chat = Chat([self._harmless(message) for message in messages], self.tools)
         return self.template.encode(chat, self.what, add_generation_prompt=True)["input_ids"]
 
-    def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
+    def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Turn:
         plain = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
         if self._form is None:
             return Turn(plain, plain)
-        before, text = (str(self.tokenizer.decode(ids)) for ids in (opening[-HEADER_TOKENS:], token_ids))
+        before, text = (str(self.tokenizer.decode(ids)) for ids in (prompt_ids[-HEADER_TOKENS:], token_ids))
         header = self.template.header
         begun = before[before.rfind(header) :] if header in before else header
         try:

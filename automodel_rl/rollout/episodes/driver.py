@@ -15,35 +15,35 @@ from automodel_rl.launch.background import in_thread
 from automodel_rl.rollout.episodes.episode import ENVIRONMENT_ERRORS, Episode
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
 
-ROOM_SECONDS = 0.1
+SLOT_POLL_SECONDS = 0.1
 """Seconds between checks whether more episodes may begin."""
 
 
 @dataclass(frozen=True)
-class _Written:
+class _TurnGenerated:
     """A turn that the generator wrote, or its failure."""
 
-    place: int
+    index: int
     completion: "Future[Completion]"
 
 
 @dataclass(frozen=True)
-class _Answered:
+class _EnvironmentReturned:
     """The messages of an environment's reset, or the outcome of a step, or an error. `seconds` is its duration."""
 
-    place: int
+    index: int
     answer: Sequence[Message] | Outcome = ()
     error: str = ""
     seconds: float = 0.0
 
 
 class EpisodeDriver:
-    """Writes episodes, turn by turn, with a generator. At most `at_once` episodes run at a time, over all calls of
-    `submit`."""
+    """Writes episodes, turn by turn, with a generator. At most `max_concurrent` episodes run at a time, over
+    all calls of `submit`."""
 
-    def __init__(self, at_once: int):
-        self._room = threading.Semaphore(at_once)
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="environment")
+    def __init__(self, max_concurrent: int):
+        self._slots = threading.Semaphore(max_concurrent)
+        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="environment")
 
     def close(self) -> None:
         """Ends the threads of environments once their current calls return."""
@@ -57,7 +57,7 @@ class EpisodeDriver:
         Returns:
             A future per episode. It raises the generator's error, once all environments have answered.
         """
-        work = _Work(generator, episodes, self._threads, self._room)
+        work = _Work(generator, episodes, self._threads, self._slots)
         in_thread(work.drive, "episodes")
         return work.completions
 
@@ -67,23 +67,23 @@ class _Work:
     """The episodes of one call of `submit`.
 
     Attributes:
-        news: events of the generator and the environments.
+        events: events of the generator and the environments.
         ready: indices of episodes whose next turn can be written.
-        begun: number of episodes begun, in order.
+        num_started: number of episodes begun, in order.
         writing, acting: numbers of turns being written, and of environments at work.
-        over: number of finished episodes.
+        num_finished: number of finished episodes.
     """
 
     generator: Generator
     episodes: Sequence[Episode]
     threads: ThreadPoolExecutor
-    room: threading.Semaphore
-    news: "queue.SimpleQueue[_Written | _Answered]" = field(default_factory=queue.SimpleQueue)
+    slots: threading.Semaphore
+    events: "queue.SimpleQueue[_TurnGenerated | _EnvironmentReturned]" = field(default_factory=queue.SimpleQueue)
     ready: list[int] = field(default_factory=list)
-    begun: int = 0
+    num_started: int = 0
     writing: int = 0
     acting: int = 0
-    over: int = 0
+    num_finished: int = 0
 
     def __post_init__(self) -> None:
         self.completions: list[Future[Completion]] = [Future() for _ in self.episodes]
@@ -91,66 +91,70 @@ class _Work:
     def drive(self) -> None:
         """Handles events until all episodes are over. An error fails the remaining ones."""
         try:
-            while self.over < len(self.episodes):
+            while self.num_finished < len(self.episodes):
                 self._begin()
                 if self.ready and (self.generator.works_alone or not (self.acting or self.writing)):
                     self._ask()
-                if self.over < len(self.episodes):
+                if self.num_finished < len(self.episodes):
                     with contextlib.suppress(queue.Empty):  # another `submit` may have made room
-                        self._handle(self.news.get(timeout=None if self.begun == len(self.episodes) else ROOM_SECONDS))
+                        self._handle(
+                            self.events.get(
+                                timeout=None if self.num_started == len(self.episodes) else SLOT_POLL_SECONDS
+                            )
+                        )
         except BaseException as error:
             self._end_calls()
-            for _ in range(self.begun - self.over):
-                self.room.release()
+            for _ in range(self.num_started - self.num_finished):
+                self.slots.release()
             fail_unfinished(self.completions, error)
 
     def _begin(self) -> None:
         """Begins as many episodes as the limit allows."""
-        while self.begun < len(self.episodes) and self.room.acquire(blocking=False):
-            place, episode = self.begun, self.episodes[self.begun]
-            self.begun += 1
+        while self.num_started < len(self.episodes) and self.slots.acquire(blocking=False):
+            index, episode = self.num_started, self.episodes[self.num_started]
+            self.num_started += 1
             match episode.phase:
                 case "new":
-                    self._call(place, episode.environment.reset)
+                    self._call(index, episode.environment.reset)
                 case "ready":
-                    self.ready.append(place)
+                    self.ready.append(index)
                 case "over":
-                    self._count(place)
+                    self._count(index)
 
     def _ask(self) -> None:
         """Submits the next turns of the ready episodes."""
-        places, self.ready = self.ready, []
-        self.writing += len(places)
-        completions = self.generator.submit([self.episodes[place].request for place in places])
-        for place, completion in zip(places, completions, strict=True):
-            completion.add_done_callback(functools.partial(self._tell_written, place))
+        indices, self.ready = self.ready, []
+        self.writing += len(indices)
+        completions = self.generator.submit([self.episodes[index].request for index in indices])
+        for index, completion in zip(indices, completions, strict=True):
+            completion.add_done_callback(functools.partial(self._on_turn_generated, index))
 
-    def _tell_written(self, place: int, completion: "Future[Completion]") -> None:
-        self.news.put(_Written(place, completion))
+    def _on_turn_generated(self, index: int, completion: "Future[Completion]") -> None:
+        self.events.put(_TurnGenerated(index, completion))
 
-    def _handle(self, event: _Written | _Answered) -> None:
-        place = event.place
-        if isinstance(event, _Written):
+    def _handle(self, event: _TurnGenerated | _EnvironmentReturned) -> None:
+        index = event.index
+        if isinstance(event, _TurnGenerated):
             completion = event.completion.result()
             self.writing -= 1
             if completion.finish != "error":
-                turn = self.episodes[place].take(completion)
-                self._call(place, lambda: self._step(place, turn))
+                turn = self.episodes[index].take(completion)
+                self._call(index, lambda: self._step(index, turn))
                 return
-            self.episodes[place].fail(completion.error)
+            self.episodes[index].fail(completion.error)
         else:
             self._take_answer(event)
-        if self.episodes[place].phase == "over":
-            self._count(place)
+        if self.episodes[index].phase == "over":
+            self._count(index)
         else:
-            self.ready.append(place)
+            self.ready.append(index)
 
-    def _step(self, place: int, turn: Turn) -> Outcome:
-        return self.episodes[place].environment.step(turn)
+    def _step(self, index: int, turn: Turn) -> Outcome:
+        return self.episodes[index].environment.step(turn)
 
-    def _take_answer(self, event: _Answered) -> None:
+    def _take_answer(self, event: _EnvironmentReturned) -> None:
         self.acting -= 1
-        episode = self.episodes[event.place]
+        episode = self.episodes[event.index]
         if event.error:
             episode.fail(f"its environment failed: {event.error}", {ENVIRONMENT_ERRORS: 1})
         elif isinstance(event.answer, Outcome):
@@ -158,28 +162,28 @@ class _Work:
         else:
             episode.begin(event.answer, event.seconds)
 
-    def _call(self, place: int, call: Callable[[], Sequence[Message] | Outcome]) -> None:
+    def _call(self, index: int, call: Callable[[], Sequence[Message] | Outcome]) -> None:
         """Calls an environment in a thread."""
 
         def timed() -> None:
             began = time.monotonic()
             try:
-                event = _Answered(place, call(), seconds=time.monotonic() - began)
+                event = _EnvironmentReturned(index, call(), seconds=time.monotonic() - began)
             except Exception as error:
-                event = _Answered(place, error=innermost(error))
-            self.news.put(event)
+                event = _EnvironmentReturned(index, error=innermost(error))
+            self.events.put(event)
 
         self.acting += 1
         self.threads.submit(timed)
 
-    def _count(self, place: int) -> None:
-        self.over += 1
-        self.room.release()
-        self.completions[place].set_result(self.episodes[place].completion)
+    def _count(self, index: int) -> None:
+        self.num_finished += 1
+        self.slots.release()
+        self.completions[index].set_result(self.episodes[index].completion)
 
     def _end_calls(self) -> None:
         """Waits for environments at work, so that every episode can be resumed."""
         while self.acting:
-            event = self.news.get()
-            if isinstance(event, _Answered):
+            event = self.events.get()
+            if isinstance(event, _EnvironmentReturned):
                 self._take_answer(event)

@@ -69,7 +69,7 @@ class PooledEnvironment:
             return
         with contextlib.suppress(OSError):
             self._connection.send(("close", None))
-        self._end(at_once=False)
+        self._end(immediately=False)
 
     def _call(self, name: str, turn: Turn | None, seconds: float) -> Any:
         """Calls a method in the environment's process. Raises RuntimeError if it fails or takes too long."""
@@ -86,12 +86,12 @@ class PooledEnvironment:
         except RuntimeError as problem:
             error = str(problem)
         if error:
-            self._end(at_once=True)
+            self._end(immediately=True)
             raise RuntimeError(error)
         return value
 
-    def _end(self, *, at_once: bool) -> None:
+    def _end(self, *, immediately: bool) -> None:
         if self._connection is not None and self._number is not None:
             self._connection.close()
-            self.pool.end(self._number, at_once=at_once)
+            self.pool.end(self._number, immediately=immediately)
         self._connection = self._number = None

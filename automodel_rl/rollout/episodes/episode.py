@@ -22,11 +22,11 @@ SECONDS, ENVIRONMENT_ERRORS = "environment_seconds", "environment_errors"
 class TurnCodec(Protocol):
     """Parses turns, and writes what is between them, as the model's chat template does."""
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Returns the tokens of messages, up to the start of the first turn."""
         ...
 
-    def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
+    def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Turn:
         """Parses a turn, given the tokens before it."""
         ...
 
@@ -87,9 +87,9 @@ class Episode:
     @property
     def request(self) -> Request:
         """The request of the next turn. A repeated request gives the same turn."""
-        opening = self.transcript.opening
-        seed = turn_seed(self.first.seed, opening)
-        return dataclasses.replace(self.first, prompt=opening, seed=seed, routes_from=self.transcript.num_routed)
+        prompt_ids = self.transcript.prompt_ids
+        seed = turn_seed(self.first.seed, prompt_ids)
+        return dataclasses.replace(self.first, prompt=prompt_ids, seed=seed, routes_from=self.transcript.num_routed)
 
     def begin(self, messages: Sequence[Message], seconds: float = 0.0) -> None:
         """Adds the environment's first messages to the prompt."""
@@ -99,7 +99,7 @@ class Episode:
             return
         self.messages = _joined(self.messages, messages)
         try:
-            prompt = self.codec.opening(self.messages)
+            prompt = self.codec.prompt_ids(self.messages)
         except InputError as error:
             self.fail(innermost(error))
             return
@@ -112,13 +112,13 @@ class Episode:
 
     def take(self, completion: Completion) -> Turn:
         """Adds a turn, and returns it parsed."""
-        opening = self.transcript.opening
+        prompt_ids = self.transcript.prompt_ids
         self.transcript.add_turn(completion)
-        turn = self.codec.read(opening, completion.token_ids)
-        self._turn = dataclasses.replace(turn, is_cut=completion.finish == "length")
+        turn = self.codec.read(prompt_ids, completion.token_ids)
+        self._turn = dataclasses.replace(turn, is_truncated=completion.finish == "length")
         self.messages.append(_message_of(self._turn))
         if completion.num_cached is not None and len(self.transcript.turns) > 1:
-            self._count({CACHED: completion.num_cached, ASKED: len(opening)})
+            self._count({CACHED: completion.num_cached, ASKED: len(prompt_ids)})
         self._count({TURNS: 1, CALLS: len(turn.calls), MALFORMED: int(bool(turn.problem))})
         return self._turn
 
@@ -128,7 +128,7 @@ class Episode:
         transcript = self.transcript
         if outcome.done or not outcome.messages:
             self._finish("done")
-        elif self._turn.is_cut:
+        elif self._turn.is_truncated:
             self._finish("turn_tokens")
         elif len(transcript.turns) == self.limits.turns:
             self._finish("turns")
@@ -157,7 +157,7 @@ class Episode:
 
     def _finish(self, end: str) -> None:
         transcript = self.transcript
-        is_whole = end in ("done", "template") and not self._turn.is_cut
+        is_whole = end in ("done", "template") and not self._turn.is_truncated
         self._over(
             Completion(
                 transcript.token_ids,

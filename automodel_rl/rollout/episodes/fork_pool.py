@@ -58,7 +58,7 @@ class ForkPool:
                 self._send(number, theirs)
         if not ours.poll(FORK_SECONDS):
             ours.close()
-            self.end(number, at_once=True)
+            self.end(number, immediately=True)
             raise TimeoutError(
                 f"a process for rollout.{self.what} did not start within {FORK_SECONDS:g} s: see its log"
             )
@@ -66,10 +66,10 @@ class ForkPool:
             ours.recv()
         return number, ours
 
-    def end(self, number: int, *, at_once: bool) -> None:
-        """Ends a process and all that it has started: now if `at_once`, otherwise after some time to end by itself."""
+    def end(self, number: int, *, immediately: bool) -> None:
+        """Ends a process and all that it has started: `immediately`, or after some time to end by itself."""
         with self._lock, contextlib.suppress(ChildEndedError):
-            self._server.send(("end" if at_once else "leave", number))
+            self._server.send(("end" if immediately else "leave", number))
 
     def close(self) -> None:
         self._is_closed = True

@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 2.0
 """Time for an episode's process to end by itself."""
 
-MOST_LOG_BYTES = 2**22
+MAX_LOG_BYTES = 2**22
 """Largest log of the processes' output. A larger one is truncated to start anew."""
 
 
@@ -93,9 +93,9 @@ class ForkServer:
             self.deadlines.pop(number, None)
         known = self.own | set(self.processes.values())
         _end_children(lambda pid: pid not in known)
-        if self._log_path.exists() and os.fstat(self.log).st_size > MOST_LOG_BYTES:
+        if self._log_path.exists() and os.fstat(self.log).st_size > MAX_LOG_BYTES:
             os.ftruncate(self.log, 0)
-            os.write(self.log, f"(earlier output, more than {MOST_LOG_BYTES} bytes, was dropped)\n".encode())
+            os.write(self.log, f"(earlier output, more than {MAX_LOG_BYTES} bytes, was dropped)\n".encode())
 
     def _end_late(self) -> None:
         now = time.monotonic()

@@ -8,7 +8,7 @@ from automodel_rl.rollout.episodes.protocol import Message, Outcome
 
 ROLES = ("user", "tool", "system")
 
-MOST_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 1_000_000
 
 
 def checked_messages(value: Any, method: str) -> list[Message]:
@@ -22,8 +22,8 @@ def checked_messages(value: Any, method: str) -> list[Message]:
         content = message.get("content")
         if not isinstance(content, str):
             raise TypeError(f"{method} returned a message whose content is {content!r:.80}, which is not a string")
-        if len(content) > MOST_CHARACTERS:
-            raise TypeError(f"{method} returned a message of {len(content)} characters, more than {MOST_CHARACTERS}")
+        if len(content) > MAX_CHARACTERS:
+            raise TypeError(f"{method} returned a message of {len(content)} characters, more than {MAX_CHARACTERS}")
         texts = {str(key): part for key, part in message.items() if isinstance(part, str)}
         messages.append(texts)
     return messages

@@ -18,7 +18,7 @@ class Turn:
         text: the whole turn, without special tokens.
         content: without thoughts and calls.
         calls: each with `name` and `arguments`.
-        is_cut: truncated at the token limit of a turn.
+        is_truncated: truncated at the token limit of a turn.
         problem: why a call cannot be parsed; empty if all can.
         reasoning: thoughts, if the chat template has a known format for them.
     """
@@ -26,7 +26,7 @@ class Turn:
     text: str
     content: str = ""
     calls: Sequence[Mapping[str, Any]] = ()
-    is_cut: bool = False
+    is_truncated: bool = False
     problem: str = ""
     reasoning: str = ""
 

@@ -27,7 +27,7 @@ from automodel_rl.rollout.episodes.system_call_filter import filter_program
 
 MEMORY_BYTES = 2**31
 OUTPUT_BYTES = 2**16
-MOST_PROCESSES = 64
+MAX_PROCESSES = 64
 START_SECONDS = 30.0
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
@@ -53,7 +53,7 @@ try:
 except OSError:
     pass
 try:
-    for _ in range({MOST_PROCESSES}):
+    for _ in range({MAX_PROCESSES}):
         if not os.fork():
             signal.pause()
     missing.append("a limit on processes")
@@ -117,7 +117,7 @@ def run_python(code: str, seconds: float, is_sandboxed: bool) -> str:
         TimeoutError: it took too long.
     """
     hidden, kept = _hidden_folders() if is_sandboxed else ((), ())
-    limits = [max(1, round(seconds) + 1), MEMORY_BYTES, OUTPUT_BYTES, MOST_PROCESSES]
+    limits = [max(1, round(seconds) + 1), MEMORY_BYTES, OUTPUT_BYTES, MAX_PROCESSES]
     arguments = [*map(str, limits), ":".join(hidden), ":".join(kept), filter_program().hex()]
     # Files without a name, so that the code cannot replace them.
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, _working_folder(is_sandboxed) as folder:

@@ -25,7 +25,7 @@ class Transcript:
         self.ends: list[int] = []
 
     @property
-    def opening(self) -> list[int]:
+    def prompt_ids(self) -> list[int]:
         return self.prompt + self.token_ids
 
     @property

@@ -31,7 +31,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 @dataclass(eq=False)
-class AskedPrompts:
+class PromptRequest:
     prompts: list[SamplePrompt]
     answers: "Future[Sequence[Sampled | Refused]]" = field(default_factory=Future)
 
@@ -40,7 +40,7 @@ class EvaluationEndpoint:
     """A server on this machine.
 
     Args:
-        longest: most tokens of a prompt with its completion.
+        max_length: most tokens of a prompt with its completion.
         seed: for requests that have none.
 
     Attributes:
@@ -48,11 +48,11 @@ class EvaluationEndpoint:
         asked: requests to be answered.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: set[int], longest: int, seed: int):
-        self.longest, self.seed, self.vocab_size = longest, seed, len(tokenizer)
-        self.asked: queue.SimpleQueue[AskedPrompts] = queue.SimpleQueue()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: set[int], max_length: int, seed: int):
+        self.max_length, self.seed, self.vocab_size = max_length, seed, len(tokenizer)
+        self.asked: queue.SimpleQueue[PromptRequest] = queue.SimpleQueue()
         self._num_asked: Counter[tuple[int, ...]] = Counter()
-        self._answers = OpenAIAnswers(tokenizer, ends, self._sample)
+        self._answers = OpenAIAnswers(tokenizer, stop_ids, self._sample)
         routes = [
             Route("/v1/completions", self._served(CompletionRequest, self._complete), methods=["POST"]),
             Route("/v1/chat/completions", self._served(ChatRequest, self._chat), methods=["POST"]),
@@ -107,10 +107,10 @@ class EvaluationEndpoint:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         made = []
         for place, tokens in enumerate(prompts):
-            room = self.longest - len(tokens)
+            room = self.max_length - len(tokens)
             if not tokens or room < 0 or (room == 0 and max_tokens != 0):
                 raise InputError(
-                    f"a prompt has {len(tokens)} tokens, but only {self.longest} fit with an answer "
+                    f"a prompt has {len(tokens)} tokens, but only {self.max_length} fit with an answer "
                     "(rollout.max_prompt_tokens + rollout.max_new_tokens, and batch.microbatch_tokens): send fewer"
                 )
             if max(tokens) >= self.vocab_size:
@@ -125,7 +125,7 @@ class EvaluationEndpoint:
                 seed = body.seed + place
             num_samples = 0 if max_tokens == 0 else body.n
             made.append(SamplePrompt(tokens, num_samples, seed, sampling, PromptScoring(with_logprobs), num_top))
-        asked = AskedPrompts(made)
+        asked = PromptRequest(made)
         self.asked.put(asked)
         found = await asyncio.wrap_future(asked.answers)
         sampled = [answer for answer in found if isinstance(answer, Sampled)]

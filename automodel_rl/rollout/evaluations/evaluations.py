@@ -16,7 +16,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.files import TemporaryFolder
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.policy.policy import Policy
-from automodel_rl.rollout.evaluations.endpoint import AskedPrompts, EvaluationEndpoint
+from automodel_rl.rollout.evaluations.endpoint import EvaluationEndpoint, PromptRequest
 from automodel_rl.rollout.evaluations.harnesses import (
     inspect_command,
     inspect_results,
@@ -38,7 +38,7 @@ class Evaluations:
     """Evaluates the generators' current model.
 
     Args:
-        longest: most tokens of a prompt with its completion.
+        max_length: most tokens of a prompt with its completion.
         folder: the model's folder, where harnesses find the tokenizer.
         logs: folder for the harnesses' output.
 
@@ -52,14 +52,20 @@ class Evaluations:
         policy: Policy,
         fleet: Fleet,
         tokenizer: PreTrainedTokenizerBase,
-        ends: set[int],
-        longest: int,
+        stop_ids: set[int],
+        max_length: int,
         seed: int,
         folder: str,
         logs: Path,
         say: Callable[[str], None],
     ):
-        self.config, self.tokenizer, self.ends, self.longest, self.seed = config, tokenizer, ends, longest, seed
+        self.config, self.tokenizer, self.stop_ids, self.max_length, self.seed = (
+            config,
+            tokenizer,
+            stop_ids,
+            max_length,
+            seed,
+        )
         self.sampler = Sampler(policy, fleet)
         self.folder, self.logs, self.say = folder, logs, say
         for harness, module in ((config.lm_eval, "lm_eval"), (config.inspect, "inspect_ai")):
@@ -67,7 +73,7 @@ class Evaluations:
                 _check_installed(harness, module)
 
     @property
-    def are_asked_for(self) -> bool:
+    def are_configured(self) -> bool:
         return self.config.lm_eval is not None or self.config.inspect is not None
 
     def measure(self) -> dict[str, float]:
@@ -83,7 +89,7 @@ class Evaluations:
         began = time.monotonic()
         with self._endpoint() as endpoint, TemporaryFolder() as folder:
             if isinstance(config, LmEvalConfig):
-                command = lm_eval_command(config, endpoint.url, self.folder, self.longest, Path(folder))
+                command = lm_eval_command(config, endpoint.url, self.folder, self.max_length, Path(folder))
             else:
                 command = inspect_command(config, endpoint.url, Path(folder))
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -121,7 +127,7 @@ class Evaluations:
 
     @contextlib.contextmanager
     def _endpoint(self) -> Iterator[EvaluationEndpoint]:
-        endpoint = EvaluationEndpoint(self.tokenizer, self.ends, self.longest, self.seed)
+        endpoint = EvaluationEndpoint(self.tokenizer, self.stop_ids, self.max_length, self.seed)
         try:
             yield endpoint
         finally:
@@ -142,7 +148,7 @@ class Evaluations:
                 heard = time.monotonic()
         return False
 
-    def _sample(self, asked: list[AskedPrompts]) -> None:
+    def _sample(self, asked: list[PromptRequest]) -> None:
         prompts = [prompt for one in asked for prompt in one.prompts]
         try:
             answers = iter(self.sampler.answer(prompts, lambda: None))

@@ -9,12 +9,18 @@ from automodel_rl.config.validation import InspectConfig, LmEvalConfig
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.evaluations.endpoint import MODEL
 
-AT_ONCE = 32
+MAX_CONCURRENT = 32
 """Most concurrent requests of a harness."""
 
 
-def lm_eval_command(config: LmEvalConfig, url: str, tokenizer: str, longest: int, folder: Path) -> list[str]:
-    settings = {"model": MODEL, "num_concurrent": AT_ONCE, "max_length": longest, "max_retries": 1, "timeout": 3600}
+def lm_eval_command(config: LmEvalConfig, url: str, tokenizer: str, max_length: int, folder: Path) -> list[str]:
+    settings = {
+        "model": MODEL,
+        "num_concurrent": MAX_CONCURRENT,
+        "max_length": max_length,
+        "max_retries": 1,
+        "timeout": 3600,
+    }
     if config.chat:
         kind, path = "local-chat-completions", "chat/completions"
     else:
@@ -43,7 +49,7 @@ def inspect_command(config: InspectConfig, url: str, folder: Path) -> list[str]:
     command = [config.python, "-m", "inspect_ai", "eval", *map(_relative, config.tasks)]
     command += ["--model", f"openai-api/run/{MODEL}", "--model-base-url", url]
     command += ["--log-dir", str(folder), "--log-format", "json", "--display", "plain"]
-    return [*command, "--max-connections", str(AT_ONCE), *_options(config)]
+    return [*command, "--max-connections", str(MAX_CONCURRENT), *_options(config)]
 
 
 def inspect_results(folder: Path) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from automodel_rl.config import RewardConfig
 from automodel_rl.rollout.rewards.scorer import Score
 
-WORSE = 2
+WARN_FACTOR = 2
 """Factor by which a reward's error rate must grow before the next warning."""
 
 
@@ -27,7 +27,7 @@ def metric_means(scores: Sequence[Score], names: Sequence[str]) -> dict[str, flo
 
 
 class ErrorWatch:
-    """Warns of rewards whose calls fail: once, and again when the rate grows by `WORSE`."""
+    """Warns of rewards whose calls fail: once, and again when the rate grows by `WARN_FACTOR`."""
 
     def __init__(self, rewards: Sequence[RewardConfig]):
         self.rewards = rewards
@@ -39,17 +39,17 @@ class ErrorWatch:
         for place, reward in enumerate(self.rewards):
             errors = [score.errors[place] for score in scores if score.errors[place]]
             rate = len(errors) / max(1, len(scores))
-            if errors and rate >= WORSE * self.named_at[place]:
+            if errors and rate >= WARN_FACTOR * self.named_at[place]:
                 self.named_at[place] = rate
                 left_out = sum(math.isnan(score.parts[place]) for score in scores)
                 lines.append(
                     f"warning: rewards.function={reward.function} failed in {100 * rate:.3g}% of its calls in {where}, "
-                    f"{_what_came_of_it(reward, len(errors), left_out)}, the first: {errors[0]}"
+                    f"{_describe_scoring(reward, len(errors), left_out)}, the first: {errors[0]}"
                 )
         return lines
 
 
-def _what_came_of_it(reward: RewardConfig, failed: int, left_out: int) -> str:
+def _describe_scoring(reward: RewardConfig, failed: int, left_out: int) -> str:
     scored = "scored 0" if isinstance(reward.on_error, str) else f"scored on_error={reward.on_error:g}"
     if not left_out:
         return f"which {scored}"

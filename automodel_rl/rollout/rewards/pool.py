@@ -23,7 +23,7 @@ START_SECONDS = 120.0
 GRACE_SECONDS = 5.0
 """Extra time of a process of async calls. It ends late calls itself, unless one of them blocks it."""
 
-LOOK_SECONDS, ROOM_SECONDS = 0.5, 0.02
+LOOK_SECONDS, SLOT_POLL_SECONDS = 0.5, 0.02
 """Polling intervals: for the closing of the pool, and for more calls while a process has capacity."""
 
 
@@ -44,12 +44,12 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call, or the calls of a batch. `is_alone`: no other call may run beside it in its process."""
+    """One call, or the calls of a batch. `is_exclusive`: no other call may run beside it in its process."""
 
     completions: list[str]
     examples: list[dict[str, Any]]
     results: "Future[list[Result]]" = field(default_factory=Future)
-    is_alone: bool = False
+    is_exclusive: bool = False
 
 
 class RewardPool:
@@ -67,8 +67,8 @@ class RewardPool:
         self.takes_batches, self._is_async = first.kind == BATCH, first.kind == ASYNC
         self._processes: list[_Process | None] = [first, *[None] * (config.workers - 1)]
         self._threads = [
-            threading.Thread(target=self._work, args=(place,), daemon=True, name=f"{config.function} {place}")
-            for place in range(config.workers)
+            threading.Thread(target=self._work, args=(index,), daemon=True, name=f"{config.function} {index}")
+            for index in range(config.workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -90,28 +90,28 @@ class RewardPool:
             if process is not None:
                 process.close()
 
-    def _work(self, place: int) -> None:
+    def _work(self, index: int) -> None:
         """Serves one process until the pool is closed."""
         room = self.config.concurrency if self._is_async else 1
         with contextlib.suppress(InputError):  # reported by its first call
-            self._processes[place] = self._processes[place] or _Process(self.config)
+            self._processes[index] = self._processes[index] or _Process(self.config)
         held: _Call | None = None  # must run alone: waits until the process is idle
         while not self._is_closed:
-            while len(self._running(place)) < room and not self._runs_one_alone(place):
-                call = held or self._next(wait=not self._running(place))
-                held = call if call and call.is_alone and self._running(place) else None
+            while len(self._running(index)) < room and not self._runs_exclusive_call(index):
+                call = held or self._next(wait=not self._running(index))
+                held = call if call and call.is_exclusive and self._running(index) else None
                 if call is None or held:
                     break
-                self._start(place, call)
-            if self._running(place):
-                self._take_result(place, ROOM_SECONDS if len(self._running(place)) < room else LOOK_SECONDS)
+                self._start(index, call)
+            if self._running(index):
+                self._take_result(index, SLOT_POLL_SECONDS if len(self._running(index)) < room else LOOK_SECONDS)
 
-    def _running(self, place: int) -> dict[int, tuple[_Call, float]]:
-        process = self._processes[place]
+    def _running(self, index: int) -> dict[int, tuple[_Call, float]]:
+        process = self._processes[index]
         return {} if process is None else process.running
 
-    def _runs_one_alone(self, place: int) -> bool:
-        return any(call.is_alone for call, _ in self._running(place).values())
+    def _runs_exclusive_call(self, index: int) -> bool:
+        return any(call.is_exclusive for call, _ in self._running(index).values())
 
     def _next(self, wait: bool) -> _Call | None:
         try:
@@ -119,57 +119,57 @@ class RewardPool:
         except queue.Empty:
             return None
 
-    def _start(self, place: int, call: _Call) -> None:
+    def _start(self, index: int, call: _Call) -> None:
         try:
-            process = self._processes[place]
+            process = self._processes[index]
             if process is None:
-                process = self._processes[place] = _Process(self.config)
+                process = self._processes[index] = _Process(self.config)
             process.send(call)
         except (ChildEndedError, InputError) as problem:
-            self._lose(place, str(problem), [call])
+            self._end_failed(index, str(problem), [call])
 
-    def _take_result(self, place: int, seconds: float) -> None:
-        process = self._processes[place]
+    def _take_result(self, index: int, seconds: float) -> None:
+        process = self._processes[index]
         assert process is not None
         try:
             waited = process.take_result(seconds)
         except TimeoutError:
             blocking = "" if not self._is_async else ", and blocked concurrent calls"
-            self._lose(place, f"took longer than time_limit={self.config.time_limit} s{blocking}")
+            self._end_failed(index, f"took longer than time_limit={self.config.time_limit} s{blocking}")
         except ChildEndedError as problem:
-            self._lose(place, str(problem))
+            self._end_failed(index, str(problem))
         else:
             if waited is not None:
-                self._call_again([waited], f"blocked its process for longer than time_limit={self.config.time_limit} s")
+                self._retry([waited], f"blocked its process for longer than time_limit={self.config.time_limit} s")
 
-    def _lose(self, place: int, error: str, calls: Sequence[_Call] = ()) -> None:
+    def _end_failed(self, index: int, error: str, calls: Sequence[_Call] = ()) -> None:
         """Ends a process that has failed, and retries its calls and `calls`, which could not be sent to it."""
-        running = [call for call, _ in self._running(place).values()]
-        self._end(place)
-        self._call_again(list(dict.fromkeys([*running, *calls])), error)
+        running = [call for call, _ in self._running(index).values()]
+        self._end(index)
+        self._retry(list(dict.fromkeys([*running, *calls])), error)
 
-    def _call_again(self, calls: Sequence[_Call], error: str) -> None:
+    def _retry(self, calls: Sequence[_Call], error: str) -> None:
         """Retries calls, each alone, as any of those that ran together may have caused the failure. A call that was
         alone has failed."""
         for call in calls:
-            if call.is_alone or (len(calls) == 1 and not self._is_async):
+            if call.is_exclusive or (len(calls) == 1 and not self._is_async):
                 of_completion = f" (completion {call.completions[0]!r:.80})" if len(call.completions) == 1 else ""
-                score = scored_on_error(self.config, is_of_completion=False)
+                score = score_on_error(self.config, caused_by_completion=False)
                 call.results.set_result([Result(score, error + of_completion)] * len(call.completions))
             else:
-                self._calls.put(dataclasses.replace(call, is_alone=True))
+                self._calls.put(dataclasses.replace(call, is_exclusive=True))
 
-    def _end(self, place: int) -> None:
-        process, self._processes[place] = self._processes[place], None
+    def _end(self, index: int) -> None:
+        process, self._processes[index] = self._processes[index], None
         if process is not None:
             process.close()
 
 
-def scored_on_error(config: RewardConfig, is_of_completion: bool) -> float:
-    """Returns the score of a failed call, nan to exclude its completion. `is_of_completion`: the completion caused the
-    error."""
+def score_on_error(config: RewardConfig, caused_by_completion: bool) -> float:
+    """Returns the score of a failed call, nan to exclude its completion. `caused_by_completion`: the completion caused
+    the error."""
     if isinstance(config.on_error, str):
-        return 0.0 if config.on_error == "auto" and is_of_completion else math.nan
+        return 0.0 if config.on_error == "auto" and caused_by_completion else math.nan
     return config.on_error
 
 
@@ -216,7 +216,7 @@ class _Process:
 
     def _result(self, score: float | None, error: str, metrics: dict[str, Any]) -> Result:
         if error:
-            score = scored_on_error(self.config, is_of_completion=score is None)
+            score = score_on_error(self.config, caused_by_completion=score is None)
         assert score is not None
         return Result(score, error, metrics)
 

@@ -110,7 +110,7 @@ async def served_reward_model(completion: str, example: Mapping[str, Any], url: 
     """
     ids = _tokenizer(path).apply_chat_template(judged_chat(completion, example), return_dict=False)
     body = {"model": name, "input": [ids], "use_activation": False}
-    return await asyncio.to_thread(_asked, f"{url.rstrip('/')}/classify", body)
+    return await asyncio.to_thread(_post_json, f"{url.rstrip('/')}/classify", body)
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def _tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-def _asked(url: str, body: dict[str, Any]) -> float:
+def _post_json(url: str, body: dict[str, Any]) -> float:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
         (probs,) = (found["probs"] for found in json.load(answer)["data"])

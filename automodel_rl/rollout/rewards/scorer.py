@@ -31,7 +31,7 @@ class Score:
     answers: tuple[str | None, ...] = ()
 
     @property
-    def is_left_out(self) -> bool:
+    def is_excluded(self) -> bool:
         return math.isnan(self.total)
 
 
@@ -47,7 +47,7 @@ class Scoring:
     example: dict[str, Any]
     results: list["Future[list[Result]] | None"]
 
-    def when_done(self, tell: Callable[[], None]) -> None:
+    def add_done_callback(self, tell: Callable[[], None]) -> None:
         """Calls `tell`, in any thread, once all started results are available."""
         begun = [result for result in self.results if result is not None]
         left = itertools.count(len(begun) - 1, -1)  # next() is atomic
@@ -80,7 +80,7 @@ class Scorer:
     def take(self, scorings: Sequence[Scoring]) -> list[Score]:
         """Waits for the scores of completions. Rewards that take batches get all of them, in one call per process."""
         by_reward = [
-            self._together(pool, scorings)
+            self._score_batch(pool, scorings)
             if pool.takes_batches
             else [result for scoring in scorings for result in _done(scoring.results[place])]
             for place, pool in enumerate(self.pools)
@@ -88,7 +88,7 @@ class Scorer:
         of_completions = zip(*by_reward, strict=True) if by_reward else [()] * len(scorings)
         return [self._score(results) for results in of_completions]
 
-    def _together(self, pool: RewardPool, scorings: Sequence[Scoring]) -> list[Result]:
+    def _score_batch(self, pool: RewardPool, scorings: Sequence[Scoring]) -> list[Result]:
         size = max(1, -(-len(scorings) // pool.config.workers))
         parts = [scorings[start : start + size] for start in range(0, len(scorings), size)]
         futures = [pool.submit([s.completion for s in part], [s.example for s in part]) for part in parts]

@@ -35,7 +35,7 @@ Scored = tuple[float | None, str, dict[str, Any]]
 
 UNSCORED = math.nan
 
-OF_THE_COMPLETION = (
+COMPLETION_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -162,7 +162,7 @@ def score(function: Callable[..., Any], completion: str, example: dict[str, Any]
     try:
         value = function(completion, example, **options)
     except Exception as error:
-        return _blamed(error), _explain(function, error), {}
+        return _score_of_exception(error), _explain(function, error), {}
     return checked(value)
 
 
@@ -173,7 +173,7 @@ def score_batch(
     try:
         values = [*function(completions, examples, **options)]
     except Exception as error:
-        return [(_blamed(error), _explain(function, error), {})] * len(completions)
+        return [(_score_of_exception(error), _explain(function, error), {})] * len(completions)
     if len(values) != len(completions):
         return [(None, f"returned {len(values)} scores for {len(completions)} completions", {})] * len(completions)
     return [checked(value) for value in values]
@@ -202,9 +202,9 @@ def _number(value: Any) -> float | None:
     return number if abs(number) <= LARGEST else None
 
 
-def _blamed(error: Exception) -> float | None:
+def _score_of_exception(error: Exception) -> float | None:
     """Returns the score of a call that raised. An OSError always has an external cause."""
-    return None if isinstance(error, OF_THE_COMPLETION) and not isinstance(error, OSError) else UNSCORED
+    return None if isinstance(error, COMPLETION_ERRORS) and not isinstance(error, OSError) else UNSCORED
 
 
 def _explain(function: Callable[..., Any], error: Exception) -> str:

@@ -20,7 +20,7 @@ from automodel_rl.tools.plan.devices import Device
 from automodel_rl.tools.plan.packing import PlannedPacking, microbatches
 from automodel_rl.tools.plan.speed import Work, rough_bubble, step_seconds, tokens_of
 
-MOST_TRIED = 150
+MAX_TRIED = 150
 """Maximum number of layouts whose memory is computed."""
 
 BEST = 3
@@ -128,7 +128,7 @@ class Search:
                 if num_tokens != self.config.batch.capacity:
                     changes.append(f"batch.microbatch_tokens {num_tokens}")
                 found.append(Choice(tuple(changes), step.peak, seconds, self.num_tokens / seconds))
-            if len(found) == 2 * BEST or tried == MOST_TRIED:  # the first ranking is nearly final
+            if len(found) == 2 * BEST or tried == MAX_TRIED:  # the first ranking is nearly final
                 break
         return found
 

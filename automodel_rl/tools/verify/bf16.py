@@ -28,7 +28,7 @@ ALLOWED = 2.0
 LEAST = {"log-probabilities": 0.02, "loss": 0.005, "gradients": 0.03, "worst gradient": 0.06}
 """Error that always counts as rounding, as plain transformers may be accurate by chance."""
 
-LEAST_SHARE = 1e-3
+MIN_SHARE = 1e-3
 """Tensors with a smaller share of the gradient norm are not judged individually."""
 
 Squares = tuple[float, float]
@@ -127,7 +127,7 @@ def _errors(handle: ModelHandle, found: Numbers, exact: Numbers) -> dict[str, fl
 def _above_rounding(squares: dict[str, Squares]) -> list[Squares]:
     """Drops tensors whose gradient is only rounding, such as a bias that a softmax cancels."""
     total = sum(exact for _, exact in squares.values())
-    return [(difference, exact) for difference, exact in squares.values() if exact > LEAST_SHARE**2 * total]
+    return [(difference, exact) for difference, exact in squares.values() if exact > MIN_SHARE**2 * total]
 
 
 def _squares(found: Tensor, exact: Tensor) -> Squares:

@@ -325,7 +325,7 @@ def _compare_gradients(
     loss: LossFn = sft_loss if step % 2 else lambda outputs, microbatch: sft_loss(outputs, microbatch)
     engine.runner.forward_backward(microbatches, loss, Readout(), counts)
     right = expected.gradients()
-    least = LEAST_GRADIENT
+    least = MIN_GRADIENT
     if handle.dtype != torch.float64:
         least = SMALL_GRADIENT * max(gradient.abs().max().item() for gradient in right.values())
     for component in handle.components:
@@ -341,7 +341,7 @@ def _compare_gradients(
     handle.zero_grad()
 
 
-LEAST_GRADIENT = 1e-6
+MIN_GRADIENT = 1e-6
 """A gradient whose largest entry is below this is rounding. Others are larger by orders of magnitude."""
 
 SMALL_GRADIENT = 0.1

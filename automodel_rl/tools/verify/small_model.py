@@ -25,7 +25,7 @@ PATCH = 4
 MROPE_SECTION = [1, 1, 2]
 """Shares of time, height and width in half a head."""
 
-MOST_EXPERTS = 16
+MAX_EXPERTS = 16
 """Number of experts kept: more would only take time. Raised if ep or the routing needs more."""
 
 
@@ -223,7 +223,7 @@ def _num_experts(config: PretrainedConfig, key: str, parallel: ParallelConfig) -
     """An expert count sufficient for the routing and divisible by ep and the number of expert groups."""
     values = config.to_dict()
     unit = math.lcm(parallel.ep, (values.get("n_group") or 1) * 2)
-    needed = max(MOST_EXPERTS, 2 * experts_per_token(config) * (values.get("n_group") or 1))
+    needed = max(MAX_EXPERTS, 2 * experts_per_token(config) * (values.get("n_group") or 1))
     return min(values[key], -(-needed // unit) * unit)
 
 

@@ -51,7 +51,7 @@ def meet_one_that_overflows(folder: Path, runs: Leader) -> tuple[Any, Any]:
         create(runs)
         jobs = [overflowing(job("a", 1, LOSSES)), job("c", 1, LOSSES)]
         passes = runs.passes
-        results: list[Any] = passes.together(jobs) if meet else [passes.forward_backward(one) for one in jobs]
+        results: list[Any] = passes.combined_pass(jobs) if meet else [passes.forward_backward(one) for one in jobs]
         assert all(isinstance(one, LossResult) for one in results)
         found.append((results[1].loss, [runs.optimizer_step(run, STEP) for run in "ac"]))
     return found[0], found[1]

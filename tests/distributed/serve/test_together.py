@@ -97,9 +97,9 @@ def train(runs: Leader, losses: dict[str, Any], meet: bool) -> dict[str, Any]:
         for call in range(2):
             asked = [job(run, 10 * step + call, losses) for run in SHAPES]
             passes = runs.passes
-            results = passes.together(asked) if meet else [passes.forward_backward(one) for one in asked]
+            results = passes.combined_pass(asked) if meet else [passes.forward_backward(one) for one in asked]
             only = [job(run, 99, losses, forward_only=True) for run in SHAPES]
-            results += passes.together(only) if meet else [passes.forward_backward(one) for one in only]
+            results += passes.combined_pass(only) if meet else [passes.forward_backward(one) for one in only]
             for one, result in zip([*asked, *only], results, strict=True):
                 assert isinstance(result, LossResult)
                 found[one.run] += [result.loss, *(torch.from_numpy(values) for values in result.logprobs)]
@@ -169,7 +169,7 @@ def with_one_gone(folder: Path) -> tuple[list[bool], float, float]:
 def find_one_gone(runs: Leader) -> tuple[list[bool], float, float]:
     runs.ask("a", "create", SHAPES["a"])
     runs.ask("c", "create", SHAPES["c"])
-    results = runs.passes.together([job(run, 1, LOSSES) for run in SHAPES])
+    results = runs.passes.combined_pass([job(run, 1, LOSSES) for run in SHAPES])
     alone = [runs.passes.forward_backward(job(run, 1, LOSSES)) for run in "ac"]
     expected = [result.loss for result in alone]
     found = [result.loss for result in results if isinstance(result, LossResult)]

@@ -110,7 +110,7 @@ def test_records_that_the_context_cannot_hold_ask_for_no_room(
     largest: int,
     note: str,
 ) -> None:
-    monkeypatch.setattr("automodel_rl.tools.init.LEAST_ON_CPU", 16)
+    monkeypatch.setattr("automodel_rl.tools.init.MIN_ON_CPU", 16)
     out, data = tmp_path / "my.yaml", write_records(tmp_path / "data.jsonl", [*RECORDS[algorithm]])
     assert main(["init", algorithm, str(workspace / "model"), str(data), "--out", str(out)]) == 0
     assert load_config(out).batch.microbatch_tokens == largest

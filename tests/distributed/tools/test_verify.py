@@ -18,7 +18,7 @@ from automodel_rl.errors import VerificationError
 from automodel_rl.support.model_rules import BY_LENGTH
 from automodel_rl.tools.verify.command import verify
 from automodel_rl.tools.verify.comparison import Case, Differences, compare
-from automodel_rl.tools.verify.layout import MOST_RANKS, layout_to_verify
+from automodel_rl.tools.verify.layout import MAX_RANKS, layout_to_verify
 from tests.faults import planted
 from tests.processes import run_command
 from tests.rank_pool import RankPool
@@ -259,6 +259,6 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 
 def test_many_data_ranks_shrink_to_what_shows_the_same() -> None:
     small = layout_to_verify(ParallelConfig(pp=2, cp=2, dp_shard=64, dp_replicate=4, ep=4))
-    assert small.world_size <= MOST_RANKS
+    assert small.world_size <= MAX_RANKS
     assert (small.pp, small.cp, small.ep) == (2, 2, 4)
     assert small.dp_shard > 1

@@ -85,7 +85,7 @@ def test_empty_completions_are_rewarded_and_count_no_tokens(ranks: RankPool, wor
 
 def run_without_signal(settings: Settings) -> str:
     """How training ends."""
-    with mock.patch("automodel_rl.trainers.step_rollouts.MOST_STEPS", 3):
+    with mock.patch("automodel_rl.trainers.step_rollouts.MAX_STEPS", 3):
         try:
             train(settings)
         except (InputError, RolloutError) as error:

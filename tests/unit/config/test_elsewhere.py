@@ -134,8 +134,8 @@ def test_a_whole_config_of_another_trainer_is_one_line_of_bearable_length() -> N
     names = [name for row in elsewhere.rows() for name in row.nemo_rl if name.startswith("policy.")]
     policy = {name.removeprefix("policy."): 1 for name in names}
     said = message("grpo", {"policy": policy})
-    assert said.count("unknown key") == elsewhere.MOST_SHOWN
-    assert f"and {len(names) - elsewhere.MOST_SHOWN} more keys, listed in configs/README.md" in said
+    assert said.count("unknown key") == elsewhere.MAX_SHOWN
+    assert f"and {len(names) - elsewhere.MAX_SHOWN} more keys, listed in configs/README.md" in said
 
 
 def test_a_section_named_algorithm_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ def test_examples_of_the_next_epoch_come_from_memory_while_there_is_room(
         (tmp_path / str(number)).mkdir()
         sources += source(tmp_path / str(number), {"messages": [{"role": "assistant", "content": text}]})
     letters = mock.Mock(side_effect=Letters())
-    monkeypatch.setattr(examples, "MOST_KEPT_TOKENS", 2 * examples.EXAMPLE_TOKENS)  # for one, with its tokens
+    monkeypatch.setattr(examples, "MAX_KEPT_TOKENS", 2 * examples.EXAMPLE_TOKENS)  # for one, with its tokens
     dataset = ChatDataset(sources, letters, batch(20), None, limits())
     for _ in range(3):
         assert [lengths_of(dataset[(number, 0)]) for number in (0, 1)] == [[3], [5]]

@@ -40,8 +40,8 @@ def checked(config: RunConfig, chats: list[tuple[Chat, str]]) -> list[str]:
 def test_a_template_without_end_is_one_line(
     tmp_path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
 ) -> None:
-    monkeypatch.setattr(limits, "MOST_SECONDS", 1)
-    monkeypatch.setattr(limits, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(limits, "MAX_SECONDS", 1)
+    monkeypatch.setattr(limits, "MAX_CHARACTERS", 1000)
     before = signal.getsignal(signal.SIGPROF), resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(InputError, match=message):
         checked(sft_config(tmp_path, template), [(CHAT, "d.jsonl:1")])
@@ -50,7 +50,7 @@ def test_a_template_without_end_is_one_line(
 
 
 def test_time_in_which_the_machine_does_something_else_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "MAX_SECONDS", 0.2)
     with limits.rendering_limits("d.jsonl:1"):
         time.sleep(0.4)
 

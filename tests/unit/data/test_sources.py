@@ -99,7 +99,7 @@ def test_prompts_that_are_none_are_named(record: dict, message: str) -> None:
 
 
 def test_a_folder_with_too_many_files_or_folders_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MOST_FILES", 3)
+    monkeypatch.setattr(sources, "MAX_FILES", 3)
     for number in range(2):
         (tmp_path / f"{number}").mkdir()
         (tmp_path / f"{number}.txt").write_text("")

@@ -7,8 +7,8 @@ from automodel_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from automodel_rl.config.algorithms import GRPOConfig, SFTConfig
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.estimate.fit import (
-    MOST_BESIDE_A_GENERATOR,
-    MOST_TOKENS,
+    MAX_BESIDE_A_GENERATOR,
+    MAX_TOKENS,
     STEP,
     Fit,
     fit_to_device,
@@ -33,7 +33,7 @@ def test_one_step_more_does_not_fit(sizes: dict) -> None:
     room = peak(model, parallel, 10 * STEP) + 1
     assert largest_microbatch(model, parallel, MemoryConfig(), room) == 10 * STEP
     assert largest_microbatch(model, parallel, MemoryConfig(), 0) == 0
-    assert largest_microbatch(model, parallel, MemoryConfig(), 1e15) == MOST_TOKENS
+    assert largest_microbatch(model, parallel, MemoryConfig(), 1e15) == MAX_TOKENS
     recomputed = largest_microbatch(model, parallel, MemoryConfig(activation_checkpointing="full"), room)
     assert recomputed > 10 * STEP
 
@@ -121,10 +121,10 @@ def test_beside_a_generator_that_keeps_its_memory_microbatches_are_bounded() -> 
         return fit_to_device(config, Qwen3Config(**DENSE, num_hidden_layers=4), 79 * 2**30)
 
     beside = found()
-    assert beside.num_tokens == MOST_BESIDE_A_GENERATOR
+    assert beside.num_tokens == MAX_BESIDE_A_GENERATOR
     assert 0.4 * 79 * 2**30 < beside.beside < 0.41 * 79 * 2**30
-    assert found(sleep=2).num_tokens == MOST_TOKENS
-    assert found(place=[1]).num_tokens == MOST_TOKENS
+    assert found(sleep=2).num_tokens == MAX_TOKENS
+    assert found(place=[1]).num_tokens == MAX_TOKENS
 
 
 def test_what_is_decided_holds_for_the_language_model_of_components() -> None:

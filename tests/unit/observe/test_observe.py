@@ -90,11 +90,11 @@ def begin(output: Path) -> RunDirectory:
 
 
 def test_a_run_that_finished_no_step_gives_way_to_any_other(tmp_path: Path) -> None:
-    assert not begin(tmp_path / "run").begins_anew
+    assert not begin(tmp_path / "run").replaces_empty_run
     for resume in ("never", "auto"):
-        assert RunDirectory(make_config(tmp_path / "run", seed=5), str(tmp_path / "run"), resume).begins_anew
+        assert RunDirectory(make_config(tmp_path / "run", seed=5), str(tmp_path / "run"), resume).replaces_empty_run
     (tmp_path / "bare" / "checkpoints").mkdir(parents=True)  # it ended before it had written its config
-    assert RunDirectory(make_config(tmp_path / "bare"), str(tmp_path / "bare"), resume="never").begins_anew
+    assert RunDirectory(make_config(tmp_path / "bare"), str(tmp_path / "bare"), resume="never").replaces_empty_run
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def locked(file: Path, kind: str) -> Iterator[None]:
 
 
 def test_a_run_that_is_at_work_is_left_alone_whatever_is_asked(tmp_path: Path) -> None:
-    begin(tmp_path).let_go()
+    begin(tmp_path).unlock()
     early = RunDirectory(make_config(tmp_path, seed=5), str(tmp_path), resume="auto")  # it has looked before
     before = early.config_file.read_text()
     with locked(tmp_path / ".in_use", "LOCK_EX"):
@@ -137,13 +137,13 @@ def test_a_run_that_is_at_work_is_left_alone_whatever_is_asked(tmp_path: Path) -
             with pytest.raises(InputError, match="in use by another run"):
                 work()
     assert early.config_file.read_text() == before
-    assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
+    assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").replaces_empty_run
 
 
 def test_ranks_that_look_at_the_same_time_see_the_same(tmp_path: Path) -> None:
-    begin(tmp_path).let_go()
+    begin(tmp_path).unlock()
     with locked(tmp_path / ".in_use", "LOCK_SH"):  # as another rank does while it looks
-        assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").begins_anew
+        assert RunDirectory(make_config(tmp_path), str(tmp_path), resume="never").replaces_empty_run
 
 
 @pytest.mark.parametrize("finished", [True, False], ids=["finished", "with a checkpoint"])

@@ -17,7 +17,7 @@ import pytest
 
 from automodel_rl.errors import InputError, JobEndedError
 from automodel_rl.observe import run_lock
-from automodel_rl.observe.run_lock import DEAD_AFTER, Holder, RunLock, check_free, sign_of_life
+from automodel_rl.observe.run_lock import DEAD_AFTER, Holder, RunLock, check_free, find_liveness
 from tests.processes import is_alive
 
 HOLD = """
@@ -76,7 +76,7 @@ def test_a_run_that_lives_or_is_stopped_is_in_the_way_until_it_is_killed(tmp_pat
         other.kill()
         other.wait()
         RunLock(file, "").release()
-    assert sign_of_life(file) is None
+    assert find_liveness(file) is None
 
 
 def test_a_run_that_has_been_killed_is_waited_for_until_its_last_thread_has_let_go(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_run_that_has_been_killed_is_waited_for_until_its_last_thread_has_let_
         other.stdout.readline()
         while not Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].startswith(" Z"):
             time.sleep(0.01)
-        assert sign_of_life(file) is not None
+        assert find_liveness(file) is not None
         assert is_alive(other.pid)
         taken = ThreadPoolExecutor().submit(check_free, file, "")
         time.sleep(0.3)

@@ -42,7 +42,7 @@ def weights_after_steps(name: OptimizerName, dtype: torch.dtype) -> Tensor:
 @NAMES
 def test_a_step_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch, name: OptimizerName, dtype: torch.dtype) -> None:
     whole = weights_after_steps(name, dtype)
-    monkeypatch.setattr(own_steps, "MOST_VALUES", 7 * 256)
+    monkeypatch.setattr(own_steps, "MAX_VALUES", 7 * 256)
     assert torch.equal(weights_after_steps(name, dtype), whole)
 
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[3] / "automodel_rl"
 CALLED = {"POLICY": PolicyRank, "FLEET": FleetRank, "RUNS": Runs, "SERVICE": ServiceRank}
 """Classes of the objects that are called, by the constants that name them; a model's name stands for `PolicyRank`."""
 
-ASKS = {"ask", "gather", "_ask", "_with_others", "_of_rows", "OfRun"}
+ASKS = {"ask", "gather", "_ask", "_with_others", "_of_rows", "RunMethodCall"}
 
 
 def calls() -> Iterator[tuple[str, ast.Call, str]]:
@@ -31,7 +31,7 @@ def calls() -> Iterator[tuple[str, ast.Call, str]]:
 
 
 def target_of(call: ast.Call) -> type:
-    if isinstance(call.func, ast.Name):  # OfRun
+    if isinstance(call.func, ast.Name):  # RunMethodCall
         return Runs
     first = call.args[0]
     return CALLED.get(first.id, PolicyRank) if isinstance(first, ast.Name) else PolicyRank

@@ -15,7 +15,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.observe.metrics import MetricsFile
 from automodel_rl.report.page import page, plotly, write_report
 from automodel_rl.report.rollouts import groups_of, shortened, spread
-from automodel_rl.report.run_data import MOST_POINTS, read_run, thinned
+from automodel_rl.report.run_data import MAX_POINTS, read_run, thinned
 from automodel_rl.report.server import RunServer
 from tests.unit.report.runs import make_grpo_run, make_sft_run, set_finished
 
@@ -40,8 +40,8 @@ def test_long_curves_keep_their_ends_and_peaks() -> None:
     points = [(step, 0.0) for step in range(100_000)]
     points[51_234] = (51_234, 9.0)
     points[7] = (7, -9.0)
-    kept = thinned(points, MOST_POINTS)
-    assert len(kept) <= MOST_POINTS + 1
+    kept = thinned(points, MAX_POINTS)
+    assert len(kept) <= MAX_POINTS + 1
     assert {points[0], points[-1], points[51_234], points[7]} <= {*kept}
     assert [step for step, _ in kept] == sorted({step for step, _ in kept})
 

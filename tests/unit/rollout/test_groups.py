@@ -56,7 +56,7 @@ def test_a_completion_that_is_masked_leaves_its_group(
     rollouts: list[Rollout], compared: list[float], has_signal: bool
 ) -> None:
     whole = group_of(rollouts)
-    group = dataclasses.replace(whole, leaves_out_cut=True)
+    group = dataclasses.replace(whole, excludes_truncated=True)
     assert group.compared.rewards.tolist() == compared
     assert len(group.compared.rollouts) == len(compared)
     assert group.has_signal is has_signal

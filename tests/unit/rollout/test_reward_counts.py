@@ -42,7 +42,7 @@ def test_a_rare_error_is_no_0_percent() -> None:
 def test_a_completion_passes_by_the_reward_that_tells_and_not_by_a_failed_call() -> None:
     right, wrong = Score(2.0, (0.0, 2.0), ("", "")), Score(1.0, (1.0, 0.0), ("", ""))
     failed = Score(3.0, (1.0, 2.0), ("", "m:judge: no"))
-    assert pass_rates([[right], [wrong], [wrong], [failed]], place=1, passes_at=2.0) == {"pass@1": 0.25}
+    assert pass_rates([[right], [wrong], [wrong], [failed]], index=1, passes_at=2.0) == {"pass@1": 0.25}
 
 
 def test_metrics_are_means_over_the_completions_that_have_them() -> None:

@@ -87,13 +87,13 @@ def test_a_failed_call_scores_by_the_kind_of_its_error(on_error: object, of_comp
         found = scores(scorer, ["down", "gone", "odd", "key", "abstain", "fine"])
         expected = [of_world, of_world, of_completion, of_completion, of_completion, 4.0]
         assert [score.total for score in found] == pytest.approx(expected, nan_ok=True)
-        assert [score.is_left_out for score in found] == [math.isnan(total) for total in expected]
+        assert [score.is_excluded for score in found] == [math.isnan(total) for total in expected]
         assert [bool(score.errors[0]) for score in found] == [True] * 5 + [False]
 
 
 def test_every_error_of_an_async_judge_leaves_the_completion_out_by_default() -> None:
     with running(function=f"{REWARDS}:judge", options={"seconds": 0.01}, time_limit=0.5) as scorer:
-        assert [score.is_left_out for score in scores(scorer, ["raise", "never", "a"])] == [True, True, False]
+        assert [score.is_excluded for score in scores(scorer, ["raise", "never", "a"])] == [True, True, False]
 
 
 def test_a_call_that_never_returns_holds_up_one_process_only() -> None:

@@ -8,7 +8,7 @@ import torch
 from tinker import types
 
 from automodel_rl.errors import InputError
-from automodel_rl.serve.arrays import SparsePlaces, array_of
+from automodel_rl.serve.arrays import SparsePositions, array_of
 from automodel_rl.serve.checks import check_data
 from automodel_rl.serve.messages import Datum
 from automodel_rl.serve.wire import MESSAGES, read_data
@@ -16,8 +16,8 @@ from automodel_rl.serve.wire import MESSAGES, read_data
 MOST = 2**20
 
 
-def places(row_ends: list[int], columns: list[int]) -> SparsePlaces:
-    return SparsePlaces(np.array(row_ends, np.int64), np.array(columns, np.int64))
+def places(row_ends: list[int], columns: list[int]) -> SparsePositions:
+    return SparsePositions(np.array(row_ends, np.int64), np.array(columns, np.int64))
 
 
 @pytest.mark.parametrize("unlisted", [0, -1])

@@ -18,7 +18,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.rollout.openai_answers import OpenAIAnswers
 from automodel_rl.rollout.sampled import Sampled
 from automodel_rl.serve.app import make_app
-from automodel_rl.serve.messages import LossResult, OfRun, RunPass, SampleJob, ServiceJob
+from automodel_rl.serve.messages import LossResult, RunMethodCall, RunPass, SampleJob, ServiceJob
 from automodel_rl.serve.openai import Completions
 from automodel_rl.serve.saved_weights import SavedWeights, about
 from automodel_rl.serve.service import Service
@@ -35,7 +35,7 @@ class Answering:
 
     vocab_size = VOCAB
     num_waiting = peak_bytes = num_joint = 0
-    are_there = True
+    are_ready = True
 
     def __init__(self) -> None:
         self.jobs: list[ServiceJob] = []
@@ -52,7 +52,7 @@ class Answering:
                     assert all(values.shape == datum.tokens.shape for values in datum.inputs.values())
                     assert all(np.isfinite(values).all() for values in datum.inputs.values())
                 answer.set_result(LossResult(1.0, [np.zeros(len(datum), np.float32) for datum in data]))
-            case OfRun(method="optimizer_step"):
+            case RunMethodCall(method="optimizer_step"):
                 answer.set_result({"grad_norm:mean": 1.0})
             case SampleJob(prompts=prompts):
                 assert all(0 <= token < VOCAB for prompt in prompts for token in prompt.tokens)
@@ -64,7 +64,7 @@ class Answering:
 
 
 def is_call(job: ServiceJob, method: str) -> bool:
-    return isinstance(job, OfRun) and job.method == method
+    return isinstance(job, RunMethodCall) and job.method == method
 
 
 @pytest.fixture(name="ranks")
@@ -235,14 +235,16 @@ def test_broken_requests_are_refused_and_lose_nothing(client: TestClient, ranks:
             failed = result(client, post(client, "forward_backward", sent)).json()
             assert failed["category"] == "user"
             assert failed["error"]
-            assert ranks.jobs[-1] == OfRun(good.run, "spoil")  # else the next optimizer step would go without it
+            assert ranks.jobs[-1] == RunMethodCall(
+                good.run, "mark_failed"
+            )  # else the next optimizer step would go without it
         good.step()
     alone = Answering()
     with client_of(tmp_path / "alone", alone) as undisturbed:
         good = GoodClient(undisturbed)
         for _ in range(num_steps):
             good.step()
-    of_good = [told(job) for job in ranks.jobs if not is_call(job, "spoil")]
+    of_good = [told(job) for job in ranks.jobs if not is_call(job, "mark_failed")]
     assert of_good == [told(job) for job in alone.jobs], "ranks compute what they do without the broken requests"
 
 
@@ -443,7 +445,7 @@ def test_metadata_that_json_does_not_hold_are_refused_and_others_come_back(clien
 def test_ranks_that_are_gone_are_told_by_healthz(client: TestClient, ranks: Answering) -> None:
     with client:
         assert client.get("/api/v1/healthz").json() == {"status": "ok"}
-        ranks.are_there = False
+        ranks.are_ready = False
         answer = client.get("/api/v1/healthz")
         assert (answer.status_code, "restarted" in answer.json()["detail"]) == (503, True)
 
@@ -481,7 +483,7 @@ def test_weights_that_the_disk_does_not_let_go_of_are_not_said_to_be_deleted(
             patch.setattr(Path, "touch", read_only)
             answer = client.delete(one)
             assert (answer.status_code, "cannot be deleted (Read-only file system" in answer.text) == (403, True)
-            service.saved.put_off(path, -1)
+            service.saved.set_expiry(path, -1)
             service.tidy()
             service.tidy()
             assert capsys.readouterr().err.count(f"warning: {path}: cannot be deleted") == 1
@@ -521,7 +523,7 @@ def test_more_runs_than_allowed_wait_and_a_missing_turn_fails_those_behind_it(
         assert (refused.status_code, "the limit is 3" in refused.text) == (429, True)
         waiting = post(client, "forward_backward", training(good.run, 2))
         service = service_of(client)
-        monkeypatch.setattr("automodel_rl.serve.service.GAP_SECONDS", -1.0)
+        monkeypatch.setattr("automodel_rl.serve.service.MISSING_REQUEST_SECONDS", -1.0)
         client.portal.call(in_loop(service.tidy))  # type: ignore[union-attr]
         assert "request 1 of this run never arrived" in result(client, waiting).json()["error"]
 
@@ -546,7 +548,7 @@ def test_the_page_and_what_it_shows_need_the_key(client: TestClient) -> None:
         good = GoodClient(client)
         good.step()
         service = service_of(client)
-        client.portal.call(in_loop(lambda: service.look(5.0)))  # type: ignore[union-attr]
+        client.portal.call(in_loop(lambda: service.record_snapshot(5.0)))  # type: ignore[union-attr]
         state = client.get("/state", params={"key": KEY}).json()
     assert state["model"] == "base"
     assert (state["numbers"]["tokens trained"], state["numbers"]["jobs that wait"]) == (3, 0)

@@ -10,17 +10,17 @@ import pytest
 from automodel_rl.generator_messages import Sampling
 from automodel_rl.rollout.sampled import PromptScoring, Refused, SamplePrompt
 from automodel_rl.serve.history import orders_of
-from automodel_rl.serve.joining import answers_of, joined, take_together
+from automodel_rl.serve.joining import answers_of, joined, take_batch
 from automodel_rl.serve.messages import (
+    CombinedPass,
     Datum,
     Forget,
-    OfRun,
+    RunMethodCall,
     RunPass,
     RunShape,
     SampleJob,
     ServiceJob,
     TeacherJob,
-    Together,
 )
 from automodel_rl.serve.tables import ServedRun, choose_rows
 
@@ -44,8 +44,8 @@ def soft(run: str, first: int, tokens: int, width: int) -> RunPass:
     return RunPass(run, "cross_entropy", {}, data, False, RunShape(2, first=first))
 
 
-def step(run: str) -> OfRun:
-    return OfRun(run, "optimizer_step", ({},))
+def step(run: str) -> RunMethodCall:
+    return RunMethodCall(run, "optimizer_step", ({},))
 
 
 def taken(*jobs: ServiceJob, pass_tokens: int = 20) -> list[list[int]]:
@@ -53,7 +53,7 @@ def taken(*jobs: ServiceJob, pass_tokens: int = 20) -> list[list[int]]:
     waiting: deque[Any] = deque(SimpleNamespace(job=job, place=place) for place, job in enumerate(jobs))
     groups = []
     while waiting:
-        groups.append([order.place for order in take_together(waiting, pass_tokens)])
+        groups.append([order.place for order in take_batch(waiting, pass_tokens)])
     return groups
 
 
@@ -91,7 +91,7 @@ def test_runs_that_cannot_share_the_model_take_turns() -> None:
 
 def test_each_job_gets_its_part_of_the_answer() -> None:
     passes = [forward("a"), forward("b", 2)]
-    assert joined(passes) == Together(passes)
+    assert joined(passes) == CombinedPass(passes)
     assert [*answers_of(passes, ["of a", Refused("gone")])] == ["of a", Refused("gone")]
     samples = [sample("x"), SampleJob("x", None, None, [SamplePrompt([1], 1, 0, Sampling(3))] * 2)]
     job = joined(samples)

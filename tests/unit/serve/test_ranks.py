@@ -13,7 +13,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.messages import Done, Forget, Ready, SampleJob
 from automodel_rl.serve.ranks import Ranks, RanksLostError, RefusedError
-from automodel_rl.serve.worker import _reach_server
+from automodel_rl.serve.worker import _connect_to_server
 from automodel_rl.serve.worker_address import ADDRESS_VARIABLE, KEY_VARIABLE, read_address
 
 SECONDS = 60
@@ -51,7 +51,7 @@ def test_connections_that_are_no_ranks_keep_no_ranks_waiting(ranks: Ranks, lost:
             rank.send(Ready(9, {}))
             assert rank.poll(SECONDS)
             assert rank.recv() == Forget()
-            assert (ranks.are_there, ranks.vocab_size, lost.is_set()) == (True, 9, False)
+            assert (ranks.are_ready, ranks.vocab_size, lost.is_set()) == (True, 9, False)
             rank.send(Done(None, 1))
             assert answer.result(SECONDS) is None
             answer = ranks.submit(Forget())
@@ -59,7 +59,7 @@ def test_connections_that_are_no_ranks_keep_no_ranks_waiting(ranks: Ranks, lost:
         with pytest.raises(RanksLostError):
             answer.result(SECONDS)
         assert lost.is_set()
-        assert not ranks.are_there
+        assert not ranks.are_ready
         lost.clear()
         answer = ranks.submit(Forget())
     silent.close()
@@ -77,7 +77,7 @@ def test_a_job_that_nobody_waits_for_and_one_that_is_refused_end_nothing(ranks: 
         rank.send(Done(Refused("too odd"), 1))
         with pytest.raises(RefusedError, match="too odd"):
             refused.result(SECONDS)
-        assert ranks.are_there
+        assert ranks.are_ready
 
 
 def test_ranks_on_a_machine_that_is_gone_are_let_go_of(ranks: Ranks, lost: threading.Event) -> None:
@@ -105,4 +105,4 @@ def test_ranks_that_cannot_reach_the_server_say_where_it_is(monkeypatch: pytest.
     with pytest.raises(
         InputError, match=r"^the server at 127\.0\.0\.1:9 cannot be reached .*: allow the machines of ranks"
     ):
-        _reach_server()
+        _connect_to_server()

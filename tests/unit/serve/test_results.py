@@ -58,7 +58,7 @@ async def take_turns() -> None:
     assert fill(large, "other", size=2**20) == 10
     large.find("greedy:0").set_result({"of": "greedy"})
     await asyncio.sleep(0)
-    large.tell("greedy:0")  # what a client has got makes room
+    large.take_result("greedy:0")  # what a client has got makes room
     for _ in range(2):
         with pytest.raises(BusyError):
             large.open("greedy:x", b"", 2**21)

@@ -22,8 +22,8 @@ def checkpoints_of(folder: Path, higher_is_better: bool, **settings: Any) -> Run
     checkpoints.sign, checkpoints.best = 1 if higher_is_better else -1, None
     no_policy: Any = None
     checkpoints.further = FurtherCheckpoints(no_policy, {}, checkpoints.directory.checkpoints, {})
-    checkpoints._export = checkpoints._written = checkpoints._warning = checkpoints._after = None
-    checkpoints.awaited, checkpoints._choosing = None, threading.Lock()
+    checkpoints._export = checkpoints._in_flight = checkpoints._warning = checkpoints._cleanup_thread = None
+    checkpoints.unmeasured_step, checkpoints._selection_lock = None, threading.Lock()
     return checkpoints
 
 
@@ -84,13 +84,13 @@ class Ranks:
 def test_a_step_is_kept_until_its_metric_is_known_and_may_be_the_best(tmp_path: Path, fails: Sequence[str]) -> None:
     checkpoints: Any = checkpoints_of(tmp_path, True, keep_last=1)
     ranks = Ranks(checkpoints.directory.checkpoints, fails)
-    checkpoints.began_with, checkpoints._ask = "", ranks.ask
+    checkpoints.initial_fingerprint, checkpoints._ask = "", ranks.ask
     checkpoints.save(2, {}, 0.5)
-    checkpoints.awaited = 3
-    assert [step for step in (2, 3, 4) if checkpoints.awaits(step)] == [3]
+    checkpoints.unmeasured_step = 3
+    assert [step for step in (2, 3, 4) if checkpoints.is_unmeasured(step)] == [3]
     for step in (3, 4):
         checkpoints.save(step, {}, None)
-    checkpoints.note(3, 0.9)  # while that of step 4 is being written
+    checkpoints.record_metric(3, 0.9)  # while that of step 4 is being written
     checkpoints.save(5, {}, 0.7)
     checkpoints.finish()
     assert checkpoints.best == {"step": 3, "metric": 0.9}
@@ -103,15 +103,15 @@ def test_the_metric_of_an_earlier_step_ends_no_other_wait_and_is_not_the_best_wi
 ) -> None:
     checkpoints: Any = checkpoints_of(tmp_path, True)
     checkpoints.directory.checkpoints.mkdir(parents=True)
-    checkpoints.awaited = 6
-    checkpoints.note(4, 0.9)
-    assert (checkpoints.awaited, checkpoints.best) == (6, None)
+    checkpoints.unmeasured_step = 6
+    checkpoints.record_metric(4, 0.9)
+    assert (checkpoints.unmeasured_step, checkpoints.best) == (6, None)
 
 
 def test_a_metric_that_is_no_number_or_was_not_measured_is_not_the_best(tmp_path: Path) -> None:
     checkpoints: Any = checkpoints_of(tmp_path, False)
     ranks = Ranks(checkpoints.directory.checkpoints)
-    checkpoints.began_with, checkpoints._ask = "", ranks.ask
+    checkpoints.initial_fingerprint, checkpoints._ask = "", ranks.ask
     checkpoints.directory.checkpoints.mkdir(parents=True)
     for step, metric in enumerate((None, 0.5, float("nan"), 0.75, 0.25, None), start=1):
         checkpoints.save(step, {}, metric)

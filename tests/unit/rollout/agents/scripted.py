@@ -74,14 +74,14 @@ class Script:
 
     def write(self, request: Request) -> Completion:
         turn = next(self.turns)
-        is_cut = isinstance(turn, str)  # a text that is cut off
+        is_truncated = isinstance(turn, str)  # a text that is cut off
         ids = self._letters(turn) if isinstance(turn, str) else self._turn(turn, request)
         for place in range(len(ids)):  # a generator ends a turn at its stop texts
             if any(stop in self.tokenizer.decode(ids[: place + 1]) for stop in request.sampling.stop):
                 ids = ids[: place + 1]
                 break
         logprobs = [-0.25 - place / 64 - len(self.written) for place in range(len(ids))]
-        completion = Completion(ids, logprobs, "length" if is_cut else "stop", versions=(1, 1), num_cached=0)
+        completion = Completion(ids, logprobs, "length" if is_truncated else "stop", versions=(1, 1), num_cached=0)
         self.written.append((request, completion))
         return completion
 
@@ -122,18 +122,18 @@ def run_case(script: Script, agent: CaseAgent, limits: AgentLimits = LIMITS) -> 
         call = chat_completions.read(json.loads(raw))
         answer = await episode.answer(call, identity_of("chat", raw), is_retry=bool(retry))
         if told:
-            episode.tell(answer)
+            episode.mark_received(answer)
         reply = json.loads(json.dumps(chat_completions.reply([answer])))
         return reply["choices"][0]["message"]
 
     async def run() -> None:
-        news: SimpleQueue[Any] = SimpleQueue()
-        episode.attach(news)
+        events: SimpleQueue[Any] = SimpleQueue()
+        episode.attach(events)
 
         async def generate() -> None:
             while True:
                 try:
-                    asked = news.get_nowait()
+                    asked = events.get_nowait()
                 except Empty:
                     await asyncio.sleep(0)
                     continue

@@ -404,7 +404,7 @@ def test_an_answer_that_is_named_goes_on_with_the_tools_of_its_call() -> None:
         digest, codec = script.codecs.of(tools)
         (call,) = history.turns[0].answer.calls
         message = {"role": "tool", "content": "7", "tool_call_id": call.id}
-        opening = history.opening_after(history.turns[0].answer.id, [message], digest, codec)
+        opening = history.turn_prompt_after(history.turns[0].answer.id, [message], digest, codec)
         assert (opening.parent is None, opening.reason) == (bool(reason), reason)
         assert f'"name": "{tools[0]["function"]["name"]}"' in script.tokenizer.decode(opening.prompt)  # type: ignore[index]
 

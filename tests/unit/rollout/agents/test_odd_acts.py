@@ -13,11 +13,11 @@ import pytest
 
 from automodel_rl.chat_api import chat_completions
 from automodel_rl.chat_api.messages import call_of, checked_tools
-from automodel_rl.chat_api.values import MOST_DEPTH
+from automodel_rl.chat_api.values import MAX_DEPTH
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.agents.episode import TooLongError, _num_characters
 from automodel_rl.rollout.agents.protocol import AgentEndpoint, AgentResult
-from automodel_rl.rollout.agents.runner import MOST_BYTES, ForkedAgents, FrameReader
+from automodel_rl.rollout.agents.runner import MAX_BYTES, ForkedAgents, FrameReader
 from automodel_rl.rollout.http_thread import parsed
 from tests.unit.rollout.agents.scripted import Ask, Script, run_case, said, user
 
@@ -40,8 +40,8 @@ def test_what_is_nested_too_deep_is_refused_in_a_line(depth: int) -> None:
 
 
 def test_tools_have_a_depth() -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": nested(MOST_DEPTH)}}
-    with pytest.raises(InputError, match=f"tools.0: is nested deeper than {MOST_DEPTH}"):
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested(MAX_DEPTH)}}
+    with pytest.raises(InputError, match=f"tools.0: is nested deeper than {MAX_DEPTH}"):
         checked_tools([tool])
     checked_tools([{**tool, "function": {"name": "f", "parameters": nested(20)}}])
 
@@ -90,7 +90,7 @@ def test_a_message_is_read_once_it_is_whole() -> None:
     with pytest.raises(EOFError):
         reader.take()
     ours, theirs = multiprocessing.Pipe()
-    os.write(theirs.fileno(), struct.pack("!i", MOST_BYTES + 1))
+    os.write(theirs.fileno(), struct.pack("!i", MAX_BYTES + 1))
     with pytest.raises(OSError, match="more than"):
         FrameReader(ours).take()
 

@@ -50,7 +50,7 @@ def test_an_episode_is_made_of_sampled_turns_and_the_templates_suffixes(name: st
     tokenizer = stock_tokenizer(name)
     template = ChatTemplate(tokenizer)
     codec = turns_of(template, 64)
-    prompt = codec.opening([QUESTION])
+    prompt = codec.prompt_ids([QUESTION])
     mark = tokenizer.convert_ids_to_tokens(min(codec.stop_ids))
     environment = ToolEnvironment({"look_up": lambda text, count: f"{text}: {count} {mark}"}, 5.0)
     episode = Episode(Request(prompt, 5, Sampling(10)), [QUESTION], environment, codec, Limits(999, 4, 9999, 10))
@@ -102,7 +102,7 @@ def test_supervised_fine_tuning_trains_the_tokens_that_a_rollout_trains(name: st
     ids = sequence.input_ids.tolist()
     assert len(starts) == 2
     turns = [ids[start:end] for start, end in zip(starts, ends, strict=True)]
-    assert ids[: starts[0]] == codec.opening([QUESTION])
+    assert ids[: starts[0]] == codec.prompt_ids([QUESTION])
     turn = codec.read(ids[: starts[0]], turns[0])
     assert ids[ends[0] : starts[1]] == codec.suffix([answer], turn, turns[0][-1])
 
@@ -123,7 +123,7 @@ def test_calls_that_cannot_be_read_are_told(text: str, end: str) -> None:
     tokenizer = stock_tokenizer("qwen3")
     codec = turns_of(ChatTemplate(tokenizer), 64)
     ids = tokenizer(text + end, add_special_tokens=False)["input_ids"]
-    turn = codec.read(codec.opening([QUESTION]), ids)
+    turn = codec.read(codec.prompt_ids([QUESTION]), ids)
     assert not turn.calls
     assert turn.problem.startswith("the call cannot be read")
 

@@ -21,10 +21,10 @@ END = 99
 class Codec:
     """Texts are numbers; a message of a tool is one token. The token 8 before the end is a call that cannot be read."""
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return [int(token) for message in messages for token in str(message["content"]).split()]
 
-    def read(self, opening: Sequence[int], token_ids: Sequence[int]) -> Turn:
+    def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Turn:
         return Turn(" ".join(map(str, token_ids)))
 
     def suffix(self, messages: Sequence[Message], turn: Turn, stop: int) -> list[int]:
@@ -96,8 +96,8 @@ def episode_of(prompt: list[int], world: Echo, **limits: float) -> Episode:
     return Episode(Request(prompt, 5, Sampling(10)), messages, world, Codec(), Limits(**given))  # type: ignore[arg-type]
 
 
-def drive(writer: Writer, episodes: Sequence[Episode], at_once: int = 2) -> list[Completion]:
-    driver = EpisodeDriver(at_once)
+def drive(writer: Writer, episodes: Sequence[Episode], max_concurrent: int = 2) -> list[Completion]:
+    driver = EpisodeDriver(max_concurrent)
     try:
         return results(driver.submit(writer, episodes))
     finally:
@@ -230,7 +230,7 @@ class World(Echo):
 
 def test_no_more_environments_are_open_than_asked_for() -> None:
     World.most = 0
-    completions = drive(Writer(True), [episode_of([1], World(2)) for _ in range(7)], at_once=3)
+    completions = drive(Writer(True), [episode_of([1], World(2)) for _ in range(7)], max_concurrent=3)
     assert [len(completion.token_ids) for completion in completions] == [7] * 7
     assert (World.most, len(World.is_open)) == (3, 0)
 

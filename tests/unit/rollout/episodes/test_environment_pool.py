@@ -11,7 +11,7 @@ import pytest
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.episodes.environment_pool import EnvironmentPool
 from automodel_rl.rollout.episodes.environment_server import Setup
-from automodel_rl.rollout.episodes.fork_server import MOST_LOG_BYTES
+from automodel_rl.rollout.episodes.fork_server import MAX_LOG_BYTES
 from automodel_rl.rollout.episodes.protocol import Outcome, Turn
 from tests.odd_environments import RESULTS, TRICKS
 from tests.processes import descendants_of, is_alive
@@ -99,7 +99,7 @@ def test_what_is_no_outcome_is_an_error(pool: EnvironmentPool, returns: str) -> 
 def test_what_environments_print_is_kept_up_to_a_size(pool: EnvironmentPool) -> None:
     play(pool, {"trick": "flood", "place": "step"})
     log = Path(pool.setup.log)
-    wait_until(lambda: log.stat().st_size < MOST_LOG_BYTES and "was dropped" in log.read_text())
+    wait_until(lambda: log.stat().st_size < MAX_LOG_BYTES and "was dropped" in log.read_text())
 
 
 def test_a_server_that_dies_is_started_again(pool: EnvironmentPool) -> None:

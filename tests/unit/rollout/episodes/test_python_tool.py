@@ -347,7 +347,7 @@ def test_a_pool_warns_of_what_is_missing_and_ends_code_with_its_conversation(tmp
                 answer = threads.submit(environment.step, Turn("", calls=[call]))
                 while len(sleepers()) < 2:
                     time.sleep(0.01)
-                pool.end(environment._number, at_once=True)
+                pool.end(environment._number, immediately=True)
                 with pytest.raises(RuntimeError, match="its process exited in step"):
                     answer.result()
             while sleepers():
