@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "automodel_rl"
 API = PACKAGE / "API.md"
 PAGES = (
-    ROOT / "README.md",
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
     *sorted(PACKAGE.rglob("README.md")),
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "configs", "tests")),
 )

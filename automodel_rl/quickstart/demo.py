@@ -150,6 +150,8 @@ def run_demo(output: str, seed: int = 0, task: str = "problems", vllm: str | Non
         command = [sys.executable, "-m", "automodel_rl", algorithm, str(folder / f"{algorithm}.yaml")]
         code = run_local_ranks(command, num_ranks=2)
         if code != EXIT_OK:
+            resumed = f"automodel-rl {algorithm} {folder / algorithm}.yaml --resume auto"
+            print(f"quickstart does not resume: continue with {resumed}", flush=True)
             return code
     records = read_lines(folder / "grpo" / "metrics.jsonl")
     rewards = [record["val/reward_mean"] for record in records if "val/reward_mean" in record]

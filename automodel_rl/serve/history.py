@@ -26,7 +26,7 @@ class RunCurve:
     """History of a run's optimizer steps.
 
     Attributes:
-        steps: (step, loss per token, mean advantage); None where the data have none.
+        steps: (step, loss per trained token, their mean advantage); None where the data have none.
         num_steps: steps so far, including those no longer kept.
     """
 
@@ -37,16 +37,17 @@ class RunCurve:
     _advantages: list[np.ndarray] = field(default_factory=list)
 
     def add_pass(self, loss: float, data: Sequence[Datum]) -> None:
-        """Records a forward-backward. `loss` is the sum over all tokens."""
+        """Records a forward-backward. `loss` is the sum over all trained tokens."""
         self._loss += loss
-        self._num_tokens += sum(map(len, data))
-        self._advantages += [datum.inputs["advantages"] for datum in data if "advantages" in datum.inputs]
+        self._num_tokens += sum(int(datum.trained.sum()) for datum in data)
+        self._advantages += [datum.inputs["advantages"][datum.trained] for datum in data if "advantages" in datum.inputs]
 
     def add_step(self) -> None:
         """Records an optimizer step, which completes the passes before it."""
         self.num_steps += 1
         loss = self._loss / self._num_tokens if self._num_tokens else None
-        advantage = float(np.concatenate(self._advantages).mean()) if self._advantages else None
+        advantages = np.concatenate(self._advantages) if self._advantages else np.zeros(0)
+        advantage = float(advantages.mean()) if len(advantages) else None
         self.steps.append((self.num_steps, loss, advantage))
         self._loss, self._num_tokens, self._advantages = 0.0, 0, []
 

@@ -33,6 +33,14 @@ class Datum:
         targets = self.inputs.get(TARGETS)
         return 0 if targets is None or targets.ndim < 2 else targets.shape[1]
 
+    @property
+    def trained(self) -> np.ndarray:
+        """The positions that the loss counts, bool [n]: those with a weight, or an advantage, that is not 0."""
+        counted = self.inputs.get("weights", self.inputs.get("advantages"))
+        if counted is None:
+            return np.ones(len(self), bool)
+        return (counted != 0).reshape(len(self), -1).any(axis=1)
+
 
 @dataclass(frozen=True)
 class RunShape:

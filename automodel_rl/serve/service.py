@@ -163,8 +163,8 @@ class Service:
             return job, lambda answer: done(answer, data)
 
         def done(answer: Any, data: list[Datum]) -> Result:
-            self.throughput.add(sum(map(len, answer.logprobs)))
             if not message.forward_only:
+                self.throughput.add(sum(int(datum.trained.sum()) for datum in data))
                 self.history.of_run(message.model_id).add_pass(answer.loss, data)
             return write_output(answer.logprobs, {"loss:sum": answer.loss})
 

@@ -77,22 +77,16 @@ class PublishedSync:
             self.plan = plan_of(self._tensors, self.most_bytes)
             self._slots = self.transport.connect([self.plan], self.plan.largest_bucket, NUM_BUFFERS)
         self.transport.begin(number, frozen=True)
-        self._slots.join()
-        for turn, bucket in enumerate(self.plan.buckets):
-            slot = self._slots[turn]
-            self.transport.release(slot)
-            with slot.active():
-                self._fill(bucket, slot)
-                self.transport.send(0, turn, slot)
-            slot.mark()
-        self._slots.rejoin()
+        turns = [(0, number) for number in range(len(self.plan.buckets))]
+        self.transport.send_all(self._slots, turns, self._fill)
         committed = self.transport.commit(number, sums=False)
         if committed.version != number:
             raise WeightSyncError(f"the generator reports version {committed.version} instead of {number}")
         return Brought(self._weights.num_bytes, read - started, time.perf_counter() - read)
 
     @torch.no_grad()
-    def _fill(self, bucket: Bucket, slot: Slot) -> None:
+    def _fill(self, sender: int, number: int, slot: Slot) -> None:
+        bucket = self.plan.buckets[number]
         elements = bucket.elements(slot.buffer)
         names = [self.plan.tensors[chunk.tensor].name for chunk in bucket.chunks]
         places = [elements[chunk.offset : chunk.offset + chunk.count] for chunk in bucket.chunks]

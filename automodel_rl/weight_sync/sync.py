@@ -80,15 +80,8 @@ class WeightSync:
         # A rank whose transport has failed still fills buffers with the others, but sends nothing.
         slots = self.slots or self._connect_nothing()
         self._attempt(lambda: self.transport.begin(self.version, frozen=frozen))
-        slots.join()
-        for turn, (sender, number) in enumerate(self.producer.turns(frozen)):
-            slot = slots[turn]
-            self._attempt(functools.partial(self.transport.release, slot))
-            with slot.active():
-                self.producer.fill(sender, number, slot, sums=self.config.checksum)
-                self._attempt(functools.partial(self.transport.send, sender, number, slot))
-            slot.mark()
-        slots.rejoin()
+        fill = functools.partial(self.producer.fill, sums=self.config.checksum)
+        self.transport.send_all(slots, self.producer.turns(frozen), fill, self._attempt)
         committed = self._attempt(lambda: self.transport.commit(self.version, sums=self.config.checksum))
         self._check(committed)
         self._agree()

@@ -1,8 +1,9 @@
-"""Interface of all transports. `WeightSync` calls `connect` once, and for each sync `begin`, then `release` and `send`
-for each bucket, then `commit`."""
+"""Interface of all transports. A sender of weights calls `connect` once, and for each sync `begin`, `send_all` and
+`commit`."""
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.buckets import Plan
@@ -37,6 +38,30 @@ class Transport(ABC):
     @abstractmethod
     def send(self, sender: int, number: int, slot: Slot) -> None:
         """Sends a bucket from the slot, on the slot's stream."""
+
+    def send_all(
+        self,
+        slots: Slots,
+        turns: Iterable[tuple[int, int]],
+        fill: Callable[[int, int, Slot], None],
+        attempt: Callable[[Callable[[], None]], object] = lambda work: work(),
+    ) -> None:
+        """Sends buckets through a ring of slots, so that one is sent while the next is filled.
+
+        Args:
+            turns: the buckets in order, by sender and number.
+            fill: writes a bucket into a slot, on the current stream.
+            attempt: calls each part of this transport's work; may catch its errors.
+        """
+        slots.join()
+        for turn, (sender, number) in enumerate(turns):
+            slot = slots[turn]
+            attempt(functools.partial(self.release, slot))
+            with slot.active():
+                fill(sender, number, slot)
+                attempt(functools.partial(self.send, sender, number, slot))
+            slot.mark()
+        slots.rejoin()
 
     @abstractmethod
     def commit(self, version: int, *, sums: bool) -> Committed:

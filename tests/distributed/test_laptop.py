@@ -1,4 +1,4 @@
-"""README's way from chats to rewards, typed as it stands after a demo that is cheaper than the real one, learns."""
+"""The commands of the page with first steps, as they stand there, learn; the demo before them is a cheaper one."""
 
 import random
 import re
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from automodel_rl.quickstart.model import train_tokenizer, write_model
 from automodel_rl.quickstart.problems import write_jsonl
 from tests.distributed.trainers.runs import metrics_of, train
-from tests.pages import ROOT
+from tests.pages import PACKAGE
 from tests.processes import Job, run_command
 from tests.rank_pool import RankPool
 
@@ -59,7 +59,7 @@ def typed(folder: Path, script: str) -> list[list[str]]:
 
 
 def test_from_chats_to_rewards(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = (ROOT / "README.md").read_text().partition(HEADING)[2]
+    section = (PACKAGE / "quickstart" / "README.md").read_text().partition(HEADING)[2]
     (rewards,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     (script,) = re.findall(r"```sh\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     make_demo(ranks, tmp_path)

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,13 @@ def test_files_in_commands_exist() -> None:
     files = set(re.findall(r"(?:^|\s)((?:configs|benchmarks|tests)/[\w./]+\.(?:py|yaml))", commands()))
     assert files
     assert not [file for file in files if not (pages.ROOT / file).is_file()]
+
+
+def test_the_version_is_one_number() -> None:
+    version = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (\S+)", (pages.ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == version
+    assert f"version: {version}\n" in (pages.ROOT / "CITATION.cff").read_text()
+    wheels = {found for text in TEXTS.values() for found in re.findall(r"automodel_rl-([\d.]+)-py3", text)}
+    assert wheels <= {version}

@@ -181,6 +181,8 @@ def score_batch(
 
 def checked(value: Any) -> Scored:
     """Converts a returned value: a finite number, or a number and a mapping of metrics."""
+    if value is None:
+        return None, "returned None: return a number on every path", {}
     given, metrics = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     number = _number(given)
     if number is None or not isinstance(metrics, Mapping):

@@ -57,18 +57,20 @@ def test_calls_of_an_async_function_fail_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("completion", "message"),
+    ("completion", "time_limit", "message"),
     [
-        ("block", r"took longer than time_limit=0.5 s, and blocked concurrent calls \(completion 'block'\)"),
-        ("block briefly", r"took longer than time_limit=0.5 s|blocked its process for longer .*'block briefly'"),
-        ("exit", r"its process exited with code 3 \(completion 'exit'\)"),
+        ("block", 0.5, r"took longer than time_limit=0.5 s, and blocked concurrent calls \(completion 'block'\)"),
+        ("block briefly", 0.5, r"took longer than time_limit=0.5 s|blocked its process for longer .*'block briefly'"),
+        ("exit", 60.0, r"its process exited with code 3 \(completion 'exit'\)"),
     ],
 )
-def test_an_async_call_that_takes_its_process_along_is_named_and_others_go_on(completion: str, message: str) -> None:
+def test_an_async_call_that_takes_its_process_along_is_named_and_others_go_on(
+    completion: str, time_limit: float, message: str
+) -> None:
     with (
         pytest.MonkeyPatch.context() as patch,
         running(
-            function=f"{REWARDS}:judge", options={"seconds": 0.01}, time_limit=0.5, on_error=-1.0, concurrency=9
+            function=f"{REWARDS}:judge", options={"seconds": 0.01}, time_limit=time_limit, on_error=-1.0, concurrency=9
         ) as scorer,
     ):
         patch.setattr("automodel_rl.rollout.rewards.pool.GRACE_SECONDS", 0.5)

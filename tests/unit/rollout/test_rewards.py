@@ -179,7 +179,7 @@ def test_truth_and_whole_numbers_are_scores(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [np.float32("nan"), np.ones(2), torch.ones(2), 10**400, 1e308, -1e19, math.inf, "1.0", None, [1.0], 1j],
+    [np.float32("nan"), np.ones(2), torch.ones(2), 10**400, 1e308, -1e19, math.inf, "1.0", [1.0], 1j],
     ids=lambda v: repr(v)[:20],
 )
 def test_what_is_no_finite_number_is_no_score(value: Any) -> None:
