@@ -40,7 +40,7 @@ class RunCurve:
         """Records a forward-backward. `loss` is the sum over all trained tokens."""
         self._loss += loss
         self._num_tokens += sum(int(datum.trained.sum()) for datum in data)
-        self._advantages += [datum.inputs["advantages"][datum.trained] for datum in data if "advantages" in datum.inputs]
+        self._advantages += [d.inputs["advantages"][d.trained] for d in data if "advantages" in d.inputs]
 
     def add_step(self) -> None:
         """Records an optimizer step, which completes the passes before it."""
