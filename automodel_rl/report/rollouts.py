@@ -15,10 +15,15 @@ MAX_CHARACTERS = 6000
 
 
 def groups_of(file: Path) -> list[dict[str, Any]]:
-    """Returns a step's first groups: each a prompt with its completions. In the file, completions of a prompt are
-    adjacent."""
+    """Returns groups of a step, each a prompt with its completions: those with tokens first, and among these the ones
+    whose rewards differ. In the file, completions of a prompt are adjacent."""
     by_prompt = [[*group] for _, group in itertools.groupby(read_lines(file), key=lambda record: record["prompt"])]
-    by_prompt.sort(key=lambda records: all("pieces" not in record for record in records))  # those with tokens first
+    by_prompt.sort(
+        key=lambda records: (
+            all("pieces" not in record for record in records),
+            len({record.get("reward") for record in records}) == 1,
+        )
+    )
     groups: list[dict[str, Any]] = []
     for records in by_prompt[:MAX_GROUPS]:
         completions = [_completion(record) for record in records]

@@ -26,7 +26,8 @@ function showHead() {
     if (runs.length > 1) {
       line.appendChild(swatch(number));
     }
-    line.appendChild(make("h1", "", runs.length > 1 ? run.name : run.title || run.name));
+    line.appendChild(make("h1", "", run.name));
+    if (run.title) line.appendChild(make("span", "faint", run.title));
     line.appendChild(make("span", `badge ${run.status}`, run.status));
     if (run.status === "waiting") return line;
     line.appendChild(make("span", "faint", `step ${run.step}${run.total_steps ? " of " + run.total_steps : ""}`));
@@ -67,7 +68,7 @@ function showCharts() {
         const button = make("button", "", `${chart.title}: ${shown(flat)}`);
         button.title = chart.keys.join(", ");
         button.onclick = () => { opened.add(key); showCharts(); };
-        zeros.append(zeros.childElementCount ? "" : "always the same: ", button);
+        zeros.append(zeros.childElementCount ? "" : "constant: ", button);
         continue;
       }
       if (!cards.has(key)) cards.set(key, new ChartCard(chart));

@@ -62,8 +62,8 @@ function treeOf(tree) {
       const element = box.appendChild(make("div", turn.trained ? "node" : "node untrained"));
       const head = element.appendChild(make("div", "chips"));
       if (turn.reason) head.appendChild(make("span", "chip fork", turn.kind === "root" ? `new history: ${turn.reason}` : turn.reason));
-      head.appendChild(make("span", "chip", turn.trained ? `${turn.tokens} tokens trained` : `${turn.tokens} tokens left out`));
-      head.appendChild(make("span", "chip", `${turn.context} of context`));
+      head.appendChild(make("span", "chip", turn.trained ? `${turn.tokens} tokens trained` : `${turn.tokens} tokens excluded`));
+      head.appendChild(make("span", "chip", `${turn.context} context tokens`));
       element.appendChild(folded(messagesOf(turn.messages)));
       const next = children.get(number) || [];
       number = next.length === 1 ? next[0] : null;

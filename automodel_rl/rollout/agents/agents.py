@@ -41,7 +41,7 @@ LONG_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class _TurnGenerated:
+class _AgentTurnGenerated:
     """A turn that the generator wrote, or its failure."""
 
     asked: TurnRequested
@@ -195,7 +195,7 @@ class _AgentWork:
     episodes: Sequence[AgentEpisode]
     slots: threading.Semaphore
     start: Callable[[AgentEpisode], None]
-    events: "SimpleQueue[TurnRequested | EpisodeEnded | EpisodeFailed | _TurnGenerated]" = field(
+    events: "SimpleQueue[TurnRequested | EpisodeEnded | EpisodeFailed | _AgentTurnGenerated]" = field(
         default_factory=SimpleQueue
     )
     calls: list[TurnRequested] = field(default_factory=list)
@@ -251,7 +251,7 @@ class _AgentWork:
                     return
             until = time.monotonic()
 
-    def _handle(self, event: TurnRequested | EpisodeEnded | EpisodeFailed | _TurnGenerated) -> None:
+    def _handle(self, event: TurnRequested | EpisodeEnded | EpisodeFailed | _AgentTurnGenerated) -> None:
         match event:
             case TurnRequested():
                 self.calls.append(event)
@@ -259,7 +259,7 @@ class _AgentWork:
                 self.num_finished += 1
                 self.slots.release()
                 self.completions[self._index_of[id(episode)]].set_result(episode.completion)
-            case _TurnGenerated(asked, written):
+            case _AgentTurnGenerated(asked, written):
                 completion = written.result()
                 call = asked.episode.waiting.get(asked.number)
                 if call is not None:
@@ -282,4 +282,4 @@ class _AgentWork:
             futures.wait(completions, return_when=futures.FIRST_EXCEPTION)
 
     def _on_turn_generated(self, asked: TurnRequested, completion: "Future[Completion]") -> None:
-        self.events.put(_TurnGenerated(asked, completion))
+        self.events.put(_AgentTurnGenerated(asked, completion))

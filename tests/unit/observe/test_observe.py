@@ -133,7 +133,7 @@ def test_a_run_that_is_at_work_is_left_alone_whatever_is_asked(tmp_path: Path) -
         for resume in ("never", "auto", str(tmp_path / "checkpoints" / "step_1")):
             with pytest.raises(InputError, match="in use by another run .*: wait for it or end it, or choose another"):
                 RunDirectory(make_config(tmp_path), str(tmp_path), resume)
-        for work in (early.take, lambda: early.create(3)):
+        for work in (early.lock, lambda: early.create(3)):
             with pytest.raises(InputError, match="in use by another run"):
                 work()
     assert early.config_file.read_text() == before

@@ -277,8 +277,8 @@ def test_charts_of_nothing_but_zeros_are_a_line_until_they_are_asked_for(tab: An
     assert "Truncated, share" in titles.all_inner_texts()
     assert not {"Failed", "Skipped steps"} & {*titles.all_inner_texts()}
     assert tab.locator(".zeros:visible").all_inner_texts() == [
-        "always the same:\nFailed: 0",
-        "always the same:\nSkipped steps: 0",
+        "constant:\nFailed: 0",
+        "constant:\nSkipped steps: 0",
     ]
     tab.get_by_role("button", name="Failed").click()
     assert "Failed" in titles.all_inner_texts()
