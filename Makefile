@@ -1,7 +1,7 @@
 # make setup   an environment in .venv with everything (repeatable)
 # make demo    warm up a small chat model and train it with rewards, on this machine
-# make test    lint, types, import contracts, tests (about 15 minutes on two hyperthreads)
-# make quick   lint, unit tests that take little, and a few layouts against one process (about two minutes on 2 cores)
+# make test    lint, types, import contracts, tests (about 12 minutes on two hyperthreads)
+# make quick   lint, unit tests that take little, and a few layouts against one process (about 90 seconds on two hyperthreads)
 # make longer  the tests that others of each commit stand for, and those that take a minute or more (two hours or more)
 # make check   lint, types, import contracts, pages
 # make pages   README's generated parts and API.md

@@ -321,7 +321,7 @@ def _export(arguments: list[str]) -> int:
     if merge and per_expert:
         raise InputError("--merge and --per-expert: a merged model has no adapters: remove one of them")
     if len(arguments) < 2 or arguments[1].startswith("-"):
-        raise InputError("export takes a checkpoint and a new folder: automodel-rl export RUN/checkpoints/step_100 OUT")
+        raise InputError("export takes a run or a checkpoint, and a new folder: automodel-rl export RUN OUT")
     hold_lifeline()
     from automodel_rl.tools.export import Adapters, export
 

@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
+from automodel_rl.hf.tokenizer import has_tokenizer
 from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
 from automodel_rl.lora.peft import HEAD, AdapterFolder
 from automodel_rl.manifest import MANIFEST, check_exported
 
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
 """Patterns of a checkpoint's files besides its weights."""
-
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""Patterns of tokenizer files. Without any, transformers silently opens an empty tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class ModelFiles:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model has tokenizer files. A folder with only config.json, for planning, has none."""
-        return any(path for pattern in TOKENIZERS for path in self.tokenizer_folder.glob(pattern))
+        return has_tokenizer(self.tokenizer_folder)
 
     def described(self, model: ModelConfig) -> ModelConfig:
         """Returns a model's config with its local folder and the config of the adapters to train."""
@@ -117,9 +115,11 @@ def _fetch(key: str, path: str, with_weights: bool) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        remedy = "pass the folder of a Hugging Face checkpoint"
+        if isinstance(error, GatedRepoError):
+            remedy = f"request access on https://huggingface.co/{path}, and log in with hf auth login"
         raise InputError(
-            f"{key}={path}: not a folder, and fetching it from the hub failed ({type(error).__name__}): pass the "
-            "folder of a Hugging Face checkpoint"
+            f"{key}={path}: not a folder, and fetching it from the hub failed ({type(error).__name__}): {remedy}"
         ) from None
 
 

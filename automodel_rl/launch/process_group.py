@@ -53,7 +53,7 @@ def _initialise() -> None:
         torch.cuda.set_device(local_rank)
         backend = "nccl"
     if is_rank():
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=longest_wait()))
+        store, rank, world_size = _rendezvous()
         if is_started_by_agent():
             watchdog.attempt = agree_on_attempt(store, rank, world_size, longest_wait().total_seconds())
             # Without the prefix a new rank may read the address of a rank of an earlier attempt.
@@ -64,6 +64,20 @@ def _initialise() -> None:
     else:  # no launcher: a job of one rank, which must not appear in the environment
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(leave_process_group)
+
+
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """Returns the job's store, this rank and the number of ranks."""
+    try:
+        found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=longest_wait()))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise InputError(
+            f"MASTER_PORT={os.environ.get('MASTER_PORT')}: another process listens on it: choose another port, such as "
+            "torchrun --master-port 29501"
+        ) from None
+    return found
 
 
 def _allow_many_files() -> None:

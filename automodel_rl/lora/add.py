@@ -69,9 +69,10 @@ def add_adapters(model: nn.Module, config: LoraConfig, encoders: Sequence[Encode
         found.add(target)
         _add_adapter(linear, config)
     if not found:
+        names = sorted({name.rpartition(".")[2] for name in linears if name != HEAD})
         raise InputError(
             f"model.lora.targets={list(config.targets)}: no linear layer of the model has one of these names, nor do "
-            "they match its experts: name some that it has"
+            f"they match its experts: it has {', '.join(names)}"
         )
     return config.model_copy(update={"targets": tuple(name for name in targets if name in found)})
 

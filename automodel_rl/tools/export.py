@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.checkpoint.folder import CONFIG, TEMPLATE, TENSORS, check_files, read_marker
+from automodel_rl.checkpoint.folder import CONFIG, MARKER, TEMPLATE, TENSORS, check_files, read_marker
 from automodel_rl.checkpoint.state import BUFFER, WEIGHT
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.config import ModelConfig, RunConfig, load_config
@@ -33,6 +33,8 @@ from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_adapters
 from automodel_rl.manifest import StoredFile, write_manifest
 from automodel_rl.model.parallelise import dtypes_of
+from automodel_rl.observe.run_directory import step_of
+from automodel_rl.observe.run_files import RunFiles
 from automodel_rl.support.description import describe_model
 from automodel_rl.tokenizer_files import save_tokenizer
 from automodel_rl.weight_sync.published import PublishedWeights
@@ -54,8 +56,8 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     Memory holds one tensor of the model at a time, the contents of one file, and all adapters.
 
     Args:
-        checkpoint: a `step_N` folder, a folder of adapters, a published version, or a model with quantized weights.
-            It need not be trusted.
+        checkpoint: a `step_N` folder, a run's folder for its newest one, a folder of adapters, a published version, or
+            a model with quantized weights. It need not be trusted.
         out: the folder to write, which must not exist.
         overrides: config overrides as on the command line, such as a new path of the model.
         adapters: output format of adapters. A folder of adapters cannot be exported as "peft" again.
@@ -66,6 +68,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     if os.path.lexists(out):
         raise InputError(f"{out}: already exists; export creates its own folder, so name a new one")
     check_place(out, str(out))
+    checkpoint = _newest_in(checkpoint)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _export_adapters(checkpoint, out, overrides, adapters)
         return
@@ -153,6 +156,17 @@ def _check_single(source: Checkpoint) -> None:
             f"--per-expert: vLLM supports no per-expert names for {source.family.name} models, and reads PEFT's own "
             "files for most of them: remove --per-expert"
         )
+
+
+def _newest_in(folder: Path) -> Path:
+    """Returns the newest complete checkpoint of a run's folder; another folder as it is."""
+    steps = {
+        step_of(marker.parent): marker.parent for marker in RunFiles(folder).checkpoints.glob(f"step_[0-9]*/{MARKER}")
+    }
+    if not steps:
+        return folder
+    print(f"exporting {steps[max(steps)]}", flush=True)
+    return steps[max(steps)]
 
 
 def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Adapters) -> None:

@@ -108,8 +108,8 @@ COMMANDS: dict[str, Command] = {
         ("--out",),
     ),
     "export": Command(
-        "CHECKPOINT OUT [--merge | --per-expert] [--dotted.key value ...]",
-        "writes a Hugging Face folder from any checkpoint of a run (runs/my_run/checkpoints/step_100), on any machine",
+        "RUN|CHECKPOINT OUT [--merge | --per-expert] [--dotted.key value ...]",
+        "writes a Hugging Face folder from a run's newest checkpoint or any other (runs/my_run/checkpoints/step_100)",
         "--merge writes a whole model instead of adapters, --per-expert adapters of a mixture of experts as vLLM reads "
         "them; CHECKPOINT may then also be a folder of adapters. A version written by weight_sync.publish needs "
         "--model.path with the model that the run started from.",

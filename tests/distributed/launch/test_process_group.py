@@ -1,6 +1,7 @@
 """After a rank has left its job nothing of ours is left, however often it leaves; the store goes last."""
 
 import os
+import socket
 import threading
 from pathlib import Path
 from unittest import mock
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from automodel_rl.errors import InputError
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.local import free_port
 from automodel_rl.launch.process_group import join_process_group, leave_process_group
@@ -77,3 +79,16 @@ def leave_after_the_store() -> list[str]:
 
 def test_the_rank_with_the_store_leaves_last(ranks: RankPool) -> None:
     assert ranks(2).run(leave_after_the_store) == [["left"], ["used the store", "left"]]
+
+
+def join_on_a_taken_port() -> str:
+    with socket.create_server(("localhost", 0)) as taken:
+        os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+        with pytest.raises(InputError) as refused:
+            join_process_group(1)
+    return str(refused.value)
+
+
+def test_a_port_that_is_taken_is_one_line_with_the_remedy(ranks: RankPool) -> None:
+    (line,) = ranks(1).run(join_on_a_taken_port)
+    assert "another process listens on it: choose another port, such as torchrun --master-port" in line

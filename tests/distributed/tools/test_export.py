@@ -41,8 +41,9 @@ def test_the_last_checkpoint_exports_to_what_the_run_has_saved(
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))  # not the token that ends turns
     settings["model"] |= {"path": str(base), **model}
     settings["observe"] = {"samples": 0}
+    settings["checkpoint"] = {"every_steps": 1}
     ranks(2).run(train, settings)
-    assert main(["export", str(tmp_path / "run" / "checkpoints" / "step_2"), str(tmp_path / "out")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0  # its newest checkpoint
     assert_same_weights(tmp_path / "run" / "final", tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "run" / "final")
     if "lora" not in model:
@@ -111,7 +112,7 @@ def test_what_cannot_be_exported_is_one_line(
     (tmp_path / "other").mkdir()
     save_tiny_model(tmp_path / "model", num_layers=1)
     for arguments, message in (
-        ([], "export takes a checkpoint and a new folder"),
+        ([], "export takes a run or a checkpoint, and a new folder"),
         ([str(tmp_path / "model"), str(tmp_path / "there")], "already exists; export creates its own folder"),
         ([str(tmp_path / "other"), str(tmp_path / "out")], "so it is not a complete checkpoint"),
         (
