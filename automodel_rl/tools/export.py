@@ -56,8 +56,8 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     Memory holds one tensor of the model at a time, the contents of one file, and all adapters.
 
     Args:
-        checkpoint: a `step_N` folder, a run's folder for its newest one, a folder of adapters, a published version, or
-            a model with quantized weights. It need not be trusted.
+        checkpoint: a `step_N` folder, a run's folder (its newest), a folder of adapters, a published version, or a model
+            with quantized weights. It need not be trusted.
         out: the folder to write, which must not exist.
         overrides: config overrides as on the command line, such as a new path of the model.
         adapters: output format of adapters. A folder of adapters cannot be exported as "peft" again.
