@@ -53,11 +53,10 @@ HOW: dict[Adapters, str] = {"merged": ", with its adapters merged in"}
 def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters: Adapters = "peft") -> None:
     """Writes the `final/` that a run would write after the checkpoint's step, or a model with plain weights.
 
-    Memory holds one tensor of the model at a time, the contents of one file, and all adapters.
+    Memory holds one tensor at a time, the contents of one file, and all adapters.
 
     Args:
-        checkpoint: a `step_N` folder, a run's folder (its newest), a folder of adapters, a published version, or a model
-            with quantized weights. It need not be trusted.
+        checkpoint: a `step_N` folder, a run (its newest), adapters, a published version or a quantized model. Untrusted.
         out: the folder to write, which must not exist.
         overrides: config overrides as on the command line, such as a new path of the model.
         adapters: output format of adapters. A folder of adapters cannot be exported as "peft" again.
