@@ -56,7 +56,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     Memory holds one tensor at a time, the contents of one file, and all adapters.
 
     Args:
-        checkpoint: a `step_N` folder, a run (its newest), adapters, a published version or a quantized model. Untrusted.
+        checkpoint: a `step_N` folder, a run (its newest), adapters, a published version, a quantized model. Untrusted.
         out: the folder to write, which must not exist.
         overrides: config overrides as on the command line, such as a new path of the model.
         adapters: output format of adapters. A folder of adapters cannot be exported as "peft" again.
