@@ -27,7 +27,12 @@ from automodel_rl.hf.opened_model import OpenedModel
 
 def open_chat_tokenizer(config: RunConfig, model: OpenedModel) -> "ChatTokenizer":
     """Opens the chat tokenizer of a run. Raises InputError if the data contain chats and there is no chat template."""
-    folder, tokenizer = model.files.tokenizer_folder, model.tokenizer(config.data.chat_template)
+    folder = model.files.tokenizer_folder
+    if not model.files.has_tokenizer:
+        raise InputError(
+            f"model.path={folder}: has no tokenizer files, such as tokenizer.json: copy those of the model"
+        )
+    tokenizer = model.tokenizer(config.data.chat_template)
     if tokenizer.chat_template is None and holds_chats(config):
         raise InputError(f"model.path={folder}: the tokenizer has no chat template: set one in data.chat_template")
     breaks = _breaks(tokenizer, model.whole, folder)

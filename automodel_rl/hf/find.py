@@ -11,13 +11,15 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.errors import InputError
-from automodel_rl.hf.tokenizer import has_tokenizer
 from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
 from automodel_rl.lora.peft import HEAD, AdapterFolder
 from automodel_rl.manifest import MANIFEST, check_exported
 
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.txt"]
 """Patterns of a checkpoint's files besides its weights."""
+
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Patterns of tokenizer files. Without any, transformers silently opens an empty tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ModelFiles:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model has tokenizer files. A folder with only config.json, for planning, has none."""
-        return has_tokenizer(self.tokenizer_folder)
+        return any(path for pattern in TOKENIZERS for path in self.tokenizer_folder.glob(pattern))
 
     def described(self, model: ModelConfig) -> ModelConfig:
         """Returns a model's config with its local folder and the config of the adapters to train."""

@@ -11,10 +11,6 @@ OF_PROCESSOR = "chat_template.json"
 """File in which transformers 4 stored the chat template of a model with images."""
 
 
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""Names of tokenizer files."""
-
-
 def load_tokenizer(
     folder: Path, vocab_size: int, template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
@@ -27,10 +23,6 @@ def load_tokenizer(
     Raises:
         InputError: the tokenizer cannot be opened or does not fit the model.
     """
-    if not has_tokenizer(folder):
-        raise InputError(
-            f"model.path={folder}: has no tokenizer files, such as tokenizer.json: copy those of the model"
-        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
@@ -49,11 +41,6 @@ def load_tokenizer(
     elif tokenizer.chat_template is None and (folder / OF_PROCESSOR).is_file():
         tokenizer.chat_template = json.loads((folder / OF_PROCESSOR).read_text())["chat_template"]
     return tokenizer
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Returns whether a folder has tokenizer files. Without any, transformers silently opens an empty tokenizer."""
-    return any(path for pattern in TOKENIZERS for path in folder.glob(pattern))
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> None:

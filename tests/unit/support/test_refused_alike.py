@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlavaConfig, Qwen3Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlavaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from automodel_rl.config import ALGORITHMS
 from automodel_rl.config.load import check_config
@@ -66,4 +68,7 @@ def test_a_missing_chat_template_is_found_before_weights_are_read(tmp_path: Path
     Qwen3Config().save_pretrained(tmp_path / "model")
     (tmp_path / "d.jsonl").write_text('{"prompt": "p", "completion": "c"}')
     config = config_of(tmp_path, algorithm, {"data.train": [{"path": str(tmp_path / "d.jsonl")}]})
+    assert "has no tokenizer files, such as tokenizer.json" in refusal(lambda: train(config))
+    words = Tokenizer(WordLevel({"p": 0, "c": 1}, unk_token="p"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
     assert "the tokenizer has no chat template" in refusal(lambda: train(config))
