@@ -13,6 +13,7 @@
 # make versions  tests with the oldest, newest and other versions of libraries (about 40 minutes on 2 cores, 20 GB)
 
 SHELL := /bin/sh
+# Else each of the tests' processes compiles the package anew where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 CHOOSE := for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$p && break; done

@@ -43,7 +43,7 @@ from automodel_rl.tools.verify.comparison import Case, compare
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
-MOST_RANKS = 4
+MAX_RANKS = 4
 OUTPUT = Path(__file__).with_name("parity.md")
 
 
@@ -85,7 +85,7 @@ def _with_fsdp(parallel: ParallelConfig, fsdp: Fsdp) -> ParallelConfig:
 def _layouts() -> Iterator[Cell]:
     """{pp 1, 2, 4 x schedules} x {tp 1, 2} x {ep 1, 2} x {cp 1, 2, 4} x {dp 1, 2}, then families, then eight ranks."""
     for pp, tp, ep, cp, dp in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4), (1, 2)):
-        if pp * tp * cp * dp > MOST_RANKS:
+        if pp * tp * cp * dp > MAX_RANKS:
             continue
         for schedule, rule in SCHEDULES.items():
             if pp == 1 and schedule != "1F1B":

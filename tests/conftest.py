@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     record = config.stash[SECONDS].record
     longest = Counter[str]()  # of the tests of each file
     for name, seconds in record.items():
-        longest[name.partition("::")[0]] = max(longest[name.partition("::")[0]], seconds)
+        file = name.partition("::")[0]
+        longest[file] = max(longest[file], seconds)
     # What takes longest comes first, so that no process is left with it while the others have nothing to do.
     items.sort(key=lambda item: -longest[item.nodeid.removeprefix("tests/").partition("::")[0]])
     for item in items:

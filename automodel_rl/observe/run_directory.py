@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import shutil
 import socket
 import time
@@ -19,7 +18,7 @@ from automodel_rl.config.strict_yaml import parse_yaml, read_yaml
 from automodel_rl.errors import InputError
 from automodel_rl.files import check_place, write_complete
 from automodel_rl.observe.metrics import read_lines
-from automodel_rl.observe.run_files import RunFiles, read_number
+from automodel_rl.observe.run_files import RunFiles, read_number, step_of
 from automodel_rl.observe.run_lock import JOB_VARIABLE, RunLock, check_free
 
 PACKAGES = ("automodel-rl", "torch", "transformers", "nemo-automodel", "datasets", "triton", "transformer-engine")
@@ -59,8 +58,6 @@ NO_NAME = "none"
 EXIT_WAIT_SECONDS = 20.0
 """Longest time in seconds until ranks that torchrun has killed are gone."""
 
-STEP_FOLDER = re.compile(r"step_(\d+)")
-
 MAY_DIFFER = (
     *("length.", "output", "observe.", "checkpoint.", "failures.", "launch"),
     *("parallel", "components", "memory.", "batch.microbatch_tokens", "data.validation", "data.num_workers"),
@@ -70,12 +67,6 @@ MAY_DIFFER = (
 )
 """Prefixes of the config keys that a resumed run may change: length, folder, monitoring and checkpoints, layout and
 memory, learning-rate schedule, validation, and generators."""
-
-
-def step_of(checkpoint: Path) -> int:
-    match = STEP_FOLDER.fullmatch(checkpoint.name)
-    assert match is not None
-    return int(match[1])
 
 
 def _value(values: Any, key: str) -> Any:
@@ -262,11 +253,6 @@ class RunDirectory(RunFiles):
             return True
         agent, file = os.environ.get(AGENT_VARIABLE, ""), self.folder / AGENT_FILE
         return agent not in ("", NO_NAME) and file.is_file() and file.read_text() == agent
-
-    def list_checkpoints(self) -> list[Path]:
-        return sorted(
-            (path for path in self.checkpoints.glob("step_*") if STEP_FOLDER.fullmatch(path.name)), key=step_of
-        )
 
     def remove_checkpoints(self, folders: Sequence[Path]) -> None:
         for path in folders:

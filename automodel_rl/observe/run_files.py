@@ -1,5 +1,6 @@
 """Paths of a run's files, and the state they reveal."""
 
+import re
 from pathlib import Path
 
 from automodel_rl.launch.record import FAILURE_FILE
@@ -7,6 +8,8 @@ from automodel_rl.observe.run_lock import find_liveness
 
 FLIGHTS = "flight"
 """Folder with the flight recorders' files, and with the failure that ended the run."""
+
+STEP_FOLDER = re.compile(r"step_(\d+)")
 
 
 class RunFiles:
@@ -98,6 +101,18 @@ class RunFiles:
 
     def is_in_use(self) -> bool:
         return find_liveness(self.lock_file) is not None
+
+    def list_checkpoints(self) -> list[Path]:
+        """Returns the folders of checkpoints, complete or not, oldest first."""
+        return sorted(
+            (path for path in self.checkpoints.glob("step_*") if STEP_FOLDER.fullmatch(path.name)), key=step_of
+        )
+
+
+def step_of(checkpoint: Path) -> int:
+    match = STEP_FOLDER.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
 
 
 def read_number(file: Path) -> int | None:

@@ -145,13 +145,15 @@ def run_demo(output: str, seed: int = 0, task: str = "problems", vllm: str | Non
     """
     folder = Path(output)
     prepare(folder, seed, TASKS[task], vllm)
-    for algorithm, what in (("sft", "warm-up: supervised fine-tuning"), ("grpo", "reinforcement learning: GRPO")):
+    phases = {"sft": "warm-up: supervised fine-tuning", "grpo": "reinforcement learning: GRPO"}
+    for algorithm, what in phases.items():
         print(f"--- {what}, {folder / algorithm}.yaml", flush=True)
         command = [sys.executable, "-m", "automodel_rl", algorithm, str(folder / f"{algorithm}.yaml")]
         code = run_local_ranks(command, num_ranks=2)
         if code != EXIT_OK:
-            resumed = f"automodel-rl {algorithm} {folder / algorithm}.yaml --resume auto"
-            print(f"quickstart does not resume: continue with {resumed}", flush=True)
+            left = [*phases][[*phases].index(algorithm) :]
+            commands = " && ".join(f"automodel-rl {name} {folder / name}.yaml --resume auto" for name in left)
+            print(f"quickstart itself does not resume; this does: {commands}", flush=True)
             return code
     records = read_lines(folder / "grpo" / "metrics.jsonl")
     rewards = [record["val/reward_mean"] for record in records if "val/reward_mean" in record]

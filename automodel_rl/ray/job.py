@@ -17,7 +17,6 @@ from automodel_rl.config.launch import RayConfig
 from automodel_rl.errors import EXIT_FAILURE, EXIT_OK
 from automodel_rl.launch.door import LOCAL
 from automodel_rl.launch.stop_signal import stop_signals
-from automodel_rl.observe.run_directory import STEP_FOLDER, step_of
 from automodel_rl.observe.run_files import FLIGHTS, RunFiles
 from automodel_rl.observe.run_lock import JOB_VARIABLE
 from automodel_rl.ray.attempt import RayJob, StopRequests, run_once
@@ -118,9 +117,8 @@ def _run_until_done(config: RunConfig, settings: RayConfig, arguments: list[str]
 
 
 def _newest_checkpoint(config: RunConfig) -> str:
-    folder = RunFiles(Path(config.output)).checkpoints
-    steps = [path for path in folder.glob("step_*") if STEP_FOLDER.fullmatch(path.name)]
-    return max(steps, key=step_of).name if steps else ""
+    folders = RunFiles(Path(config.output)).list_checkpoints()
+    return folders[-1].name if folders else ""
 
 
 def _again(arguments: list[str], has_checkpoint: bool, minutes: float) -> list[str]:

@@ -36,11 +36,15 @@ class RunCurve:
     _num_tokens: int = 0
     _advantages: list[np.ndarray] = field(default_factory=list)
 
-    def add_pass(self, loss: float, data: Sequence[Datum]) -> None:
-        """Records a forward-backward. `loss` is the sum over all trained tokens."""
+    def add_pass(self, loss: float, data: Sequence[Datum]) -> int:
+        """Records a forward-backward, and returns the number of trained tokens. `loss` is the sum over them."""
+        trained = [datum.trained for datum in data]
+        num_tokens = sum(int(mask.sum()) for mask in trained)
         self._loss += loss
-        self._num_tokens += sum(int(datum.trained.sum()) for datum in data)
-        self._advantages += [d.inputs["advantages"][d.trained] for d in data if "advantages" in d.inputs]
+        self._num_tokens += num_tokens
+        pairs = zip(data, trained, strict=True)
+        self._advantages += [d.inputs["advantages"][mask] for d, mask in pairs if "advantages" in d.inputs]
+        return num_tokens
 
     def add_step(self) -> None:
         """Records an optimizer step, which completes the passes before it."""

@@ -164,8 +164,7 @@ class Service:
 
         def done(answer: Any, data: list[Datum]) -> Result:
             if not message.forward_only:
-                self.throughput.add(sum(int(datum.trained.sum()) for datum in data))
-                self.history.of_run(message.model_id).add_pass(answer.loss, data)
+                self.throughput.add(self.history.of_run(message.model_id).add_pass(answer.loss, data))
             return write_output(answer.logprobs, {"loss:sum": answer.loss})
 
         checks.check_numbers(message)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.checkpoint.folder import CONFIG, MARKER, TEMPLATE, TENSORS, check_files, read_marker
+from automodel_rl.checkpoint.folder import CONFIG, TEMPLATE, TENSORS, check_files, is_complete, read_marker
 from automodel_rl.checkpoint.state import BUFFER, WEIGHT
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.config import ModelConfig, RunConfig, load_config
@@ -33,7 +33,6 @@ from automodel_rl.lora.peft import CONFIG as ADAPTER_CONFIG
 from automodel_rl.lora.peft import AdapterOrigin, write_adapters, write_single_adapters
 from automodel_rl.manifest import StoredFile, write_manifest
 from automodel_rl.model.parallelise import dtypes_of
-from automodel_rl.observe.run_directory import step_of
 from automodel_rl.observe.run_files import RunFiles
 from automodel_rl.support.description import describe_model
 from automodel_rl.tokenizer_files import save_tokenizer
@@ -159,13 +158,11 @@ def _check_single(source: Checkpoint) -> None:
 
 def _newest_in(folder: Path) -> Path:
     """Returns the newest complete checkpoint of a run's folder; another folder as it is."""
-    steps = {
-        step_of(marker.parent): marker.parent for marker in RunFiles(folder).checkpoints.glob(f"step_[0-9]*/{MARKER}")
-    }
-    if not steps:
+    complete = [path for path in RunFiles(folder).list_checkpoints() if is_complete(path)]
+    if not complete:
         return folder
-    print(f"exporting {steps[max(steps)]}", flush=True)
-    return steps[max(steps)]
+    print(f"exporting {complete[-1]}", flush=True)
+    return complete[-1]
 
 
 def _export_adapters(folder: Path, out: Path, overrides: Sequence[str], kind: Adapters) -> None:

@@ -20,7 +20,8 @@ from automodel_rl.data.fingerprints import as_json, changes, inputs_of
 from automodel_rl.errors import InputError
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
 from automodel_rl.model.handle import ModelHandle
-from automodel_rl.observe.run_directory import RunDirectory, step_of
+from automodel_rl.observe.run_directory import RunDirectory
+from automodel_rl.observe.run_files import step_of
 from automodel_rl.policy.policy import Policy
 from automodel_rl.policy.policy_rank import Settled
 from automodel_rl.trainers.further_checkpoints import FurtherCheckpoints
