@@ -5,6 +5,7 @@
 # make longer  the tests that others of each commit stand for, and those that take a minute or more (two hours or more)
 # make check   lint, types, import contracts, pages
 # make pages   README's generated parts and API.md
+# make docs    the documentation site, in site/
 # make chaos   kill runs and generators at 50 random moments each, and go on (about an hour on 2 cores)
 # make exits   start and end 200 jobs of two ranks (about 5 minutes on 2 cores)
 # make fuzz    2,000 broken configs and data files (about 15 minutes on 2 cores)
@@ -19,8 +20,9 @@ CHOOSE := for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$p && break; done
 PYTHON ?= $(shell $(CHOOSE))
 BIN := .venv/bin
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-.PHONY: help setup demo test longer quick check types lints pages parity versions chaos exits fuzz faults format
+.PHONY: help setup demo test longer quick check types lints pages docs parity versions chaos exits fuzz faults format
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -52,6 +54,7 @@ types: setup
 
 lints: setup
 	$(BIN)/lint-imports
+	$(MKDOCS) --site-dir .mkdocs_cache
 	$(BIN)/python -m pytest -q tests/lints
 
 test: check
@@ -66,6 +69,9 @@ quick: setup
 
 pages: setup
 	$(BIN)/python -m tests.pages
+
+docs: setup
+	$(MKDOCS)
 
 parity: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py

@@ -12,7 +12,7 @@ from automodel_rl.config import ALGORITHMS, RayConfig, RunConfig, config_of_mode
 from automodel_rl.config.algorithms import OnlineConfig
 from automodel_rl.config.launch import LaunchConfig
 from automodel_rl.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, DoesNotFitError, InputError, closest
-from automodel_rl.files import written
+from automodel_rl.files import as_input_error
 from automodel_rl.generators.vllm_child import start_early
 from automodel_rl.launch.failure import guard
 from automodel_rl.launch.lifeline import hold_lifeline
@@ -77,6 +77,7 @@ def _run(arguments: list[str]) -> int:
         "generate": _generate,
         "serve": _serve,
         "init": _init,
+        "convert": _convert,
         "verify": _verify,
         "plan": _plan,
         "watch": _watch,
@@ -142,6 +143,7 @@ def _start(
         start_early(config.generation.generator_spec)
     # Checked once for all ranks: by the launcher, before they import anything heavy, or by rank 0 under torchrun.
     if RECORD_FOLDER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
+        print("checking config, data and model ...", flush=True)
         _check_input(config, resume)
     if on_ray is not None:
         return _run_on_ray(config, on_ray, command)
@@ -259,11 +261,11 @@ def _generate(arguments: list[str]) -> int:
         )
 
     def work() -> None:
-        from automodel_rl.generators.joined import OwnChoice, generate
-        from automodel_rl.generators.run_places import place_of
+        from automodel_rl.generators.joined import JoinOptions, generate
+        from automodel_rl.generators.run_locations import parse_location
 
-        choice = OwnChoice(python, fraction or OwnChoice.memory_fraction, evaluates)
-        generate(place_of(place, key_file, weights), choice, minutes or LONGEST_WAIT)
+        choice = JoinOptions(python, fraction or JoinOptions.memory_fraction, evaluates)
+        generate(parse_location(place, key_file, weights), choice, minutes or LONGEST_WAIT)
 
     return guard(work)
 
@@ -355,7 +357,7 @@ def _report(arguments: list[str]) -> int:
     from automodel_rl.report.page import write_report
 
     path = Path(out or Path(folders[0]) / "report.html")
-    with written(f"--out {path}"):
+    with as_input_error(f"--out {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_report(path, [Path(folder) for folder in folders])
     print(path)
@@ -454,6 +456,23 @@ def _init(arguments: list[str]) -> int:
     from automodel_rl.tools.init import init
 
     init(rest[0], rest[1], rest[2], Path(out or f"{rest[0]}.yaml"), (gpus, device))
+    return EXIT_OK
+
+
+def _convert(arguments: list[str]) -> int:
+    out, rest = _take_option("--out", arguments)
+    algorithm, rest = _take_option("--algorithm", rest)
+    gpus, rest = _take_number("--gpus", rest)
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise InputError(f"--algorithm {algorithm}: use one of {', '.join(ALGORITHMS)}")
+    if len(rest) != 1 or rest[0].startswith("-"):
+        raise InputError(
+            "convert takes a config or script of TRL, axolotl, LLaMA-Factory, verl or NeMo RL: automodel-rl convert "
+            "FILE --out my.yaml"
+        )
+    from automodel_rl.tools.convert.command import convert
+
+    convert(Path(rest[0]), Path(out or "converted.yaml"), algorithm, gpus or 1)
     return EXIT_OK
 
 

@@ -88,14 +88,14 @@ class WeightSyncError(RuntimeError):
     """Failed transfer of new weights to a generator, which does not generate until it has them."""
 
 
-def innermost(error: BaseException) -> str:
+def describe_root_cause(error: BaseException) -> str:
     """Formats the first error of a chain as `Type: message` on one line."""
-    error = first_in_chain(error)
+    error = root_cause(error)
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message}"
 
 
-def first_in_chain(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """Returns the error at the start of a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -107,14 +107,14 @@ def line_of_caller(error: BaseException) -> str:
 
     Empty if only the package and libraries were involved.
     """
-    frames = traceback.extract_tb(first_in_chain(error).__traceback__)
+    frames = traceback.extract_tb(root_cause(error).__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in LIBRARIES)]
     return f" ({own[-1].filename}:{own[-1].lineno} in {own[-1].name})" if own else ""
 
 
 def reason(error: Exception) -> str:
     """Returns why a weight sync failed: a `WeightSyncError`'s message, or the type and message of any other error."""
-    return str(error) if isinstance(error, WeightSyncError) else innermost(error)
+    return str(error) if isinstance(error, WeightSyncError) else describe_root_cause(error)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

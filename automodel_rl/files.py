@@ -63,12 +63,12 @@ def _remove_abandoned(parent: Path) -> None:
                 os.close(descriptor)
 
 
-def is_of_files(error: Exception) -> bool:
+def is_io_error(error: Exception) -> bool:
     """Whether an error is an I/O error. Some libraries raise a plain `Exception` for these."""
     return isinstance(error, OSError) or IN_RUST.search(str(error)) is not None
 
 
-def check_place(folder: Path, named: str) -> None:
+def check_writable(folder: Path, named: str) -> None:
     """Checks before long work that a folder can be written to or created.
 
     Args:
@@ -83,7 +83,7 @@ def check_place(folder: Path, named: str) -> None:
 
 
 @contextlib.contextmanager
-def written(named: str) -> Iterator[None]:
+def as_input_error(named: str) -> Iterator[None]:
     """Turns I/O errors of the block into InputErrors.
 
     Args:
@@ -92,7 +92,7 @@ def written(named: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_of_files(error):
+        if not is_io_error(error):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(f"{named}: cannot be written ({reason}): make room, or choose another place") from None
@@ -108,10 +108,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     if os.path.lexists(folder):
         raise InputError(f"{folder}: already exists; the command creates its own folder, so name a new one")
-    check_place(folder, str(folder))
+    check_writable(folder, str(folder))
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     try:
-        with written(str(folder)):
+        with as_input_error(str(folder)):
             unfinished.mkdir(parents=True)
             yield unfinished
             publish_folder(unfinished, folder)
@@ -119,7 +119,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_complete(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Writes a text file atomically, replacing an existing one."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -134,7 +134,7 @@ def write_complete(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def complete_folder(folder: Path, group: "ProcessGroup") -> Iterator[Path]:
+def atomic_folder(folder: Path, group: "ProcessGroup") -> Iterator[Path]:
     """Yields an empty folder for several ranks to fill. It gets its name once all ranks have left the block. A
     collective.
 
@@ -184,7 +184,7 @@ def publish_folder(unfinished: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_for_owner(path: Path, text: str, *, replaces: bool = True) -> None:
+def write_private(path: Path, text: str, *, replaces: bool = True) -> None:
     """Writes a file atomically that only its owner may read. Creates its folder.
 
     Args:

@@ -5,9 +5,9 @@ worker loads it by path, in an environment without the rest of this package.
 
     a rank sends      the process answers
     Start             an Answer to "start", with a line for the console, or empty
-    Generate          Finished for each completion, as soon as it is complete, or Failed
+    Generate          Finished for each completion, as soon as it is complete, or GenerateFailed
     Hello             Hello, with the same number
-    Call              an Answer to its verb; none to "begin" and "give_up", and none to the remaining calls of a
+    Call              an Answer to its verb; none to "begin" and "abort", and none to the remaining calls of a
                       failed weight sync
 
 A `Call` is one of `VERBS` with its arguments. `Failure` may replace any answer except those to Generate, and may
@@ -24,7 +24,7 @@ from typing import Any, Literal
 Verb = Literal[
     "agree",
     "open_buffers",
-    "make_room",
+    "allocate_buffers",
     "join",
     "leave",
     "bucket",
@@ -34,7 +34,7 @@ Verb = Literal[
     "load_adapter",
     "begin",
     "commit",
-    "give_up",
+    "abort",
     "sleep",
     "wake",
 ]
@@ -121,7 +121,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Written:
+class RawCompletion:
     """A completion as reported by a worker or server, before the rank has checked it.
 
     Attributes:
@@ -188,16 +188,16 @@ class UseVersion(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """A completion, sent as soon as it is complete. `place` is its request's index in the `Generate` of this number.
-    A process sends a `Written`; its rank forwards the result that it has made of it."""
+    """A completion, sent as soon as it is complete. `index` is its request's index in the `Generate` of this number.
+    A process sends a `RawCompletion`; its rank forwards the result that it has made of it."""
 
     number: int
-    place: int
+    index: int
     written: Any
 
 
 @dataclass(frozen=True)
-class Failed(Message):
+class GenerateFailed(Message):
     """The `Generate` with this number failed as a whole; `text` is the reason."""
 
     number: int
@@ -260,7 +260,7 @@ VERBS: dict[Verb, tuple[tuple[str, ...], str]] = {
     # once each buffer has been read.
     "open_buffers": (("buffers",), "handles"),
     # Allocates receive buffers, as many as fit.
-    "make_room": (("num_bytes", "num_buffers"), "num_buffers"),
+    "allocate_buffers": (("num_bytes", "num_buffers"), "num_buffers"),
     # Links, one per sender, at the weight_sync.link.Address of their store. Every generator joins all links, under
     # its number from 0. `seconds` is the longest wait for a peer.
     "join": (("address", "num_senders", "generator", "num_generators", "seconds"), ""),
@@ -275,11 +275,11 @@ VERBS: dict[Verb, tuple[tuple[str, ...], str]] = {
     # Adapters alone, in PEFT's format in a folder that exists until the answer. Completions in progress finish with
     # the adapter they started with.
     "load_adapter": (("version", "folder"), "Committed"),
-    # A weight sync: begin, then buckets, receive or load_weights, then commit or give_up. Weights are incomplete in
+    # A weight sync: begin, then buckets, receive or load_weights, then commit or abort. Weights are incomplete in
     # between. `seconds` is the longest silence of the rank; `sums` requests checksums of the generator's tensors.
     "begin": (("version", "seconds"), ""),
     "commit": (("sums",), "Committed"),
-    "give_up": ((), ""),
+    "abort": ((), ""),
     # vLLM's memory: freed once all completions are written (level 1 keeps weights on the host), and allocated again,
     # first for its weights and then for its kv_cache.
     "sleep": (("level",), ""),

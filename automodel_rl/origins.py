@@ -21,7 +21,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def why_foreign(bound: str, host: str, origin: str | None) -> str:
+def foreign_page_error(bound: str, host: str, origin: str | None) -> str:
     """Returns why a request may come from a page of another site; empty if it does not.
 
     Args:
@@ -41,7 +41,7 @@ def why_foreign(bound: str, host: str, origin: str | None) -> str:
     return ""
 
 
-class OwnPagesOnly:
+class SameOriginMiddleware:
     """ASGI middleware that answers 403 to requests of other sites' pages. `bound` is the address on which the server
     listens."""
 
@@ -50,11 +50,13 @@ class OwnPagesOnly:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope.get("headers") or ()}
-        why = scope["type"] == "http" and why_foreign(self.bound, headers.get(b"host", ""), headers.get(b"origin"))
+        why = scope["type"] == "http" and foreign_page_error(
+            self.bound, headers.get(b"host", ""), headers.get(b"origin")
+        )
         if not why:
             await self.app(scope, receive, send)
             return
         content = json.dumps({"detail": why, "error": {"message": why}}).encode()
-        told = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": 403, "headers": told})
+        response_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 403, "headers": response_headers})
         await send({"type": "http.response.body", "body": content})

@@ -28,7 +28,7 @@ TOKENS, LENGTH, PROMPT, TIMES = 4_000_000, 2048, 512, 3
 class Instant:
     """Writes completions as soon as it is asked."""
 
-    works_alone = True
+    writes_in_background = True
     completion = Completion([7] * LENGTH, [-0.125] * LENGTH, "length", versions=(0, 0))
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":

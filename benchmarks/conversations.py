@@ -109,7 +109,7 @@ class Watched(RankGenerator):
 class InRounds(Watched):
     """The same, as a generator whose turns are waited for all together."""
 
-    works_alone = False
+    writes_in_background = False
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         held: list[Future[Completion]] = [Future() for _ in requests]

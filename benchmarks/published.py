@@ -85,7 +85,7 @@ def measure(
         publisher.publish(step)
         written = time.perf_counter()
         if dist.get_rank() == 0:
-            reader.bring(tensors)
+            reader.load_version(tensors)
         read = time.perf_counter()
         numbers = {"mib": publisher.num_bytes / 2**20, "write_s": written - started, "read_s": read - written}
         if step == 0:
@@ -112,8 +112,8 @@ def count_differing(handle: ModelHandle, reader: PublishedWeights, tensors: dict
     ranks but the first."""
     afresh = dict[str, Tensor]()
     if dist.get_rank() == 0:
-        reader.bring(tensors)
-        PublishedWeights(reader.files).bring(afresh)
+        reader.load_version(tensors)
+        PublishedWeights(reader.files).load_version(afresh)
     differing = 0
     for name, weights in handle.named_hf_tensors():  # gathers on all ranks
         if dist.get_rank() == 0:

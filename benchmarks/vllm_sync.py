@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, handle: ModelHandle, trainer: Engine, s
     generator: Any
     transport: Transport
     if server is not None:
-        generator = VllmServers([server.url], connect_servers([server.url], routes=False), (), leads=True)
+        generator = VllmServers([server.url], connect_servers([server.url], routes=False), (), is_leader=True)
         transport = VllmNccl(generator.weights, handle.layout, 120.0)
     else:
         generator = start(options, source)

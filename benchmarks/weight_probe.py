@@ -22,7 +22,7 @@ from automodel_rl import Fleet, Policy, Run, run_program
 from automodel_rl.config.algorithms import GRPOConfig
 from automodel_rl.generators.weight_probe import WeightProbe
 from automodel_rl.launch.local import free_port
-from automodel_rl.model.changed_weights import FACTOR, STRIDE
+from automodel_rl.model.perturbed_weights import FACTOR, STRIDE
 from automodel_rl.parallel.sharding import local_tensor
 
 

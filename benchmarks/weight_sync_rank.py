@@ -15,18 +15,18 @@ from automodel_rl.config.model import MemoryConfig
 from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.generators.make_generator import start_transformers
 from automodel_rl.generators.model_copy import ModelCopy
-from automodel_rl.generators.transformers_generator import Writing
+from automodel_rl.generators.transformers_generator import TransformersSettings
 from automodel_rl.launch.process_group import join_process_group
 from automodel_rl.launch.quiet import quiet_libraries
 from automodel_rl.model.attention import choose_attention
 from automodel_rl.model.build import build_empty_model
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.layout import Meshes, build_layout
-from automodel_rl.parallel.sharding import give_storage, local_tensor
+from automodel_rl.parallel.sharding import allocate_storage, local_tensor
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.rule import Combination
-from automodel_rl.weight_sync.collective import Collective
-from automodel_rl.weight_sync.ipc import Ipc
+from automodel_rl.weight_sync.collective import CollectiveTransport
+from automodel_rl.weight_sync.ipc import IpcTransport
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
 
@@ -73,8 +73,8 @@ def check(
 
 def make_transport(name: str, generator: GeneratorProcess, handle: ModelHandle, seconds: float) -> Transport:
     if name == "ipc":
-        return Ipc(generator, handle.layout.device, seconds)
-    return Collective(generator, handle, seconds)
+        return IpcTransport(generator, handle.layout.device, seconds)
+    return CollectiveTransport(generator, handle, seconds)
 
 
 def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle:
@@ -91,7 +91,7 @@ def random_model(sizes: dict[str, Any], parallel: ParallelConfig) -> ModelHandle
     torch.manual_seed(dist.get_rank())
     for part in handle.parts:
         for parameter in part.parameters():
-            give_storage(parameter, device)
+            allocate_storage(parameter, device)
         part.to(device)
         with torch.no_grad():
             for parameter in part.parameters():
@@ -103,4 +103,4 @@ def start_generator(handle: ModelHandle, device: int) -> GeneratorProcess:
     is_cuda = handle.layout.device.type == "cuda"
     copy = ModelCopy(handle.config, handle.family, torch.bfloat16, torch.device("cpu"))
     tokenizer: Any = SimpleNamespace(eos_token_id=None)
-    return start_transformers(copy, Writing(tokenizer, 1), str(device) if is_cuda else None)
+    return start_transformers(copy, TransformersSettings(tokenizer, 1), str(device) if is_cuda else None)

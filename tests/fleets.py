@@ -40,7 +40,7 @@ class Echo(RankGenerator):
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         self.asked += requests
         completions: list[Future[Completion]] = [Future() for _ in requests]
-        if self.works_alone:
+        if self.writes_in_background:
             threading.Thread(target=self._write, args=(requests, completions), daemon=True).start()
         else:
             self.submitted.append((requests, completions))
@@ -75,7 +75,7 @@ class Echo(RankGenerator):
 class Waiting(Echo):
     """A generator that writes when waited for."""
 
-    works_alone = False
+    writes_in_background = False
 
 
 class LocalCrew(Crew):
@@ -95,7 +95,7 @@ class LocalCrew(Crew):
             for rank, generator in generators.items()
         }
         for supervisor in self.supervisors.values():
-            supervisor.lose = functools.partial(_lose, supervisor)
+            supervisor.mark_lost = functools.partial(_lose, supervisor)
         self.routes = {rank: RouteStore(handle) for rank in generators}  # type: ignore[arg-type]
         self.relays: dict[int, Relay] = {}
         self.host, self.is_intact, self.signals = "localhost", True, []
@@ -107,7 +107,7 @@ class LocalCrew(Crew):
             case "start", (_, address):
                 for rank, supervisor in self.supervisors.items():
                     self.relays[rank] = Relay(rank, supervisor, self.routes[rank], address)
-                return {rank: (rank, one.generator.works_alone) for rank, one in self.supervisors.items()}
+                return {rank: (rank, one.generator.writes_in_background) for rank, one in self.supervisors.items()}
             case "write", (requests,):
                 for rank, of_rank in requests.items():
                     self.relays[rank].write(of_rank)

@@ -12,7 +12,7 @@ from transformers.modeling_layers import MtpLayer
 
 from automodel_rl.batch import TokenSequence
 from automodel_rl.families.known import FAMILIES
-from automodel_rl.tools.verify.one_process import compute_rule_in_float64, written_out
+from automodel_rl.tools.verify.one_process import compute_rule_in_float64, reference_attention
 from tests.tiny import save_tiny_model
 
 NUM_LAYERS = 4
@@ -116,9 +116,9 @@ def gradients_of_one_process(
 
 def open_model(folder: Path, family: str) -> tuple[nn.Module, MtpLayer]:
     """The model of a checkpoint and its layer, in float64."""
-    attention = "written_out" if FAMILIES[family].has_sinks else "sdpa"
-    if attention == "written_out":
-        AttentionInterface.register(attention, written_out)
+    attention = "reference_attention" if FAMILIES[family].has_sinks else "sdpa"
+    if attention == "reference_attention":
+        AttentionInterface.register(attention, reference_attention)
         AttentionMaskInterface.register(attention, lambda *args, **kwargs: None)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager", attn_implementation=attention

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import automodel_rl
-from automodel_rl.config import RunConfig, describe_keys, elsewhere
+from automodel_rl.config import RunConfig, describe_keys, equivalents
 from automodel_rl.support.table import table
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,7 @@ PACKAGE = ROOT / "automodel_rl"
 API = PACKAGE / "API.md"
 PAGES = (
     *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
-    *sorted(PACKAGE.rglob("README.md")),
+    *sorted(path for path in PACKAGE.rglob("*.md") if path.name != "API.md"),
     *(ROOT / folder / "README.md" for folder in ("benchmarks", "configs", "tests")),
 )
 
@@ -82,7 +82,7 @@ def generated_parts() -> dict[str, str]:
         "loop": f"```python\n{(ROOT / 'configs' / 'loops' / 'reinforce.py').read_text().strip()}\n```",
         "import order": import_order(),
         "table": table(),
-        "keys of other trainers": elsewhere.tables(),
+        "keys of other trainers": equivalents.tables(),
     }
 
 

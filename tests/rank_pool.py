@@ -156,7 +156,7 @@ def main() -> None:
 def _answer(pipe: Connection) -> None:
     import torch
 
-    from automodel_rl.compat.process_groups import forget_meshes
+    from automodel_rl.compat.process_groups import clear_mesh_caches
     from automodel_rl.launch.process_group import leave_process_group
     from automodel_rl.launch.quiet import quiet_libraries
     from tests.faults import PLANTED, planted
@@ -174,7 +174,7 @@ def _answer(pipe: Connection) -> None:
                 result = function(*args)
             # Every gloo group has threads that wake up; over many tests they would add up.
             leave_process_group()
-            forget_meshes()
+            clear_mesh_caches()
             gc.collect()
             sys.stdout.flush()
             pipe.send((None, result))

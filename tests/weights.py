@@ -7,7 +7,7 @@ from torch import Tensor
 
 from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
-from automodel_rl.weight_sync.channel import Channel, call, tell
+from automodel_rl.weight_sync.channel import Channel, call, send_call
 from automodel_rl.weight_sync.receiver import Receiver
 
 
@@ -34,6 +34,6 @@ def receive(receiver: Receiver, tensors: Mapping[str, Tensor], version: int = 1)
 
 def send_weights(channel: Channel, version: int, *names: str) -> Committed:
     """Does a whole weight sync of vLLM, in one bucket."""
-    tell(channel, "begin", version, 5.0)
+    send_call(channel, "begin", version, 5.0)
     call(channel, "load_weights", {"names": list(names)}, seconds=5.0)
     return call(channel, "commit", False, seconds=5.0)

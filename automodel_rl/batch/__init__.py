@@ -1,6 +1,6 @@
 """Token sequences and microbatches: tensors and lists only, no process groups."""
 
-from automodel_rl.batch.batch import EPISODE_TOKENS, Batch, RoutesAt
+from automodel_rl.batch.batch import EPISODE_TOKENS, Batch, RoutesRef
 from automodel_rl.batch.bins import DataShare, assign_bins, pack, share_bins
 from automodel_rl.batch.local_microbatch import MIN_TOKENS, AttentionCall, LocalMicrobatch, local_microbatch
 from automodel_rl.batch.media import (
@@ -49,7 +49,7 @@ __all__ = [
     "RotaryGrid",
     "RouterShape",
     "Routes",
-    "RoutesAt",
+    "RoutesRef",
     "Source",
     "StepSize",
     "TokenSequence",

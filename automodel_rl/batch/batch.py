@@ -14,7 +14,7 @@ EPISODE_TOKENS = "episode_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
-class RoutesAt:
+class RoutesRef:
     """A reference to the routes of consecutive tokens of a row, which are too large to be sent with it.
 
     Attributes:
@@ -34,7 +34,7 @@ class Batch:
 
     Args:
         sequences: the rows.
-        together: number of consecutive rows that must be adjacent in one microbatch, e.g. 2 for pairs.
+        sequences_per_example: number of consecutive rows that must be adjacent in one microbatch, e.g. 2 for pairs.
         routes: per row, references to the routes to replay, covering it from first to last token; empty if there are
             none.
         parts: row indices per optimizer step, for a batch that is used for several; a single part by default.
@@ -58,12 +58,12 @@ class Batch:
         self,
         sequences: Iterable[TokenSequence],
         *,
-        together: int = 1,
-        routes: Sequence[Sequence[RoutesAt]] = (),
+        sequences_per_example: int = 1,
+        routes: Sequence[Sequence[RoutesRef]] = (),
         parts: Sequence[Sequence[int]] | None = None,
         episodes: Sequence[int] | None = None,
     ):
-        self.sequences, self.together, self.routes = [*sequences], together, tuple(routes)
+        self.sequences, self.sequences_per_example, self.routes = [*sequences], sequences_per_example, tuple(routes)
         self.episodes = [*range(len(self.sequences))] if episodes is None else [*episodes]
         self.parts = [[*range(len(self.sequences))]] if parts is None else [[*part] for part in parts]
 
@@ -118,21 +118,27 @@ class Batch:
         routes = [self.routes[number] for number in numbers] if self.routes else ()
         return Batch(
             [self.sequences[number] for number in numbers],
-            together=self.together,
+            sequences_per_example=self.sequences_per_example,
             routes=routes,
             episodes=[self.episodes[number] for number in numbers],
         )
 
     def dealt(self, parts: Sequence[Sequence[int]]) -> "Batch":
         """Returns the batch with its rows divided into other `parts`."""
-        return Batch(self.sequences, together=self.together, routes=self.routes, parts=parts, episodes=self.episodes)
+        return Batch(
+            self.sequences,
+            sequences_per_example=self.sequences_per_example,
+            routes=self.routes,
+            parts=parts,
+            episodes=self.episodes,
+        )
 
     def split(self, count: int | None = None) -> list["Batch"]:
         """Returns one batch per optimizer step: `count` batches, to which rows are dealt in turn, or None for the parts
-        given on construction. Rows of an episode, and rows that must be `together`, stay in one batch."""
+        given on construction. Rows of an episode stay in one batch, as do rows of one example."""
         parts = self.parts
         if count is not None:
-            of_pairs = [row // self.together for row in range(len(self))]
+            of_pairs = [row // self.sequences_per_example for row in range(len(self))]
             stay_together = of_pairs if self.num_episodes == len(self) else self.episodes
             units = [[*rows] for _, rows in itertools.groupby(range(len(self)), key=lambda row: stay_together[row])]
             count = min(count, max(1, len(units)))

@@ -115,7 +115,7 @@ def pack(
     *,
     share: DataShare | None = None,
     min_microbatches: int = 1,
-    together: int = 1,
+    sequences_per_example: int = 1,
     cost: Callable[[int], float] = float,
 ) -> list[Microbatch]:
     """Packs a global batch into microbatches and returns those of one data rank.
@@ -128,12 +128,13 @@ def pack(
         capacity: maximum tokens of a microbatch.
         share: the data rank; by default there is only one.
         min_microbatches: minimum microbatches per data rank, e.g. the number of pipeline stages.
-        together: number of consecutive sequences that stay adjacent in one microbatch, e.g. 2 for pairs.
+        sequences_per_example: number of consecutive sequences that stay adjacent in one microbatch, e.g. 2 for pairs.
         cost: work of a sequence as a function of its length, in any unit, balanced over data ranks.
 
     Raises:
-        InputError: a sequence, or a group of `together`, is longer than a microbatch.
-        ValueError: the sequences are not whole groups of `together`, one is empty, or their values differ in name.
+        InputError: a sequence, or a group of `sequences_per_example`, is longer than a microbatch.
+        ValueError: the sequences are not whole groups of `sequences_per_example`, one is empty, or their values differ
+            in name.
 
     Example:
         >>> import torch
@@ -145,7 +146,12 @@ def pack(
     share = share or DataShare()
     check_sequences(sequences, range(len(sequences)))
     dealt = deal_rows(
-        [*map(len, sequences)], capacity, share.count, min_microbatches=min_microbatches, together=together, cost=cost
+        [*map(len, sequences)],
+        capacity,
+        share.count,
+        min_microbatches=min_microbatches,
+        sequences_per_example=sequences_per_example,
+        cost=cost,
     )
     like = pack_microbatch([sequences[0]]) if sequences else None
     mine = dealt[share.rank]
@@ -158,33 +164,36 @@ def deal_rows(
     num_shares: int,
     *,
     min_microbatches: int = 1,
-    together: int = 1,
+    sequences_per_example: int = 1,
     cost: Callable[[int], float] = float,
 ) -> list[list[Bin]]:
     """Distributes a global batch over `num_shares` data ranks, given the tokens of each sequence. Returns the
     microbatches of each data rank, the same number for all, each as the indices of its sequences. Other arguments and
     errors are those of `pack`."""
-    if len(lengths) % together:
-        raise ValueError(f"{len(lengths)} sequences do not form whole groups of {together}")
-    groups = [lengths[start : start + together] for start in range(0, len(lengths), together)]
+    if len(lengths) % sequences_per_example:
+        raise ValueError(f"{len(lengths)} sequences do not form whole groups of {sequences_per_example}")
+    groups = [lengths[start : start + sequences_per_example] for start in range(0, len(lengths), sequences_per_example)]
     of_groups = [*map(sum, groups)]
     for place, length in enumerate(of_groups):
         if length > capacity:
             raise InputError(
-                f"{_name_of(place, together)} {length} tokens but a microbatch holds {capacity}: truncate, drop, or "
-                "raise the capacity"
+                f"{_name_of(place, sequences_per_example)} {length} tokens but a microbatch holds {capacity}: "
+                "truncate, drop, or raise the capacity"
             )
     bins = assign_bins(of_groups, capacity, min_count=min_microbatches * num_shares, multiple=num_shares)
     costs = [sum(cost(length) for group in b for length in groups[group]) for b in bins]
     return [
-        [[group * together + i for group in bins[place] for i in range(together)] for place in share]
+        [
+            [group * sequences_per_example + i for group in bins[place] for i in range(sequences_per_example)]
+            for place in share
+        ]
         for share in share_bins(costs, num_shares)
     ]
 
 
-def _name_of(place: int, together: int) -> str:
+def _name_of(place: int, sequences_per_example: int) -> str:
     """Returns subject and verb of an error message about a group of sequences."""
-    if together == 1:
+    if sequences_per_example == 1:
         return f"sequence {place} has"
-    first = place * together
-    return f"sequences {first} to {first + together - 1}, which stay together, have"
+    first = place * sequences_per_example
+    return f"sequences {first} to {first + sequences_per_example - 1}, which stay together, have"

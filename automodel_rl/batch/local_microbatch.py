@@ -246,7 +246,7 @@ def _image_call(
         own: indices of this rank's tokens among the padded ones.
         gathered: for every padded token, its index among the tokens of all ranks.
     """
-    images = [item for item in microbatch.media if item.both_ways != "nowhere"]
+    images = [item for item in microbatch.media if item.bidirectional != "nowhere"]
     if not images:
         return None
     padded_place = np.flatnonzero(is_token)
@@ -274,7 +274,7 @@ def _image_call(
     all_queries, all_keys, outputs = (torch.from_numpy(np.concatenate(found)) for found in (queries, keys, counted))
     call = _call(all_queries, all_keys, query_lengths, key_lengths)
     counts = None if len(outputs) == len(all_queries) else outputs
-    only = all(image.both_ways == "in windows" for image in images)
+    only = all(image.bidirectional == "in windows" for image in images)
     return replace(call, is_causal=False, only_windows=only, counted=counts)
 
 

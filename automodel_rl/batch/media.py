@@ -27,7 +27,7 @@ Source = str | bytes | tuple[str, ...]
 EncoderName = Literal["vision", "audio"]
 """Component that encodes a kind of media."""
 
-BothWays = Literal["nowhere", "in windows", "everywhere"]
+Bidirectional = Literal["nowhere", "in windows", "everywhere"]
 """Layers in which an image's tokens attend to each other in both directions: none, those with sliding windows, or
 all."""
 
@@ -49,8 +49,8 @@ class Image:
             source and grid are encoded once. None if no other image has these pixels.
         row: number of embedding tokens per row of the image, each row followed by one text token as a break; 0 if there
             are no breaks.
-        both_ways: layers in which its tokens attend to each other in both directions, as in Gemma 3. They never attend
-            to tokens after the image.
+        bidirectional: layers in which its tokens attend to each other in both directions, as in Gemma 3. They never
+            attend to tokens after the image.
         framed: whether the model's image processor also writes the tokens before and after it.
 
     Example:
@@ -69,7 +69,7 @@ class Image:
     pixels: Tensor | Callable[[], Tensor]
     source: Source | None = None
     row: int = 0
-    both_ways: BothWays = "nowhere"
+    bidirectional: Bidirectional = "nowhere"
     framed: bool = False
 
     @property
@@ -102,7 +102,7 @@ class Video(Image):
     """A video in a sequence: an image whose grid has several patches in time.
 
     Attributes:
-        start, num_tokens, grid, pixels, row, both_ways, framed: see `Image`.
+        start, num_tokens, grid, pixels, row, bidirectional, framed: see `Image`.
         source: files of its frames.
         interval: distance in rotary positions between patches in time, rounded down after summing (M-RoPE with absolute
             time, arXiv:2502.13923, section 2.1.3).
@@ -139,7 +139,7 @@ class Audio:
 
     encoder: ClassVar[EncoderName] = "audio"
     plural: ClassVar[str] = "clips"
-    both_ways: ClassVar[BothWays] = "nowhere"
+    bidirectional: ClassVar[Bidirectional] = "nowhere"
 
     start: int
     num_tokens: int

@@ -16,7 +16,7 @@ class MicrobatchScope:
     the backward, where a queue would get out of step. If a layer raises, its microbatch stays until `clear`.
 
     Args:
-        tells_first: whether to set `is_first`, which the graph of a compiled layer cannot hold.
+        tracks_first: whether to set `is_first`, which the graph of a compiled layer cannot hold.
 
     Attributes:
         microbatch: this rank's tokens of the microbatch.
@@ -24,8 +24,8 @@ class MicrobatchScope:
             backward, fp32 []; a tensor, so that compiled layers share one graph.
     """
 
-    def __init__(self, tells_first: bool = False) -> None:
-        self.tells_first = tells_first
+    def __init__(self, tracks_first: bool = False) -> None:
+        self.tracks_first = tracks_first
         self.microbatch: LocalMicrobatch | None = None
         self.is_first = torch.ones(())
         self._computed: set[tuple[int, int]] = set()
@@ -46,7 +46,7 @@ class MicrobatchScope:
     def enter(self, number: int, microbatch: LocalMicrobatch) -> None:
         """Records that a layer computes a microbatch."""
         self.microbatch = microbatch
-        if not self.tells_first:  # is_first stays constant, so a graph may capture it
+        if not self.tracks_first:  # is_first stays constant, so a graph may capture it
             return
         key = (number, microbatch.index)
         device = microbatch.is_real.device

@@ -58,13 +58,20 @@ class Packing:
         fewest = max(batch.min_microbatches, parallel.pp)
         return cls(batch.capacity, parallel.num_data_ranks, fewest, batch.microbatches_multiple, cost)
 
-    def deal(self, lengths: Sequence[int], together: int = 1) -> list[list[Bin]]:
-        """Distributes a global batch over the data ranks, given the tokens of each sequence. `together` consecutive
-        sequences share a microbatch. Returns the microbatches of each data rank, the same number for all, each as the
-        indices of its sequences."""
+    def deal(self, lengths: Sequence[int], sequences_per_example: int = 1) -> list[list[Bin]]:
+        """Distributes a global batch over the data ranks, given the tokens of each sequence. `sequences_per_example`
+        consecutive sequences share a microbatch. Returns the microbatches of each data rank, the same number for all,
+        each as the indices of its sequences."""
         if not lengths:  # a step that trains nothing needs no empty microbatches
             return [[] for _ in range(self.num_shares)]
-        deal = functools.partial(deal_rows, lengths, self.capacity, self.num_shares, together=together, cost=self.cost)
+        deal = functools.partial(
+            deal_rows,
+            lengths,
+            self.capacity,
+            self.num_shares,
+            sequences_per_example=sequences_per_example,
+            cost=self.cost,
+        )
         dealt = deal(min_microbatches=self.fewest)
         count = len(dealt[0])
         if count % self.multiple:

@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from automodel_rl.errors import InputError
-from automodel_rl.files import write_complete
+from automodel_rl.files import write_atomic
 from automodel_rl.manifest import StoredFile, first_difference, hash_values, inner_name
 
 MARKER = "checkpoint.json"
@@ -79,7 +79,7 @@ def write_marker(folder: Path, marker: Marker) -> None:
     """Writes the marker, which makes a folder a checkpoint. On return, everything is on disk."""
     fsync_folder(folder)
     values = asdict(marker)
-    write_complete(folder / MARKER, json.dumps(values | {OWN_HASH: hash_values(values)}, indent=1))
+    write_atomic(folder / MARKER, json.dumps(values | {OWN_HASH: hash_values(values)}, indent=1))
     fsync_folder(folder)
 
 

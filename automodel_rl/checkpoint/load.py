@@ -21,7 +21,7 @@ from automodel_rl.engine.engine import Engine
 from automodel_rl.parallel.host_collectives import gather_objects
 
 
-def newest_whole(folders: Sequence[Path], group: dist.ProcessGroup, warn: Callable[[str], None]) -> Path | None:
+def newest_intact(folders: Sequence[Path], group: dist.ProcessGroup, warn: Callable[[str], None]) -> Path | None:
     """Returns the newest intact checkpoint, or None. A collective.
 
     Args:
@@ -29,7 +29,7 @@ def newest_whole(folders: Sequence[Path], group: dist.ProcessGroup, warn: Callab
     """
     for folder in reversed(folders):
         try:
-            check_whole(folder, group)
+            check_intact(folder, group)
         except CheckpointError as error:
             warn(f"warning: {error}; falling back to the previous one")
             continue
@@ -37,7 +37,7 @@ def newest_whole(folders: Sequence[Path], group: dist.ProcessGroup, warn: Callab
     return None
 
 
-def check_whole(folder: Path, group: dist.ProcessGroup) -> None:
+def check_intact(folder: Path, group: dist.ProcessGroup) -> None:
     """Compares all files of a checkpoint with its marker, each rank its share of the files. A collective.
 
     Raises:

@@ -28,7 +28,7 @@ from automodel_rl.checkpoint.random_state import random_state
 from automodel_rl.checkpoint.state import engine_tensors
 from automodel_rl.checkpoint.storage import WritePlan, keys_of, plan_writes, write_shards
 from automodel_rl.engine.engine import Engine
-from automodel_rl.errors import innermost
+from automodel_rl.errors import describe_root_cause
 from automodel_rl.files import publish_folder
 from automodel_rl.hf.read import stored_buffers
 from automodel_rl.manifest import StoredFile
@@ -115,7 +115,7 @@ class CheckpointSaver:
 
     def _begin_copies(self, job: _Job) -> None:
         job.shards = self._copies.begin(job.shards)
-        self.engine.handle.let_read(self._copies.hold)
+        self.engine.handle.add_reader(self._copies.hold)
         if self.engine.handle.memory.offloads_optimizer:  # moments will leave the device
             self._copies.wait()
 
@@ -217,4 +217,4 @@ def _write_texts(job: _Job, unfinished: Path) -> dict[str, StoredFile]:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return innermost(error)
+    return describe_root_cause(error)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from automodel_rl.checkpoint.folder import CheckpointError
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.engine.engine import Engine
-from automodel_rl.errors import innermost
+from automodel_rl.errors import describe_root_cause
 from automodel_rl.hf.read import EMBEDDING, stored_buffers
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.optimizers import COUNT, OPTIMIZERS
@@ -60,7 +60,7 @@ def restore_tensors(engine: Engine, folder: Path) -> None:
         except CheckpointError as error:
             problem = str(error)
         except Exception as error:  # the other ranks wait for this one
-            problem = f"{folder}: cannot be read here: {innermost(error)}"
+            problem = f"{folder}: cannot be read here: {describe_root_cause(error)}"
         for text in gather_objects(problem, handle.layout.world_control):
             if text:
                 raise CheckpointError(text)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from automodel_rl.checkpoint.folder import INDEX, CheckpointError, read_json, write_hashed
-from automodel_rl.errors import innermost
+from automodel_rl.errors import describe_root_cause
 from automodel_rl.hf.stored import DTYPES
 from automodel_rl.manifest import StoredFile
 from automodel_rl.parallel.host_collectives import gather_to_first, scatter_from_first
@@ -72,14 +72,14 @@ def plan_writes(tensors: dict[str, Any], group: dist.ProcessGroup) -> WritePlan:
     try:
         own = [_shard(key, tensor) for key, tensor in keys_of(tensors) if local_tensor(tensor).numel()]
     except Exception as error:  # the other ranks wait for this one
-        own = innermost(error)
+        own = describe_root_cause(error)
     of_ranks = gather_to_first(own, group)
     planned: list[WritePlan | str] | None = None
     if of_ranks is not None:
         try:
             planned = [*_plans(of_ranks)]
         except Exception as error:  # the other ranks wait for a result
-            planned = [str(error) if isinstance(error, CheckpointError) else innermost(error)] * group.size()
+            planned = [str(error) if isinstance(error, CheckpointError) else describe_root_cause(error)] * group.size()
     plan = scatter_from_first(planned, group)
     if isinstance(plan, str):
         raise CheckpointError(plan)

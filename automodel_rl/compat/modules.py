@@ -52,7 +52,7 @@ def text_model(config: PretrainedConfig, **options: Any) -> Any:
     return AutoModel.from_config(config, **options)
 
 
-def hand_on_arguments(layers: Iterable[Any]) -> None:
+def pass_all_arguments(layers: Iterable[Any]) -> None:
     """Gives layers with Llama's modules Llama's forward, which passes all arguments to attention."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # only for families that need it
 

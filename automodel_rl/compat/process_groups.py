@@ -18,7 +18,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from automodel_rl.compat.versions import TORCH
 
 
-def limit_waits(groups: Iterable[dist.ProcessGroup], longest: datetime.timedelta) -> None:
+def set_timeouts(groups: Iterable[dist.ProcessGroup], longest: datetime.timedelta) -> None:
     """Sets the groups' timeout in place of their backend's default."""
     for group in groups:
         if TORCH < (2, 15):
@@ -27,7 +27,7 @@ def limit_waits(groups: Iterable[dist.ProcessGroup], longest: datetime.timedelta
             dist.set_timeout(longest, group)  # type: ignore[attr-defined]
 
 
-def forget_meshes() -> None:
+def clear_mesh_caches() -> None:
     """Clears torch's sharding caches: their keys keep meshes alive, and with them the threads and connections of
     destroyed groups."""
     debug._clear_sharding_prop_cache()
@@ -36,7 +36,7 @@ def forget_meshes() -> None:
             method.cache_clear()
 
 
-def group_outside_of_jobs(store: dist.Store, rank: int, size: int, device: torch.device, seconds: float) -> Any:
+def cross_job_group(store: dist.Store, rank: int, size: int, device: torch.device, seconds: float) -> Any:
     """Returns a process group of processes in different jobs: gloo on the CPU, NCCL on CUDA.
 
     In torch.distributed a process belongs to one world, and `new_group` can only make groups within it. So the

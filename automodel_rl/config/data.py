@@ -129,7 +129,7 @@ class RankedDataConfig(ExamplesConfig):
     would be scored at the wrong end. The metrics count them."""
 
 
-class JudgedDataConfig(ExamplesConfig):
+class LabelledDataConfig(ExamplesConfig):
     """Completions labelled good or bad."""
 
     train_on: Literal["all", "last"] = "last"

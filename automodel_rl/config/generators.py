@@ -30,7 +30,7 @@ class _StartedByRanks(Section):
         return ()
 
     @property
-    def is_apart(self) -> bool:
+    def has_own_memory(self) -> bool:
         """Whether its memory is separate from the trainer's."""
         return bool(self.devices)
 
@@ -182,7 +182,7 @@ class _StartedElsewhere(Section):
         return True
 
     @property
-    def is_apart(self) -> bool:
+    def has_own_memory(self) -> bool:
         return True
 
 

@@ -19,7 +19,7 @@ from automodel_rl.config.algorithms import (
     SFTConfig,
 )
 from automodel_rl.config.base import Section
-from automodel_rl.config.elsewhere import answer, answers
+from automodel_rl.config.equivalents import hint_for, hints_for
 from automodel_rl.config.keys import describe_keys, inner_section, kinds_of
 from automodel_rl.config.run import RunConfig
 from automodel_rl.config.serve import ServeConfig
@@ -38,7 +38,7 @@ ALGORITHMS: dict[str, type[RunConfig]] = {
     "ppo": PPOConfig,
 }
 
-TELLING = {"ppo": {"critic", "gae"}, "grpo": {"rollout", "rewards", "weight_sync"}, "distill": {"teachers"}}
+DISTINCTIVE_KEYS = {"ppo": {"critic", "gae"}, "grpo": {"rollout", "rewards", "weight_sync"}, "distill": {"teachers"}}
 """Sections that identify the algorithm of a config without the key `algorithm`."""
 
 
@@ -68,7 +68,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = (), algorith
     given = values.get("algorithm", likely)
     if isinstance(given, dict):  # a section of another trainer that has this name
         raise InputError(
-            "; ".join(answers("algorithm", given, ALGORITHMS.get(likely, SFTConfig)))
+            "; ".join(hints_for("algorithm", given, ALGORITHMS.get(likely, SFTConfig)))
             or f"{path}: algorithm: must be a string"
         )
     if not isinstance(given, str) or given not in ALGORITHMS:
@@ -88,7 +88,7 @@ def _likely(values: dict[str, Any], algorithm: str | None) -> str:
     given = values.get("algorithm")
     if isinstance(given, str) and given in ALGORITHMS:
         return given
-    return next((name for name, keys in TELLING.items() if keys & values.keys()), algorithm or "sft")
+    return next((name for name, keys in DISTINCTIVE_KEYS.items() if keys & values.keys()), algorithm or "sft")
 
 
 def _read(
@@ -125,7 +125,7 @@ def check_config(kind: type[Checked], values: dict[str, Any]) -> Checked:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise InputError(_explain_all(error.errors(), kind)) from None
+        raise InputError("; ".join(explain_each(error.errors(), kind))) from None
 
 
 def dump_config(config: Section) -> str:
@@ -151,7 +151,7 @@ def parse_overrides(arguments: typing.Sequence[str], kind: type[BaseModel] = SFT
         key, equals, text = argument[2:].partition("=")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                hint = answer(key, kind) or "overrides look like --optimizer.lr 1e-5, with = before a value in --"
+                hint = hint_for(key, kind) or "overrides look like --optimizer.lr 1e-5, with = before a value in --"
                 raise InputError(f"--{key} has no value: {hint}")
             text = rest.pop(0)
         pairs.append((key.replace("-", "_"), text))
@@ -196,7 +196,7 @@ def _assign(values: Any, key: str, value: Any, kind: type[BaseModel] = SFTConfig
                 values[name] = {"kind": values[name]}
             values = values[name]
         if not isinstance(values, dict | list):
-            raise InputError(f"--{key}: {answer(key, kind) or f'{name} is a value, not a section'}")
+            raise InputError(f"--{key}: {hint_for(key, kind) or f'{name} is a value, not a section'}")
     if isinstance(values, list):
         values[_list_place(key, last, values)] = value
     elif _names_the_kind_of(value, values.get(last), _kinds_at(kind, [*path, last])):
@@ -252,8 +252,8 @@ Detail = Any
 """An error in pydantic's format."""
 
 
-def _explain_all(details: Sequence[Detail], kind: type[BaseModel]) -> str:
-    """Formats all errors of a config in one message: missing required keys first, in one sentence."""
+def explain_each(details: Sequence[Detail], kind: type[BaseModel]) -> list[str]:
+    """Formats all errors of a config: missing required keys first, in one sentence, then one text per wrong key."""
     missing = [_place(detail, kind) for detail in details if detail["type"] == "missing"]
     found: dict[str, list[Detail]] = {}
     for detail in details:
@@ -265,7 +265,7 @@ def _explain_all(details: Sequence[Detail], kind: type[BaseModel]) -> str:
     if missing:
         named = ", ".join(_with_keys(place, kind) for place in missing)
         texts.insert(0, f"{named}: {'this key is' if len(missing) == 1 else 'these keys are'} required")
-    return "; ".join(texts)
+    return texts
 
 
 def _with_keys(place: str, kind: type[BaseModel]) -> str:
@@ -293,7 +293,7 @@ def _explain(details: Sequence[Detail], where: str, kind: type[BaseModel]) -> st
         return f"{prefix}{detail['msg'].removeprefix('Value error, ')}"
     first, *others = dict.fromkeys(map(_rule, details))
     rule = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
-    hint = answer(where, kind) if detail["type"].startswith("model_") else None
+    hint = hint_for(where, kind) if detail["type"].startswith("model_") else None
     return f"{prefix}{rule}, not {detail['input']!r}{f'; {hint}' if hint else ''}"
 
 
@@ -332,7 +332,7 @@ def _unknown(where: str, detail: Detail, kind: type[BaseModel]) -> str:
         own = section.model_fields["kind"].default
         return f"{where}: is a key of {' and '.join(others)}, but this is {own}; its keys are {', '.join(known)}"
     close = closest(str(detail["loc"][-1]), known)
-    foreign = answers(where, detail["input"], kind)
+    foreign = hints_for(where, detail["input"], kind)
     if foreign:
         return "; ".join(foreign)
     if not close and issubclass(section, RunConfig):  # it may be the name of a key inside a section

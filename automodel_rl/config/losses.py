@@ -46,7 +46,7 @@ Preference = Literal[
 ]
 """Names of preference losses."""
 
-OF_MARGIN: tuple[Preference, ...] = ("dpo", "hinge", "robust", "exo", "discopop")
+MARGIN_PREFERENCES: tuple[Preference, ...] = ("dpo", "hinge", "robust", "exo", "discopop")
 """Losses that depend on beta m alone, the scaled difference between chosen and rejected."""
 
 
@@ -160,8 +160,10 @@ class DPOLossConfig(Section):
                 raise ValueError(
                     f"divergence={self.divergence} is measured from a reference, but {names[0]} has none here"
                 )
-            if others := [name for name in names if name not in OF_MARGIN]:
-                raise ValueError(f"divergence={self.divergence} is for {', '.join(OF_MARGIN)}, not {others[0]}")
+            if others := [name for name in names if name not in MARGIN_PREFERENCES]:
+                raise ValueError(
+                    f"divergence={self.divergence} is for {', '.join(MARGIN_PREFERENCES)}, not {others[0]}"
+                )
         if self.tau != 0.05 and "discopop" not in names:
             raise ValueError(f"tau={self.tau} is for discopop, not {names[0]}: remove it")
         if self.sft_mean == "token" and not self.weight_of_sft:

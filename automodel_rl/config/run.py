@@ -122,7 +122,7 @@ class RunConfig(Section, abc.ABC):
 
     Example:
         >>> config = load_config("my_dpo.yaml")
-        >>> config.reads, config.needs_reference, config.generation
+        >>> config.record_type, config.needs_reference, config.generation
         ('pairs', True, None)
     """
 
@@ -156,7 +156,7 @@ class RunConfig(Section, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def reads(self) -> Records:
+    def record_type(self) -> Records:
         """Type of the data's records."""
 
     @property
@@ -265,7 +265,7 @@ class RolloutRunConfig(RunConfig):
     validation: ValidationConfig = ValidationConfig()
 
     @property
-    def reads(self) -> Records:
+    def record_type(self) -> Records:
         """Type of the data's records."""
         return "prompts"
 
@@ -374,7 +374,7 @@ class RolloutRunConfig(RunConfig):
                 f"launch.ray.generators={self.launch.ray.generators}: generators only join runs with "
                 "rollout.generator.kind=joined: set that, or remove it"
             )
-        if self.memory.offload is not None and generator.is_apart:
+        if self.memory.offload is not None and generator.has_own_memory:
             where = f"place={[*generator.devices]}" if generator.devices else f"kind={generator.kind}"
             raise ValueError(
                 f"memory.offload: rollout.generator.{where} does not share the trainer's memory and could not use it: "
@@ -386,7 +386,7 @@ class RolloutRunConfig(RunConfig):
                 "again: use 1 or auto"
             )
         size = generator.tensor_parallel if isinstance(generator, VllmGeneratorConfig) else 1
-        if not generator.is_apart and self.world_size % size:
+        if not generator.has_own_memory and self.world_size % size:
             raise ValueError(
                 f"rollout.generator.tensor_parallel={size} does not divide the {self.world_size} ranks: use a divisor"
             )

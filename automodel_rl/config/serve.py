@@ -104,12 +104,12 @@ class ServeConfig(Section):
         return f"{self.host}:{self.port}"
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Maximum bytes of a request body, and of an array in it."""
         return int(self.limits.body_mib * 2**20)
 
     @property
-    def most_runs(self) -> int:
+    def max_runs(self) -> int:
         """Maximum concurrent training runs."""
         return 1 if self.model.lora is None else self.limits.runs
 

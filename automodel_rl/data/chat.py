@@ -13,12 +13,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from automodel_rl.batch import TokenSequence
 from automodel_rl.config import RunConfig
 from automodel_rl.data.checks import holds_chats
-from automodel_rl.data.kinds import says_nothing
+from automodel_rl.data.kinds import is_empty_message
 from automodel_rl.data.media import MediaReaders, open_readers
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.rendering_limits import check_length, rendering_limits
 from automodel_rl.data.template import ChatTemplate, named_templates
-from automodel_rl.data.turns import MARKS_REMEDY, Span, TokenPlaces, find_turns
+from automodel_rl.data.turns import MARKS_REMEDY, Span, TokenOffsets, find_turns
 from automodel_rl.errors import InputError
 from automodel_rl.families.encoder import ReadingOptions
 from automodel_rl.families.known import encoder_families
@@ -65,7 +65,7 @@ def check_chats(config: RunConfig, model: OpenedModel, chats: Iterable[tuple[Cha
     """
     with rendering_limits(f"model.path={config.model.path}"):
         tokenizer = open_chat_tokenizer(config, model)
-    writes_prompts = config.reads == "prompts"
+    writes_prompts = config.record_type == "prompts"
     warnings: list[str] = []
     refused: list[str] = []
     for chat, where in chats:
@@ -92,7 +92,7 @@ def _written(tokenizer: "ChatTokenizer", chat: Chat, where: str, as_prompt: bool
         if text is None:
             tokenizer.template.encode(chat, where)  # raises with the reason
         check_length(text, where)
-    return tokenizer.opening(chat, where) if as_prompt else tokenizer(chat, where)
+    return tokenizer.generation_prompt(chat, where) if as_prompt else tokenizer(chat, where)
 
 
 class ChatTokenizer:
@@ -116,7 +116,7 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
     ):
         self.tokenizer, self.train_on, self.media = tokenizer, train_on, media
-        self.template = ChatTemplate(tokenizer, () if media is None else tuple(media.of_parts), variables)
+        self.template = ChatTemplate(tokenizer, () if media is None else tuple(media.by_part_type), variables)
         if media is not None and media.image_text is not None:
             self.template = _with_image_text(self.template, *media.image_text)
 
@@ -182,10 +182,10 @@ class ChatTokenizer:
         turn."""
         before = chat.until(chat.turns[-1])
         if before.messages:
-            return self.opening(before, where)
+            return self.generation_prompt(before, where)
         return TokenSequence(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
 
-    def opening(self, chat: Chat, where: str) -> TokenSequence:
+    def generation_prompt(self, chat: Chat, where: str) -> TokenSequence:
         """Returns the tokens of a chat with the header of the assistant's next turn. None are trained."""
         ids = self.template.encode(chat, where, add_generation_prompt=True)["input_ids"]
         self.template.check(chat, where, add_generation_prompt=True)
@@ -201,7 +201,7 @@ class ChatTokenizer:
         """Returns the message indices of the turns that the mask covers."""
         turns = [turn for turn in chat.trained if self.train_on == "all" or turn == chat.turns[-1]]
         for turn in turns:
-            if says_nothing(chat.messages[turn]):
+            if is_empty_message(chat.messages[turn]):
                 raise InputError(
                     f"{where}: turn {turn} of the assistant is empty: add a text, or weight: 0 so that it is not "
                     "trained, or remove the record"
@@ -242,7 +242,7 @@ class ChatTokenizer:
         extends to the end of the chat if a span ends outside any token or with the first token."""
         text, marked = self.template.marked_text(chat, where)
         with self.template.refusals(where):
-            places = TokenPlaces(self.tokenizer, text)
+            places = TokenOffsets(self.tokenizer, text)
         mask = [0] * len(places.ids)
         for start, end in marked:
             tokens = places.of(start, end) if start < end else (0, 0)

@@ -10,7 +10,7 @@ from automodel_rl.config.data import Column, SourcesConfig
 from automodel_rl.data.columns import MISSING, look_up, names_of
 from automodel_rl.data.kinds import kind_of
 from automodel_rl.data.messages import Chat, media_parts
-from automodel_rl.data.records import READERS, Judged, Pair, Reader, Text, chats_of, read_chat, read_example
+from automodel_rl.data.records import READERS, LabelledCompletion, Pair, Reader, Text, chats_of, read_chat, read_example
 from automodel_rl.data.sources import RecordSource, open_source
 from automodel_rl.data.turn_split import open_examples
 from automodel_rl.errors import InputError
@@ -36,7 +36,7 @@ def check_data(config: RunConfig) -> list[tuple[Chat, str]]:
 
 def reader_of(config: RunConfig) -> Reader:
     """Returns the reader of a run's records. It requires an `answer` if a reward compares with it."""
-    read = READERS[config.reads]
+    read = READERS[config.record_type]
     if config.answer_reader is None:
         return read
     return functools.partial(_read_with_answer, read, config.answer_reader)
@@ -80,7 +80,7 @@ def check_records(data: SourcesConfig, read: Reader) -> list[tuple[Chat, str]]:
     return [*first.values()]
 
 
-def _check_pictures(held: Chat | Text | Pair | Judged, where: str) -> None:
+def _check_pictures(held: Chat | Text | Pair | LabelledCompletion, where: str) -> None:
     """Raises InputError if an image or video frame of a record is damaged."""
     for chat, place in chats_of(held, where):
         for part in media_parts(chat.messages):
@@ -92,7 +92,7 @@ def _check_pictures(held: Chat | Text | Pair | Judged, where: str) -> None:
 
 def holds_chats(config: RunConfig) -> bool:
     """Whether a run's data contain chats, judged by the first record of each source: sft records may be plain texts."""
-    if config.reads != "chats":
+    if config.record_type != "chats":
         return True
     sources = [(open_source(source), source) for source in (*config.data.train, *config.data.validation)]
     return any(_begins_with_chat(source, of) for source, of in sources)

@@ -16,13 +16,13 @@ from automodel_rl.data.chat import ChatTokenizer
 from automodel_rl.data.media import cut
 from automodel_rl.data.messages import Chat
 from automodel_rl.data.records import (
-    Judged,
+    LabelledCompletion,
     Pair,
     Reader,
     Text,
     chats_of,
     read_chat,
-    read_judged,
+    read_labelled,
     read_pair,
     read_ranked_pair,
 )
@@ -81,7 +81,7 @@ class ExampleDataset(Dataset):
         limit: name of the setting that determines it.
     """
 
-    together = 1
+    sequences_per_example = 1
     """Number of sequences per example."""
 
     read: Reader
@@ -103,7 +103,7 @@ class ExampleDataset(Dataset):
         self._kept: dict[Draw, Example] = {}
         self._room = MAX_KEPT_TOKENS
 
-    def _held(self, draw: Draw) -> tuple[Chat | Text | Pair | Judged, str]:
+    def _held(self, draw: Draw) -> tuple[Chat | Text | Pair | LabelledCompletion, str]:
         """Returns the content of a record and its location in the data."""
         record, config, where = self.sources.find(draw)
         return type(self).read(record, config, where), where
@@ -154,7 +154,7 @@ class ExampleDataset(Dataset):
             "lowest of them, or use shorter examples"
         )
 
-    def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
+    def sequences(self, held: Chat | Pair | LabelledCompletion, where: str) -> tuple[TokenSequence, ...]:
         """Tokenises a chat, a pair, or a completion with its label."""
         return tuple(self.chat(chat, place) for chat, place in chats_of(held, where))
 
@@ -195,7 +195,7 @@ class ChatDataset(ExampleDataset):
 class PairDataset(ExampleDataset):
     """Preference pairs, two sequences each: the prompt with the chosen and with the rejected completion."""
 
-    together = 2
+    sequences_per_example = 2
     read = staticmethod(read_pair)
 
 
@@ -205,7 +205,7 @@ class RankedPairDataset(PairDataset):
 
     read = staticmethod(read_ranked_pair)
 
-    def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
+    def sequences(self, held: Chat | Pair | LabelledCompletion, where: str) -> tuple[TokenSequence, ...]:
         """Tokenises a pair and attaches its margin."""
         assert isinstance(held, Pair)
         return tuple(
@@ -214,14 +214,14 @@ class RankedPairDataset(PairDataset):
         )
 
 
-class JudgedDataset(ExampleDataset):
+class LabelledDataset(ExampleDataset):
     """Completions labelled good or bad. Every token has the label, 1 or 0, as the value `label`."""
 
-    read = staticmethod(read_judged)
+    read = staticmethod(read_labelled)
 
-    def sequences(self, held: Chat | Pair | Judged, where: str) -> tuple[TokenSequence, ...]:
+    def sequences(self, held: Chat | Pair | LabelledCompletion, where: str) -> tuple[TokenSequence, ...]:
         """Tokenises a completion and attaches its label."""
-        assert isinstance(held, Judged)
+        assert isinstance(held, LabelledCompletion)
         return tuple(
             dataclasses.replace(sequence, values={"label": torch.full((len(sequence),), float(held.is_good))})
             for sequence in super().sequences(held, where)
@@ -232,7 +232,7 @@ DATASETS: dict[Records, type[ExampleDataset]] = {
     "chats": ChatDataset,
     "pairs": PairDataset,
     "ranked pairs": RankedPairDataset,
-    "judged": JudgedDataset,
+    "judged": LabelledDataset,
 }
 """Dataset class for each type of records that contain completions."""
 

@@ -43,17 +43,17 @@ def facts_of(chat: Chat, turn: int) -> frozenset[Any]:
     facts: set[Any] = {(key, *form) for key, value in message.items() for form in _forms(key, value)}
     facts.add(("marks", *_marks("".join(_texts(message)))))
     if message["role"] == "assistant" and _thinks(message):
-        facts.add(("thoughts", turn < chat.last_of_user, turn in chat.trained, says_more(message)))
+        facts.add(("thoughts", turn < chat.last_of_user, turn in chat.trained, has_text_or_calls(message)))
     return frozenset(facts)
 
 
-def says_more(message: Message) -> bool:
+def has_text_or_calls(message: Message) -> bool:
     """Whether a message has a text or a call besides its thoughts."""
     spoken = "".join(_texts(message)).rpartition(END_THOUGHT)[2]
     return bool(spoken.strip() or message.get("tool_calls"))
 
 
-def says_nothing(message: Message) -> bool:
+def is_empty_message(message: Message) -> bool:
     """Whether a message has no text, call, thoughts or media."""
     content = message.get("content")
     has_media = isinstance(content, list) and any(part["type"] != "text" for part in content)

@@ -71,7 +71,7 @@ class ExampleLoader:
     def _step(self, examples: Sequence[Example]) -> LoadedStep:
         sequences = [sequence for example in examples for sequence in example.sequences]
         return LoadedStep(
-            Batch(sequences, together=self.dataset.together),
+            Batch(sequences, sequences_per_example=self.dataset.sequences_per_example),
             tuple(example.draw for example in examples if example.sequences),
             num_truncated=sum(example.is_truncated for example in examples),
             num_dropped=sum(bool(example.too_long and not example.sequences) for example in examples),

@@ -43,7 +43,7 @@ class MediaReaders:
     """Readers for the media of chats in the form that a model takes. Picklable.
 
     Args:
-        of_parts: readers by part type, "image", "video" or "audio".
+        by_part_type: readers by part type, "image", "video" or "audio".
         encode: tokenises a text, for video timestamps; None if no chats are read.
         image_text: text that chat templates write for an image, and its replacement by the model's processor; None if
             templates write the image token.
@@ -51,11 +51,11 @@ class MediaReaders:
 
     def __init__(
         self,
-        of_parts: Mapping[str, MediaReader],
+        by_part_type: Mapping[str, MediaReader],
         encode: Callable[[str], list[int]] | None = None,
         image_text: tuple[str, str] | None = None,
     ):
-        self.of_parts, self.encode, self.image_text = of_parts, encode, image_text
+        self.by_part_type, self.encode, self.image_text = by_part_type, encode, image_text
 
     def read(self, messages: Sequence[Message], where: str) -> list[Insert]:
         """Returns the tokens and media for all media parts, in order. Files, given under the key `path` of each part,
@@ -63,7 +63,7 @@ class MediaReaders:
         return [self._insert(part["type"], part["path"], where) for part in media_parts(messages)]
 
     def _insert(self, kind: str, source: Any, where: str) -> Insert:
-        reader = self.of_parts[kind]
+        reader = self.by_part_type[kind]
         if isinstance(reader, TimedVideoReader):
             return self._with_seconds(reader, source, where)
         item = reader(source, where)
@@ -83,7 +83,7 @@ class MediaReaders:
 
     def load(self, kind: str, source: Any, size: tuple[int, ...], where: str) -> Tensor:
         """Loads the encoder input from a file. `source` and `size` are those of the media item."""
-        reader = self.of_parts[kind]
+        reader = self.by_part_type[kind]
         if isinstance(reader, VideoReader):
             time, height, width = size
             return reader.load(source, where, (time, height, width))
@@ -93,7 +93,7 @@ class MediaReaders:
         """Replaces the single token that the chat template wrote for each media part by all of its tokens. `inserts` is
         the result of `read`. Raises InputError if the numbers of placeholders and media differ."""
         found: dict[int, Insert] = {}
-        for kind, reader in self.of_parts.items():
+        for kind, reader in self.by_part_type.items():
             places = (sequence.input_ids == reader.token_id).nonzero()[:, 0].tolist()
             own = [insert for insert in inserts if insert.kind == kind]
             if len(places) != len(own):

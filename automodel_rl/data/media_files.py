@@ -14,7 +14,7 @@ DEFAULT_FPS = 2.0
 """Default frames per second of videos, as in Qwen's processors."""
 
 
-ELSEWHERE: dict[str, Column] = {
+FOREIGN_COLUMNS: dict[str, Column] = {
     **dict.fromkeys(("image", "image_path", "image_paths", "image_file"), "images"),
     **dict.fromkeys(("video", "video_path", "video_paths", "video_file"), "videos"),
     **dict.fromkeys(("audios", "audio_path", "audio_paths", "audio_file"), "audio"),
@@ -28,7 +28,7 @@ RUN_ONLY = "chat_template_kwargs"
 def _check_elsewhere(record: dict[str, Any], config: SourceConfig, where: str) -> None:
     """Raises InputError for a column that other tools use and that would be silently ignored here."""
     named = {name.partition(".")[0] for column in config.columns for name in names_of(config, column)}
-    for name in (ELSEWHERE.keys() | {RUN_ONLY}) & record.keys() - {*config.ignore} - named:
+    for name in (FOREIGN_COLUMNS.keys() | {RUN_ONLY}) & record.keys() - {*config.ignore} - named:
         value = record[name]
         if value is None or value == [] or value == {} or value == "":
             continue
@@ -38,9 +38,9 @@ def _check_elsewhere(record: dict[str, Any], config: SourceConfig, where: str) -
                 f"skip it with ignore: [{name}]"
             )
         raise InputError(
-            f"{where}: has {name}, which other tools read: name it in columns: {{{ELSEWHERE[name]}: {name}}}, with a "
-            f"part of type {ELSEWHERE[name].removesuffix('s')} in messages at its position, or skip it with ignore: "
-            f"[{name}]"
+            f"{where}: has {name}, which other tools read: name it in columns: {{{FOREIGN_COLUMNS[name]}: {name}}}, "
+            f"with a part of type {FOREIGN_COLUMNS[name].removesuffix('s')} in messages at its position, or skip it "
+            f"with ignore: [{name}]"
         )
 
 

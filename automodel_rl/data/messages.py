@@ -121,7 +121,7 @@ def _check_message(message: Message, turn: int, where: str) -> None:
         )
     for call in calls or ():
         _check_arguments(call, turn, where)
-    for key in WEIGHTS_ELSEWHERE & message.keys():
+    for key in FOREIGN_WEIGHT_KEYS & message.keys():
         raise InputError(
             f"{where}: turn {turn} has {key}: {json.dumps(message[key], default=repr)[:40]}, which other tools read: "
             f"set weight: 0 for a turn that is not trained, and remove {key}, or skip it with ignore: [{key}]"
@@ -136,7 +136,7 @@ def _check_message(message: Message, turn: int, where: str) -> None:
         )
 
 
-WEIGHTS_ELSEWHERE = {"train", "training", "trainable", "train_detail", "loss", "loss_mask", "loss_weight", "masked"}
+FOREIGN_WEIGHT_KEYS = {"train", "training", "trainable", "train_detail", "loss", "loss_mask", "loss_weight", "masked"}
 """Message keys that select trained turns in other tools, such as Axolotl, verl and ms-swift."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from automodel_rl.data.ends import row_ends
+from automodel_rl.data.stop_tokens import row_stop_ids
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def padding_of(
 ) -> Padding:
     """Returns the first of the tokenizer's padding token, the config's, and other special tokens that never ends a
     sequence. `variables` are additional variables of the chat template."""
-    ends = row_ends(tokenizer, variables)
+    ends = row_stop_ids(tokenizer, variables)
     known = [tokenizer.pad_token_id, config.pad_token_id, *sorted(tokenizer.all_special_ids)]
     token = next((one for one in known if one is not None and one not in ends), None)
     if token is None:

@@ -124,7 +124,7 @@ class PromptStream:
                 f"{where}: has its own tools, but the run has rollout.tools or an environment: remove one of them"
             )
         chat = dataclasses.replace(chat, tools=chat.tools or self.tools)
-        opening, example = self.chat.opening(chat, where), read_example(record, config)
+        opening, example = self.chat.generation_prompt(chat, where), read_example(record, config)
         parts = media_parts(chat.messages)
         for kind, column in MEDIA_PARTS.items():
             # Rewards get paths that they can open, rather than paths relative to the data file.

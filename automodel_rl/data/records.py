@@ -37,14 +37,14 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Judged:
+class LabelledCompletion:
     """A prompt with a completion labelled good or bad."""
 
     chat: Chat
     is_good: bool
 
 
-Reader = Callable[[dict[str, Any], SourceConfig, str], Chat | Text | Pair | Judged]
+Reader = Callable[[dict[str, Any], SourceConfig, str], Chat | Text | Pair | LabelledCompletion]
 """Reads a record, given its source's config and its location in the data."""
 
 FORMS: tuple[tuple[Column, ...], ...] = (("messages",), ("prompt", "completion"), ("text",))
@@ -170,7 +170,7 @@ def read_ranked_pair(record: dict[str, Any], config: SourceConfig, where: str) -
     return replace(read_pair(record, config, where), margin=float(margin or 0.0))
 
 
-def read_judged(record: dict[str, Any], config: SourceConfig, where: str) -> Judged:
+def read_labelled(record: dict[str, Any], config: SourceConfig, where: str) -> LabelledCompletion:
     """Reads a prompt and completion, or messages, with the label."""
     label = required(record, config, "label", where)
     if isinstance(label, str):  # tables hold strings only
@@ -180,7 +180,7 @@ def read_judged(record: dict[str, Any], config: SourceConfig, where: str) -> Jud
     chat = read_chat(record, config, where)
     if isinstance(chat, Text):
         raise InputError(f"{where}: a text has no completion to judge: use prompt and completion, or messages")
-    return Judged(chat, bool(label))
+    return LabelledCompletion(chat, bool(label))
 
 
 def _common_start(chosen: list[Message], rejected: list[Message]) -> list[Message]:
@@ -253,11 +253,11 @@ def read_example(record: dict[str, Any], config: SourceConfig) -> dict[str, Any]
     return {**record, **{column: value for column, value in named.items() if value is not MISSING}}
 
 
-def chats_of(held: Chat | Text | Pair | Judged, where: str) -> list[tuple[Chat, str]]:
+def chats_of(held: Chat | Text | Pair | LabelledCompletion, where: str) -> list[tuple[Chat, str]]:
     """Returns the chats of a record (at most two), each with its location in the data."""
     if isinstance(held, Text):
         return []
-    if isinstance(held, Chat | Judged):
+    if isinstance(held, Chat | LabelledCompletion):
         return [(held if isinstance(held, Chat) else held.chat, where)]
     return [(held.chosen, f"{where}, chosen"), (held.rejected, f"{where}, rejected")]
 
@@ -289,7 +289,7 @@ READERS: dict[Records, Reader] = {
     "chats": read_chat,
     "pairs": read_pair,
     "ranked pairs": read_ranked_pair,
-    "judged": read_judged,
+    "judged": read_labelled,
     "prompts": read_prompt,
 }
 """Reader for each type of records."""

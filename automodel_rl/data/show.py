@@ -105,7 +105,7 @@ def first_examples(config: RunConfig, count: int) -> list[ShownExample]:
 
 def examples_of(config: RunConfig, count: int, chat: ChatTokenizer, context: int | None) -> list[ShownExample]:
     """Like `first_examples`, with an open chat tokenizer and a model with the given maximum context."""
-    sequences = _openings(config, chat) if config.reads == "prompts" else _sequences(config, chat, context)
+    sequences = _openings(config, chat) if config.record_type == "prompts" else _sequences(config, chat, context)
     return [example for examples in itertools.islice(sequences, count) for example in examples]
 
 
@@ -115,16 +115,16 @@ def _openings(config: RunConfig, chat: ChatTokenizer) -> Iterator[list[ShownExam
         source = open_examples(source_config, config.data)
         for number, record in enumerate(source):
             where = source.where(number)
-            chats = chats_of(READERS[config.reads](record, source_config, where), where)
-            yield [_shown(chat.tokenizer, place, chat.opening(one, place)) for one, place in chats]
+            chats = chats_of(READERS[config.record_type](record, source_config, where), where)
+            yield [_shown(chat.tokenizer, place, chat.generation_prompt(one, place)) for one, place in chats]
 
 
 def _sequences(config: RunConfig, chat: ChatTokenizer, context: int | None) -> Iterator[list[ShownExample]]:
     """Yields the sequences of each record, as the run builds them."""
     assert isinstance(config.data, ExamplesConfig)
     batch = UNLIMITED if config.batch.microbatch_tokens == "auto" else config.batch
-    dataset = DATASETS[config.reads](config.data.train, chat, batch, context, config.data)
-    names = (", chosen", ", rejected") if dataset.together == 2 else ("",)
+    dataset = DATASETS[config.record_type](config.data.train, chat, batch, context, config.data)
+    names = (", chosen", ", rejected") if dataset.sequences_per_example == 2 else ("",)
     for source, size in enumerate(dataset.sources.sizes):
         for number in range(size):
             try:

@@ -18,8 +18,8 @@ from automodel_rl.data.kinds import (
     THOUGHTS,
     TextPiece,
     facts_of,
+    has_text_or_calls,
     pieces_of,
-    says_more,
     with_json,
     with_objects,
 )
@@ -168,17 +168,17 @@ class ChatTemplate:
         found = [leaf for leaf in _leaves(tree, with_empty_arguments=True) if leaf.turn == turn and leaf.piece is None]
         return [leaf for leaf in found if _takes_mark(tree, leaf)]
 
-    def changed_text(self, chat: Chat, changed: Mapping[Leaf, int], asks: bool = False) -> str | None:
+    def changed_text(self, chat: Chat, changed: Mapping[Leaf, int], add_generation_prompt: bool = False) -> str | None:
         """Renders a chat with some values replaced, each by the private-use character of its number; None if the
-        template raises. `asks` adds the header of the assistant's next turn."""
+        template raises. `add_generation_prompt` adds the header of the assistant's next turn."""
         tree = _copied(self._tree(chat))
         for leaf, number in changed.items():
             *path, key = leaf.path
             holder, other = _at(tree, path), chr(OTHERS + number)
             holder[key] = other if isinstance(holder[key], str) else {other: other}
-        return self._text(tree, asks)
+        return self._text(tree, add_generation_prompt)
 
-    def opening_text(self, chat: Chat) -> str:
+    def text_with_generation_prompt(self, chat: Chat) -> str:
         """Renders a chat with the header of the assistant's next turn. Raises InputError if the template refuses it."""
         text = self._text(self._tree(chat), add_generation_prompt=True)
         if text is not None:
@@ -201,7 +201,7 @@ class ChatTemplate:
         return asking[place:].partition(BEGIN_THOUGHT)[0]
 
     @functools.cached_property
-    def answers_at_once(self) -> bool:
+    def has_no_turn_header(self) -> bool:
         """Whether the template writes nothing between a question and its answer, so that there is no header."""
         form = _in_parts if self.reads_parts_only else _in_one
         question, answer = form(QUESTION), form({"role": "assistant", "content": PROBE})
@@ -212,7 +212,7 @@ class ChatTemplate:
         return text[len(asking) :].lstrip().startswith(PROBE)
 
     @functools.cached_property
-    def leaves_end_to_others(self) -> bool:
+    def has_no_end_token(self) -> bool:
         """Whether the template writes nothing after an answer, so that it ends only with the role mark of the next
         message."""
         form = _in_parts if self.reads_parts_only else _in_one
@@ -276,7 +276,7 @@ class ChatTemplate:
             return False
         if leaf.turn not in chat.trained:
             return True
-        return says_more(chat.messages[leaf.turn]) and self._reads(self._tree(chat.until(leaf.turn + 1)), leaf)
+        return has_text_or_calls(chat.messages[leaf.turn]) and self._reads(self._tree(chat.until(leaf.turn + 1)), leaf)
 
     def _reads(self, tree: Tree, leaf: Leaf, add_generation_prompt: bool = False) -> bool:
         """Whether the rendered text changes when only this leaf is changed."""

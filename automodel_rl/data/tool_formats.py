@@ -145,7 +145,7 @@ def find_format(template: ChatTemplate) -> Format:
     call = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": PROBE_ARGUMENTS}}
     question: Message = {"role": "user", "content": PROBE}
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    before = template.opening_text(Chat([question], (PROBE_TOOL,)))
+    before = template.text_with_generation_prompt(Chat([question], (PROBE_TOOL,)))
     text = template.text(Chat([question, turn], (PROBE_TOOL,))) or ""
     if "look_up" not in text[len(before) :]:
         raise InputError("the chat template omits tool calls: set one that writes them in data.chat_template")

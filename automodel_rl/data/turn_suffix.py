@@ -42,12 +42,12 @@ class TurnSuffix:
             InputError: the template does not render tool calls, or ends the turn with another token.
         """
         chat = Chat([QUESTION, probe_turn(called), *messages], self.tools)
-        text = self.template.opening_text(chat)
+        text = self.template.text_with_generation_prompt(chat)
         mark = self.tokenizer.convert_ids_to_tokens(stop)
         if PROBE not in text:
             raise InputError("the chat template omits tool calls: set one that writes them in data.chat_template")
         tail = text[text.rindex(PROBE) + len(PROBE) :]
-        if mark not in tail and mark in turn_ends(self.template, self.tools):
+        if mark not in tail and mark in turn_stop_tokens(self.template, self.tools):
             mark = end_token(self.template, chat, 1) or mark  # the end token may differ once messages follow
         if mark not in tail:
             raise InputError(
@@ -62,7 +62,7 @@ class TurnSuffix:
     def stop_ids(self) -> set[int]:
         """Returns the tokens with which the template ends turns, at which the generator must stop. Raises InputError if
         it ends turns with calls differently."""
-        ends = turn_ends(self.template, self.tools)
+        ends = turn_stop_tokens(self.template, self.tools)
         if self.tools and not ends[-1]:
             raise InputError(
                 "the chat template does not end turns that call tools with a special token: set another one in "
@@ -71,7 +71,7 @@ class TurnSuffix:
         return {self.tokenizer.convert_tokens_to_ids(end) for end in ends if end}
 
 
-def turn_ends(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> list[str]:
+def turn_stop_tokens(template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the special tokens with which a template ends an assistant turn without calls and, if there are tools,
     one with a call; empty if there is none."""
     calls = [str(tool["function"]["name"]) for tool in tools[:1]]

@@ -44,7 +44,7 @@ def find_turns(template: ChatTemplate, chat: Chat, ids: Sequence[int], turns: Se
     """Locates the assistant's turns at the message indices `turns`, given the token ids of the whole chat. Raises
     InputError for a turn that cannot be located."""
     finder = _Finder(template, chat)
-    text, token_places = finder.text, TokenPlaces(template.tokenizer, finder.text)
+    text, token_places = finder.text, TokenOffsets(template.tokenizer, finder.text)
     if token_places.ids != list(ids):
         raise InputError(
             f"{where}: the chat template's text has different tokens when it is tokenised again: {MARKS_REMEDY}"
@@ -126,22 +126,26 @@ class _Finder:
             return ""
         return self._mark_of_next(alone, self._ending_followed(turn) or "")
 
-    def _edges(self, end: int, turn: int, kept: frozenset[Leaf], asks: bool = False) -> Span | None:
-        """Computes `_values_at` in the first `end` messages, ignoring the values in `kept`. `asks` adds the header of
-        the next turn."""
-        text, changed = self._written(end, asks), self._written(end, asks, turn, kept)
+    def _edges(self, end: int, turn: int, kept: frozenset[Leaf], add_generation_prompt: bool = False) -> Span | None:
+        """Computes `_values_at` in the first `end` messages, ignoring the values in `kept`. `add_generation_prompt`
+        adds the header of the next turn."""
+        text, changed = self._written(end, add_generation_prompt), self._written(end, add_generation_prompt, turn, kept)
         return None if text is None or changed is None else changed_part(text, changed)
 
     def _written(
-        self, end: int, asks: bool = False, turn: int | None = None, kept: frozenset[Leaf] = frozenset()
+        self,
+        end: int,
+        add_generation_prompt: bool = False,
+        turn: int | None = None,
+        kept: frozenset[Leaf] = frozenset(),
     ) -> str | None:
         """Renders the first `end` messages, optionally with the values of a turn replaced; None if the template raises.
         Cached."""
-        key = (end, asks, turn, kept)
+        key = (end, add_generation_prompt, turn, kept)
         if key not in self._texts:
             until = self.chat.until(end)
             changed = {} if turn is None else self._numbered(until, turn, kept)
-            self._texts[key] = self.template.changed_text(until, changed, asks)
+            self._texts[key] = self.template.changed_text(until, changed, add_generation_prompt)
         return self._texts[key]
 
     def _numbered(self, chat: Chat, turn: int, kept: frozenset[Leaf] = frozenset()) -> Mapping[Leaf, int]:
@@ -164,7 +168,7 @@ class _Finder:
         A template may begin the answer itself, with open or empty thoughts. They belong to the turn.
         """
         header = self._header(turn)
-        if not header and not self.template.answers_at_once:
+        if not header and not self.template.has_no_turn_header:
             return None
         asking = self._asking(turn)
         place = self.text.rfind(asking, 0, first) if asking else -1
@@ -178,15 +182,19 @@ class _Finder:
     def _header(self, turn: int) -> str:
         """Returns the header that the template adds after the messages before a turn, or otherwise after a lone
         question."""
-        before, asking = (self._written(turn, asks) or "" for asks in (False, True)) if turn else ("", "")
+        before, asking = (
+            (self._written(turn, add_generation_prompt) or "" for add_generation_prompt in (False, True))
+            if turn
+            else ("", "")
+        )
         added = asking[len(before) :].partition(BEGIN_THOUGHT)[0] if asking.startswith(before) else ""
         return added or self.template.header
 
     def _asking(self, turn: int) -> str | None:
         """Returns the text from the previous message's content to the beginning of a turn; None if there is no previous
         message, or none of its values are rendered, as with nothing but an image."""
-        text = self._written(turn, asks=True) if turn else None
-        edges = None if text is None else self._edges(turn, turn - 1, frozenset(), asks=True)
+        text = self._written(turn, add_generation_prompt=True) if turn else None
+        edges = None if text is None else self._edges(turn, turn - 1, frozenset(), add_generation_prompt=True)
         return None if text is None or edges is None else text[edges[1] :].partition(BEGIN_THOUGHT)[0]
 
     def _ending_alone(self, turn: int, kept: frozenset[Leaf]) -> str | None:
@@ -238,7 +246,7 @@ class _Finder:
     def _mark_of_next(self, alone: str, rest: str) -> str:
         """Returns the special token that directly follows a turn without an end token of its own; empty if there is
         none."""
-        if not self.template.leaves_end_to_others or not rest.startswith(alone.rstrip()):
+        if not self.template.has_no_end_token or not rest.startswith(alone.rstrip()):
             return ""
         after = rest[len(alone.rstrip()) :].lstrip()
         marks = [mark for mark in self.template.special_tokens if after.startswith(mark)]
@@ -265,7 +273,7 @@ def _next_messages(turn: Message) -> list[Message]:
     return [{"role": "tool", "name": name, **link, "content": PROBE} for name, link in zip(names, links, strict=True)]
 
 
-class TokenPlaces:
+class TokenOffsets:
     """Mapping from characters to tokens of a text with special tokens. Slow tokenizers have no offsets; ranges are then
     found by tokenising prefixes.
 

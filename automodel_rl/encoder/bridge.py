@@ -67,16 +67,16 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class LaneTransfers:
     """The transfers of one microbatch.
 
     Attributes:
-        arriving: tensors for this rank's language lane, by sending encoder lane.
-        leaving: tensors from this rank for others.
+        incoming: tensors for this rank's language lane, by sending encoder lane.
+        outgoing: tensors from this rank for others.
     """
 
-    arriving: list[Transfer] = field(default_factory=list)
-    leaving: list[Transfer] = field(default_factory=list)
+    incoming: list[Transfer] = field(default_factory=list)
+    outgoing: list[Transfer] = field(default_factory=list)
 
 
 Sizes = Mapping[int, Sequence[int]]
@@ -140,7 +140,7 @@ class Bridge:
         combine(vote, self.encoder.stage_control, torch.maximum)
         return bool(vote)
 
-    def to_language(self, chunks: Mapping[int, Tensor], sizes: Sizes, like: Tensor) -> Crossing:
+    def to_language(self, chunks: Mapping[int, Tensor], sizes: Sizes, like: Tensor) -> LaneTransfers:
         """Starts sending a microbatch's embeddings to language lanes of this rank. Returns the transfers, among them
         to this rank a tensor [m, E] from each encoder lane that serves it.
 
@@ -149,7 +149,7 @@ class Bridge:
             sizes: for each of these lanes, the number of embeddings from each encoder lane. 0 sends no message.
             like: a tensor with the dtype, device and width of the embeddings.
         """
-        rank, found = dist.get_rank(), Crossing()
+        rank, found = dist.get_rank(), LaneTransfers()
         for number in sizes:
             lane = self.lanes[number]
             for share, leader in enumerate(lane.encoder_leaders):
@@ -161,10 +161,12 @@ class Bridge:
                     tensor = chunks[number].contiguous() if size else tensor
                 if size and group is not None:
                     work = dist.broadcast(tensor, src=leader, group=group, async_op=True)
-                (found.arriving if number == self.own_lane else found.leaving).append(Transfer(tensor, work))
+                (found.incoming if number == self.own_lane else found.outgoing).append(Transfer(tensor, work))
         return found
 
-    def to_encoder(self, gradients: Sequence[Tensor], sizes: Sizes, like: Tensor) -> tuple[dict[int, Tensor], Crossing]:
+    def to_encoder(
+        self, gradients: Sequence[Tensor], sizes: Sizes, like: Tensor
+    ) -> tuple[dict[int, Tensor], LaneTransfers]:
         """Sends a microbatch's embedding gradients back, and waits for those of this rank's encoder lane. Returns
         them by language lane, and the transfers from this rank.
 
@@ -172,7 +174,7 @@ class Bridge:
             gradients: on a language lane's ranks, the gradient for each encoder lane, summed over the language lane.
             sizes, like: as for `to_language`.
         """
-        rank, found, mine = dist.get_rank(), Crossing(), {}
+        rank, found, mine = dist.get_rank(), LaneTransfers(), {}
         for number in sizes:
             lane = self.lanes[number]
             for share, leader in enumerate(lane.encoder_leaders):
@@ -183,7 +185,7 @@ class Bridge:
                 if rank == lane.language_leader:
                     gradient = gradients[share].contiguous()
                     if rank != leader:
-                        found.leaving.append(Transfer(gradient, dist.isend(gradient, dst=leader, group=group)))
+                        found.outgoing.append(Transfer(gradient, dist.isend(gradient, dst=leader, group=group)))
                 elif rank == leader:
                     dist.recv(gradient, src=lane.language_leader, group=group)
                 if rank in lane.encoder_ranks[share]:

@@ -94,7 +94,7 @@ class Encoding:
         return torch.zeros(()).expand(self.part.shape(item))
 
     def _run(self, media: Sequence[Media], loaded: Sequence[Tensor]) -> Tensor:
-        size = 1 if self.part.family.takes_one else len(media)
+        size = 1 if self.part.family.is_unbatched else len(media)
         outputs = [
             self._run_once(media[start : start + size], loaded[start : start + size])
             for start in range(0, len(media), size)

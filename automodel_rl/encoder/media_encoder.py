@@ -37,7 +37,7 @@ class MediaEncoder:
     Args:
         encoding: the encoder; None on ranks without it.
         trains: whether embeddings need gradients; the same on all ranks.
-        together: whether the encoder is on the language model's ranks.
+        is_colocated: whether the encoder is on the language model's ranks.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class MediaEncoder:
         name: EncoderName,
         *,
         trains: bool,
-        together: bool,
+        is_colocated: bool,
     ):
-        self.bridge, self.like, self.trains, self.together = bridge, like, trains, together
+        self.bridge, self.like, self.trains, self.is_colocated = bridge, like, trains, is_colocated
         self.shares = MediaShares(bridge, name)
         self._encoder = None if encoding is None else _Encoder(encoding, bridge, self.shares)
         self._reset()
@@ -75,13 +75,13 @@ class MediaEncoder:
         self.abandon_step()  # a forward without backward may precede
         self.shares.exchange(microbatches)
         count, self._keeps = self.shares.num_microbatches, train and self.trains
-        is_all = self.together or not self._keeps or not count  # a rank without lanes has no microbatches
+        is_all = self.is_colocated or not self._keeps or not count  # a rank without lanes has no microbatches
         self._ahead = count if is_all else min(count, encoded_ahead(self.bridge.language.parallel, count))
         if self._encoder is not None:
             self._encoder.start(self._keeps, self._ahead)
         for number in range(self._ahead):
             self._encode(number)
-        if self.together:  # only now, as messages may wait for other ranks
+        if self.is_colocated:  # only now, as messages may wait for other ranks
             for number in range(count):
                 self._carry(number)
         if not self._keeps and self._encoder is not None:
@@ -95,13 +95,13 @@ class MediaEncoder:
         """Ends a step after the language model's schedule: completes the encoder's gradients."""
         count = self.shares.num_microbatches if self._keeps else 0
         back: dict[int, dict[int, Tensor]] = {}
-        if self.together or self._encoder is None:  # before waiting for peers in the encoder's last backward
+        if self.is_colocated or self._encoder is None:  # before waiting for peers in the encoder's last backward
             back = {number: self._carry_back(number) for number in range(self._num_returned, count)}
         if self._encoder is not None:
             for number in range(count):
-                if self.together:
+                if self.is_colocated:
                     self._encoder.backward(number, back.pop(number))
-                for lane in self.bridge.served_lanes if not self.together else ():
+                for lane in self.bridge.served_lanes if not self.is_colocated else ():
                     self._encoder.backward(number, self._carry_back(number, lane))
                 if number + self._ahead < count:
                     self._encode(number + self._ahead)
@@ -121,15 +121,15 @@ class MediaEncoder:
             return
         for lane in self.bridge.served_lanes:
             self._encoder.encode(number, lane)
-            if not self.together:
+            if not self.is_colocated:
                 self._carry(number, lane)
 
     def _carry(self, number: int, lane: int | None = None) -> None:
         """Sends and receives a microbatch's embeddings, for one language lane or all lanes of this rank."""
         chunks = {} if self._encoder is None else self._encoder.chunks_of(number)
         crossing = self.bridge.to_language(chunks, self.shares.sizes(number, lane), self.like)
-        self._arriving[number] = crossing.arriving
-        self._leaving += crossing.leaving
+        self._arriving[number] = crossing.incoming
+        self._leaving += crossing.outgoing
 
     def _carry_back(self, number: int, of: int | None = None) -> dict[int, Tensor]:
         """Sends and receives a microbatch's embedding gradients, for one language lane or all lanes of this rank.
@@ -144,7 +144,7 @@ class MediaEncoder:
             self.bridge.sum_over_language_lane(gradient)
             gradients = self.shares.divided(lane, number, gradient)
         mine, crossing = self.bridge.to_encoder(gradients, self.shares.sizes(number, of), self.like)
-        self._leaving += crossing.leaving
+        self._leaving += crossing.outgoing
         self._num_returned = number + 1
         return mine
 
@@ -167,7 +167,7 @@ class MediaEncoder:
         order."""
         assert leaf.grad is not None
         self._gradients[number], leaf.grad = leaf.grad, None
-        while not self.together and self._num_returned in self._gradients:
+        while not self.is_colocated and self._num_returned in self._gradients:
             self._carry_back(self._num_returned)
 
     def _wait(self) -> None:

@@ -59,5 +59,5 @@ def _make_encoder(handle: ModelHandle, name: EncoderName) -> MediaEncoder:
     encoding = None
     if part is not None:
         encoding = Encoding(part, like, handle.partial_in_encoders[name], layout.tp_group)
-    trains, together = name in handle.trained_encoders, components.is_colocated(name)
-    return MediaEncoder(encoding, bridge, like, name, trains=trains, together=together)
+    trains, is_colocated = name in handle.trained_encoders, components.is_colocated(name)
+    return MediaEncoder(encoding, bridge, like, name, trains=trains, is_colocated=is_colocated)

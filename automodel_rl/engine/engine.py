@@ -12,9 +12,9 @@ from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch, Microbatch, set_values, sum_by_sequence, unpack
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.engine.kept_microbatches import keep_microbatches
+from automodel_rl.engine.microbatch_dump import dump_microbatches
 from automodel_rl.engine.parameter_groups import Settings, check_groups, check_masters, of_components
-from automodel_rl.engine.trained_state import TrainedState, take_state
+from automodel_rl.engine.trained_state import TrainedState, snapshot_state
 from automodel_rl.errors import TrainingDivergedError
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.model.handle import ModelHandle
@@ -70,7 +70,7 @@ class Engine:
         total_steps: number of optimizer steps of the run; required if the learning rate decays.
 
     Attributes:
-        keep_microbatches_in: folder for the microbatches at which training diverged; None saves none.
+        microbatch_dump_folder: folder for the microbatches at which training diverged; None saves none.
 
     Raises:
         InputError: the learning rate decays and `total_steps` is missing.
@@ -103,15 +103,15 @@ class Engine:
         self.step = 0
         self.skipped_in_a_row = 0
         self._has_gradients = False
-        self.keep_microbatches_in: Path | None = None
+        self.microbatch_dump_folder: Path | None = None
 
     def train_step(
         self,
         microbatches: Sequence[Microbatch],
         loss_fn: LossFn,
         readout: Readout = LOGPROBS,
-        agreed: GlobalBatch | None = None,
-        place: float | None = None,
+        global_batch: GlobalBatch | None = None,
+        step_index: float | None = None,
     ) -> TrainOutput:
         """Takes one optimizer step over the global batch.
 
@@ -119,10 +119,10 @@ class Engine:
             microbatches: this data rank's microbatches, on the host, equally many on every data rank (see `pack`).
             loss_fn: returns sums over a microbatch, which are divided by the counts of the global batch.
             readout: the per-token values that the loss needs.
-            agreed: the global batch, if one process has made and checked all ranks' microbatches. None: ranks check
-                them with each other.
-            place: index of the step among `total_steps`, from 0, for the learning rate; None for the number of steps
-                so far.
+            global_batch: the global batch, if one process has made and checked all ranks' microbatches. None: ranks
+                check them with each other.
+            step_index: index of the step among `total_steps`, from 0, for the learning rate; None for the number of
+                steps so far.
 
         Returns:
             Loss, gradient norm and metrics, equal on every rank.
@@ -135,17 +135,17 @@ class Engine:
         self.handle.check_head(is_linear=readout.scores)
         self.handle.check_mtp(is_read=readout.mtp)
         loss_fn, readout = self._with_mtp(loss_fn, readout)
-        agreed = self.runner.global_batch(microbatches, agreed)
-        lr = learning_rate(self.config, self.step if place is None else place, self.total_steps)
-        if agreed.num_microbatches == 0:
+        global_batch = self.runner.global_batch(microbatches, global_batch)
+        lr = learning_rate(self.config, self.step if step_index is None else step_index, self.total_steps)
+        if global_batch.num_microbatches == 0:
             self.step += 1
             return TrainOutput(0.0, 0.0, 0, lr, skipped=True, nothing_to_train=True)
-        totals = self.runner.forward_backward(microbatches, loss_fn, readout, agreed.counts)
+        totals = self.runner.forward_backward(microbatches, loss_fn, readout, global_batch.counts)
         with self.runner.abandoning_on_failure():
             shared = share_totals(totals, self.runner.square_norm(), self.handle.layout)
-            loss, grad_norm = shared.mean_loss(agreed.counts), math.sqrt(shared.square_norm)
+            loss, grad_norm = shared.mean_loss(global_batch.counts), math.sqrt(shared.square_norm)
             is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-            is_nothing = agreed.counts["tokens"] == 0 and grad_norm == 0.0
+            is_nothing = global_batch.counts["tokens"] == 0 and grad_norm == 0.0
             skipped = not is_finite or is_nothing
             if not skipped:
                 self._optimizer_step(lr, grad_norm, self.config.max_grad_norm)
@@ -156,7 +156,7 @@ class Engine:
         if not is_nothing:
             self._count_not_finite(not is_finite, loss, grad_norm, microbatches)
         metrics = {**shared.all_metrics, **routing, **indexing}
-        return TrainOutput(loss, grad_norm, agreed.counts["tokens"], lr, skipped, is_nothing, metrics)
+        return TrainOutput(loss, grad_norm, global_batch.counts["tokens"], lr, skipped, is_nothing, metrics)
 
     def forward_backward(
         self,
@@ -164,7 +164,7 @@ class Engine:
         loss_fn: LossFn,
         readout: Readout = LOGPROBS,
         counts: dict[Denominator, int] | None = None,
-        agreed: GlobalBatch | None = None,
+        global_batch: GlobalBatch | None = None,
     ) -> tuple[float, dict[str, float]]:
         """Adds the gradients of a global batch to those of earlier batches, until `optimizer_step` or `zero_grad`.
 
@@ -172,7 +172,7 @@ class Engine:
         weights.
 
         Args:
-            microbatches, loss_fn, readout, agreed: as for `train_step`.
+            microbatches, loss_fn, readout, global_batch: as for `train_step`.
             counts: divisors of the loss's sums; None for the counts of this global batch, `UNDIVIDED` for none.
 
         Returns:
@@ -185,9 +185,9 @@ class Engine:
         self.handle.check_head(is_linear=readout.scores)
         self.handle.check_mtp(is_read=readout.mtp)
         loss_fn, readout = self._with_mtp(loss_fn, readout)
-        agreed = self.runner.global_batch(microbatches, agreed)
-        counts = agreed.counts if counts is None else counts
-        if agreed.num_microbatches == 0:
+        global_batch = self.runner.global_batch(microbatches, global_batch)
+        counts = global_batch.counts if counts is None else counts
+        if global_batch.num_microbatches == 0:
             return 0.0, {}
         with self._adding_gradients():
             totals = self.runner.forward_backward(microbatches, loss_fn, readout, counts)
@@ -225,13 +225,13 @@ class Engine:
         self.handle.zero_grad()
         self._has_gradients = False
 
-    def take_state(self) -> TrainedState:
+    def snapshot_state(self) -> TrainedState:
         """Copies to the host what training changes on this rank: trained weights, gradients, moments, step count."""
-        return take_state(self.handle, self.optimizer, self.step, self._has_gradients)
+        return snapshot_state(self.handle, self.optimizer, self.step, self._has_gradients)
 
-    def put_state(self, state: TrainedState) -> None:
-        """Restores a `state` from `take_state`, possibly of another training, on the same rank and layout."""
-        self.handle.before_change()
+    def restore_state(self, state: TrainedState) -> None:
+        """Restores a `state` from `snapshot_state`, possibly of another training, on the same rank and layout."""
+        self.handle.wait_for_readers()
         self.handle.has_changed = True
         with self.moments_on_device():
             state.put(self.handle, self.optimizer)
@@ -256,12 +256,12 @@ class Engine:
         loss_fn: LossFn,
         readout: Readout = LOGPROBS,
         counts: dict[Denominator, int] | None = None,
-        agreed: GlobalBatch | None = None,
+        global_batch: GlobalBatch | None = None,
     ) -> tuple[float, dict[str, float]]:
         """Computes loss and metrics over the global batch, equal on every rank, without gradients or optimizer steps.
 
         Args:
-            microbatches, loss_fn, readout, counts, agreed: as for `forward_backward`.
+            microbatches, loss_fn, readout, counts, global_batch: as for `forward_backward`.
 
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
@@ -269,9 +269,9 @@ class Engine:
         """
         self.handle.check_head(is_linear=readout.scores)
         self.handle.check_mtp(is_read=readout.mtp)
-        agreed = self.runner.global_batch(microbatches, agreed)
-        totals = self.runner.evaluate(microbatches, loss_fn, readout, agreed)
-        return self._shared(totals, agreed.counts if counts is None else counts)
+        global_batch = self.runner.global_batch(microbatches, global_batch)
+        totals = self.runner.evaluate(microbatches, loss_fn, readout, global_batch)
+        return self._shared(totals, global_batch.counts if counts is None else counts)
 
     def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> list[Tensor]:
         """Returns log-probabilities of the tokens in this data rank's `microbatches`, equal on all its stages: [n]
@@ -288,7 +288,7 @@ class Engine:
         microbatches: Sequence[Microbatch],
         name: str,
         temperature: float = 1.0,
-        agreed: GlobalBatch | None = None,
+        global_batch: GlobalBatch | None = None,
         ids: str | None = None,
     ) -> list[Microbatch]:
         """Returns this data rank's microbatches with the log-probabilities of their tokens added to `values`.
@@ -297,21 +297,21 @@ class Engine:
             microbatches: this data rank's microbatches.
             name: key in `values`: [T] on the host, fp32 or float64; position t holds the value for token t + 1.
             temperature: divides the logits.
-            agreed: as for `train_step`.
+            global_batch: as for `train_step`.
             ids: key in `values` of other token ids, [T, K], to score instead, [T, K].
         """
-        outputs = self.runner.forward(microbatches, self._read(Readout(temperature, ids=ids)), agreed, ids)
+        outputs = self.runner.forward(microbatches, self._read(Readout(temperature, ids=ids)), global_batch, ids)
         return [
             set_values(microbatch, name, (output[:, 0] if ids is None else output[:, 1:]).cpu())
             for microbatch, output in zip(microbatches, outputs, strict=True)
         ]
 
     def entropies(
-        self, microbatches: Sequence[Microbatch], temperature: float = 1.0, agreed: GlobalBatch | None = None
+        self, microbatches: Sequence[Microbatch], temperature: float = 1.0, global_batch: GlobalBatch | None = None
     ) -> list[Tensor]:
         """Returns the entropies of the model's distributions over each token, in nats; otherwise as `logprobs`, with
-        its `microbatches` and `temperature`. `agreed` is as for `train_step`."""
-        outputs = self.runner.forward(microbatches, self._read(Readout(temperature, entropy=True)), agreed)
+        its `microbatches` and `temperature`. `global_batch` is as for `train_step`."""
+        outputs = self.runner.forward(microbatches, self._read(Readout(temperature, entropy=True)), global_batch)
         return [
             piece
             for output, microbatch in zip(outputs, microbatches, strict=True)
@@ -332,10 +332,10 @@ class Engine:
         dtype = torch.promote_types(self.handle.dtype, torch.float32)
         return torch.cat([torch.empty(0, dtype=dtype, device=self.handle.layout.device), *scores])
 
-    def scores(self, microbatches: Sequence[Microbatch], agreed: GlobalBatch | None = None) -> list[Tensor]:
+    def scores(self, microbatches: Sequence[Microbatch], global_batch: GlobalBatch | None = None) -> list[Tensor]:
         """Returns a linear head's outputs at each token, [n, L] per sequence, fp32 or float64, in the order of this
-        data rank's `microbatches`. `agreed` is as for `train_step`."""
-        outputs = self.runner.forward(microbatches, self._read(Readout(scores=True)), agreed)
+        data rank's `microbatches`. `global_batch` is as for `train_step`."""
+        outputs = self.runner.forward(microbatches, self._read(Readout(scores=True)), global_batch)
         return [
             piece
             for output, microbatch in zip(outputs, microbatches, strict=True)
@@ -344,40 +344,41 @@ class Engine:
         ]
 
     def top_logits(
-        self, microbatches: Sequence[Microbatch], k: int, agreed: GlobalBatch | None = None
+        self, microbatches: Sequence[Microbatch], k: int, global_batch: GlobalBatch | None = None
     ) -> list[tuple[Tensor, Tensor]]:
         """Returns the `k` largest logits of each token and their ids, largest first.
 
         They are fp32 or float64, and int64, both [n, k] per sequence, in the order of this data rank's
-        `microbatches`. Entry i is the prediction for token i; the first entry is 0. `agreed` is as for `train_step`.
+        `microbatches`. Entry i is the prediction for token i; the first entry is 0. `global_batch` is as for
+        `train_step`.
         """
 
-        return self._top(top_logits, microbatches, k, agreed)
+        return self._top(top_logits, microbatches, k, global_batch)
 
     def top_logprobs(
         self,
         microbatches: Sequence[Microbatch],
         k: int,
         temperature: float = 1.0,
-        agreed: GlobalBatch | None = None,
+        global_batch: GlobalBatch | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Returns the `k` largest log-probabilities of each token and their ids, largest first; otherwise as
-        `top_logits`, with its `microbatches` and `agreed`. `temperature` divides the logits."""
-        return self._top(functools.partial(top_logprobs, temperature=temperature), microbatches, k, agreed)
+        `top_logits`, with its `microbatches` and `global_batch`. `temperature` divides the logits."""
+        return self._top(functools.partial(top_logprobs, temperature=temperature), microbatches, k, global_batch)
 
     def _top(
         self,
         largest: Callable[[Tensor, Head, int], tuple[Tensor, Tensor]],
         microbatches: Sequence[Microbatch],
         k: int,
-        agreed: GlobalBatch | None,
+        global_batch: GlobalBatch | None,
     ) -> list[tuple[Tensor, Tensor]]:
         def both(hidden: Tensor, head: Head, _: LocalMicrobatch) -> Tensor:
             values, ids = largest(hidden, head, k)
             return torch.stack([values, ids.to(values.dtype)], dim=1)  # fp32 holds ids up to 2 ** 24
 
         self.handle.check_head(is_linear=False)
-        outputs = self.runner.forward(microbatches, both, agreed)
+        outputs = self.runner.forward(microbatches, both, global_batch)
         pieces = [
             piece
             for output, microbatch in zip(outputs, microbatches, strict=True)
@@ -385,15 +386,15 @@ class Engine:
         ]
         return [(piece[:, 0], piece[:, 1].long()) for piece in pieces]
 
-    def next_tokens(self, microbatches: Sequence[Microbatch], agreed: GlobalBatch | None = None) -> Tensor:
+    def next_tokens(self, microbatches: Sequence[Microbatch], global_batch: GlobalBatch | None = None) -> Tensor:
         """Returns the most likely token after each sequence, int64 [N], in the order of this data rank's
-        `microbatches`. `agreed` is as for `train_step`."""
+        `microbatches`. `global_batch` is as for `train_step`."""
 
         def likeliest(hidden: Tensor, head: Head, _: LocalMicrobatch) -> Tensor:
             return top_logits(hidden, head, 1)[1][:, 0]
 
         self.handle.check_head(is_linear=False)
-        outputs = self.runner.forward(microbatches, likeliest, agreed)
+        outputs = self.runner.forward(microbatches, likeliest, global_batch)
         ends = [
             microbatch.cu_seqlens[1 : microbatch.num_sequences + 1].to(output.device) - 1
             for output, microbatch in zip(outputs, microbatches, strict=True)
@@ -404,7 +405,7 @@ class Engine:
     def moments_to_host(self) -> int:
         """Moves the optimizer's moments to the host, until the next optimizer step or checkpoint. Returns the freed
         bytes, as `Offload.to_host`."""
-        self.handle.before_change()
+        self.handle.wait_for_readers()
         return self._moments.to_host()
 
     @contextlib.contextmanager
@@ -438,25 +439,25 @@ class Engine:
 
     def _optimizer_step(self, lr: float, grad_norm: float, max_grad_norm: float | None) -> None:
         every_copy = [named for part in self.handle.parts for named in part.named_parameters()]
-        apart = [parameter for name, parameter in every_copy if self.handle.is_apart(name)]
-        norm_apart = self._norm_apart() if self.handle.trains_apart else 0.0
+        apart = [parameter for name, parameter in every_copy if self.handle.is_auxiliary(name)]
+        norm_apart = self._auxiliary_norm() if self.handle.trains_auxiliary else 0.0
         if not math.isfinite(norm_apart):  # the model itself is still trained
             for parameter in apart:
                 parameter.grad = None
         if max_grad_norm is not None:
-            model = [parameter for name, parameter in every_copy if not self.handle.is_apart(name)]
+            model = [parameter for name, parameter in every_copy if not self.handle.is_auxiliary(name)]
             for parameters, norm in ((model, grad_norm), (apart, norm_apart)):
                 whole = torch.tensor(norm, dtype=torch.float64, device=self.handle.layout.device)
                 for of_mesh in by_mesh(parameters):
                     torch.nn.utils.clip_grads_with_norm_(of_mesh, max_grad_norm, whole)
-        self.handle.before_change()
+        self.handle.wait_for_readers()
         self.handle.has_changed = True
         with self.moments_on_device():
             self.optimizer.step(lr)
 
-    def _norm_apart(self) -> float:
-        """Returns the global gradient norm of parameters trained apart (`ModelHandle.is_apart`). A collective."""
-        shared = share_totals(LossTotals(), self.runner.square_norm(of_apart=True), self.handle.layout)
+    def _auxiliary_norm(self) -> float:
+        """Returns the global gradient norm of parameters trained apart (`ModelHandle.is_auxiliary`). A collective."""
+        shared = share_totals(LossTotals(), self.runner.square_norm(auxiliary=True), self.handle.layout)
         return math.sqrt(shared.square_norm)
 
     def _count_not_finite(
@@ -466,14 +467,14 @@ class Engine:
         if self.skipped_in_a_row < self.config.max_skipped_steps:
             return
         kept = ""
-        if self.keep_microbatches_in is not None:
+        if self.microbatch_dump_folder is not None:
             layout = self.handle.layout
             if layout.is_first_of_data_rank:
                 about = {"loss": str(loss), "grad_norm": str(grad_norm), "step": str(self.step)}
-                keep_microbatches(
-                    self.keep_microbatches_in / f"data_rank_{layout.data_rank}.safetensors", microbatches, about
+                dump_microbatches(
+                    self.microbatch_dump_folder / f"data_rank_{layout.data_rank}.safetensors", microbatches, about
                 )
-            kept = f" (its microbatches are in {self.keep_microbatches_in})"
+            kept = f" (its microbatches are in {self.microbatch_dump_folder})"
         raise TrainingDivergedError(
             f"{self.skipped_in_a_row} steps in a row were skipped, the last{kept} with loss {loss} and gradient norm "
             f"{grad_norm}: lower optimizer.lr, or check the data of these steps"

@@ -85,7 +85,7 @@ class ReferenceWeights:
     def _copied_over(self) -> Iterator[None]:
         """Overwrites the model's weights inside the block, keeping them on the device: no more memory than gradients
         need later."""
-        self.handle.before_change()
+        self.handle.wait_for_readers()
         own = [shard.clone() for shard in self._shards]
         try:
             _copy(self._copies, self._shards)
@@ -96,7 +96,7 @@ class ReferenceWeights:
     @torch.no_grad()
     def _swap(self) -> None:
         """Swaps the model's weights and the copies tensor by tensor, to never hold more than two sets."""
-        self.handle.before_change()
+        self.handle.wait_for_readers()
         for shard, copy in zip(self._shards, self._copies, strict=True):
             current = shard.clone()
             shard.copy_(copy, non_blocking=True)

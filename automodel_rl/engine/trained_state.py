@@ -56,7 +56,7 @@ class TrainedState:
 
 
 @torch.no_grad()
-def take_state(handle: ModelHandle, optimizer: ModelOptimizer, step: int, has_gradients: bool) -> TrainedState:
+def snapshot_state(handle: ModelHandle, optimizer: ModelOptimizer, step: int, has_gradients: bool) -> TrainedState:
     """Copies the state of a model and its optimizer to the host."""
     trained = trained_parameters(handle)
     state = TrainedState(

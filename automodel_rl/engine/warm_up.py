@@ -15,8 +15,8 @@ SPARE_BYTES = 2**31
 """Device memory reserved beforehand for activations of the warm-up."""
 
 
-def warm_up(engine: Engine, most_tokens: int) -> None:
-    """Compiles the layers' graphs, with and without gradients, by running a dummy microbatch of at most `most_tokens`
+def warm_up(engine: Engine, max_tokens: int) -> None:
+    """Compiles the layers' graphs, with and without gradients, by running a dummy microbatch of at most `max_tokens`
     tokens. Does nothing if layers are not compiled, or gradients of a step exist. A collective.
 
     Its memory is reserved at once and kept by torch's allocator, so as not to disturb another process that is
@@ -25,7 +25,7 @@ def warm_up(engine: Engine, most_tokens: int) -> None:
     if not engine.handle.memory.compile or engine.has_gradients:
         return
     _take_memory(engine)
-    length = min(NUM_TOKENS, most_tokens) // NUM_SEQUENCES
+    length = min(NUM_TOKENS, max_tokens) // NUM_SEQUENCES
     microbatches = [] if engine.handle.layout.is_outsider else [_some_tokens(engine, length)]
     device = engine.handle.layout.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # adapters may have dropout

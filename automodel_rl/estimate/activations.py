@@ -144,10 +144,10 @@ def _beside_bases(module: nn.Module, how: LayerForward) -> int:
 def _further_arguments(config: PretrainedConfig, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     """Returns additional layer arguments of a few families (model/part_forward.py)."""
     family = FAMILIES[config.model_type]
-    found: dict[str, Any] = {"shared_kv_states": {}} if family.leaves_keys else {}
+    found: dict[str, Any] = {"shared_kv_states": {}} if family.shares_kv else {}
     found["attention_mask"] = torch.empty(1, 1, 0, 0, device=META) if family.index_rotary else None
-    if family.hands_on:
-        found[family.hands_on] = torch.empty(0, device=META)
+    if family.carried_argument:
+        found[family.carried_argument] = torch.empty(0, device=META)
     if width := config.to_dict().get("hidden_size_per_layer_input"):
         found["per_layer_input"] = torch.empty(1, num_tokens, width, dtype=dtype, device=META)
     return found

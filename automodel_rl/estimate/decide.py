@@ -9,7 +9,7 @@ from automodel_rl.config import AnyRun, RunConfig
 from automodel_rl.config.keys import as_yaml
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.fit import GIB, Fit, fit_to_device
-from automodel_rl.estimate.further_models import ModelsBeside
+from automodel_rl.estimate.further_models import FurtherModelsMemory
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.process_group import join_process_group
 
@@ -43,7 +43,7 @@ def with_memory_decided(
     own = torch.tensor(torch.cuda.get_device_properties(device).total_memory, device=device)
     dist.all_reduce(own, op=dist.ReduceOp.MIN)
     described = config.model_copy(update={"model": model.model})
-    beside = ModelsBeside.of(config, {name: opened.whole for name, opened in (further or {}).items()})
+    beside = FurtherModelsMemory.of(config, {name: opened.whole for name, opened in (further or {}).items()})
     fit = fit_to_device(described, model.whole, own.item(), beside)
     if not fit.fits and config.batch.microbatch_tokens == "auto":
         raise InputError(

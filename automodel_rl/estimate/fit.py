@@ -10,7 +10,7 @@ from automodel_rl.config import AnyRun, ParallelConfig, RunConfig
 from automodel_rl.config.model import MemoryConfig, Recomputed
 from automodel_rl.config.parallel import Fsdp
 from automodel_rl.errors import InputError
-from automodel_rl.estimate.further_models import ModelsBeside
+from automodel_rl.estimate.further_models import FurtherModelsMemory
 from automodel_rl.estimate.memory import MemoryModel
 from automodel_rl.estimate.rollout_phases import has_adapters_alone, rollout_phases
 from automodel_rl.families.known import language_config
@@ -19,7 +19,7 @@ from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import describe_model
 from automodel_rl.support.table import check_supported
 
-NONE_BESIDE = ModelsBeside()
+NONE_BESIDE = FurtherModelsMemory()
 
 STEP = 1024
 """Capacities are multiples of this many tokens."""
@@ -95,7 +95,7 @@ class Fit:
 
 
 def fit_to_device(
-    config: RunConfig, whole: PretrainedConfig, device_bytes: float, beside: ModelsBeside = NONE_BESIDE
+    config: RunConfig, whole: PretrainedConfig, device_bytes: float, beside: FurtherModelsMemory = NONE_BESIDE
 ) -> Fit:
     """Resolves `parallel.fsdp`, `memory.activation_checkpointing`, `memory.offload_optimizer` and
     `batch.microbatch_tokens` where they are `auto`.
@@ -145,7 +145,7 @@ def _try(
     config: RunConfig,
     model: MemoryModel,
     device_bytes: float,
-    beside: ModelsBeside,
+    beside: FurtherModelsMemory,
     parallel: ParallelConfig,
     memory: MemoryConfig,
 ) -> Fit:
@@ -155,7 +155,7 @@ def _try(
     step = model.plan(parallel, memory, parallel.pp)
     copy_bytes = model.copy_bytes(step, has_adapters_alone(config))
     phases = rollout_phases(config, model.config, copy_bytes, step.ranks[0], device_bytes)
-    room = USED * device_bytes - phases.beside_training - beside.lasting(parallel, memory)
+    room = USED * device_bytes - phases.beside_training - beside.resident_bytes(parallel, memory)
     num_tokens = largest_microbatch(model, parallel, memory, room) if given == "auto" else given
     if parallel.pp > 1 and given == "auto":
         num_tokens = min(num_tokens, max(MAX_IN_A_PIPELINE, -(-longest // STEP) * STEP))
@@ -164,7 +164,7 @@ def _try(
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
 
     def busiest(tokens: int) -> int:
-        return beside.busiest(parallel, memory, max(tokens, STEP), fullest)
+        return beside.peak_bytes(parallel, memory, max(tokens, STEP), fullest)
 
     if given == "auto":
         num_tokens = (

@@ -17,33 +17,33 @@ ANY_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class ModelsBeside:
+class FurtherModelsMemory:
     """The additional models of a run.
 
     Attributes:
-        asked: the models by name.
+        requested: the models by name.
         wholes: their Hugging Face configs by name.
     """
 
-    asked: Mapping[str, FurtherModel] = field(default_factory=dict)
+    requested: Mapping[str, FurtherModel] = field(default_factory=dict)
     wholes: Mapping[str, PretrainedConfig] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: RunConfig, wholes: Mapping[str, PretrainedConfig]) -> "ModelsBeside":
+    def of(cls, config: RunConfig, wholes: Mapping[str, PretrainedConfig]) -> "FurtherModelsMemory":
         """Returns the additional models of a run."""
         return cls(config.further_models, wholes)
 
-    def lasting(self, parallel: ParallelConfig, memory: MemoryConfig) -> int:
+    def resident_bytes(self, parallel: ParallelConfig, memory: MemoryConfig) -> int:
         """Bytes on a rank while the trained model computes: weights, and moments of trained models. Models in host
         memory take none."""
         return sum(
             _kept(self._model(name, ANY_TOKENS), one, parallel, memory)
-            for name, one in self.asked.items()
+            for name, one in self.requested.items()
             if one.between == "device"
         )
 
-    def busiest(self, parallel: ParallelConfig, memory: MemoryConfig, num_tokens: int, trained: RankMemory) -> int:
-        """Peak bytes on a rank while one of them computes, in addition to `lasting`; 0 without any.
+    def peak_bytes(self, parallel: ParallelConfig, memory: MemoryConfig, num_tokens: int, trained: RankMemory) -> int:
+        """Peak bytes on a rank while one of them computes, in addition to `resident_bytes`; 0 without any.
 
         Args:
             parallel, memory: the run's sections.
@@ -52,7 +52,7 @@ class ModelsBeside:
                 additional model takes turns with it.
         """
         found, resident = 0, trained.weights + trained.moments
-        for name, one in self.asked.items():
+        for name, one in self.requested.items():
             model, is_on_host = self._model(name, num_tokens), one.between == "host"
             kept = _kept(model, one, parallel, memory)
             if one.is_trained:
@@ -63,12 +63,12 @@ class ModelsBeside:
         return found
 
     def _model(self, name: str, num_tokens: int) -> MemoryModel:
-        return MemoryModel(self.wholes[name], self.asked[name].model, num_tokens, OptimizerConfig())
+        return MemoryModel(self.wholes[name], self.requested[name].model, num_tokens, OptimizerConfig())
 
 
-def _kept(model: MemoryModel, asked: FurtherModel, parallel: ParallelConfig, memory: MemoryConfig) -> int:
+def _kept(model: MemoryModel, requested: FurtherModel, parallel: ParallelConfig, memory: MemoryConfig) -> int:
     """Bytes that a model keeps on a rank between forwards."""
     rank = max(model.plan(parallel, memory, parallel.pp).ranks, key=lambda one: one.weights)
-    if asked.is_trained:
+    if requested.is_trained:
         return rank.weights + rank.moments
     return rank.weights * model.compute // model.master

@@ -42,7 +42,6 @@ from automodel_rl.estimate.parameter_sizes import (
     stage_parameters,
 )
 from automodel_rl.families.known import language_config
-from automodel_rl.few_bits.formats import FORMATS
 from automodel_rl.model.compiled_layers import are_compiled
 from automodel_rl.model.offloaded_activations import ON_DEVICE
 from automodel_rl.model.parallelise import dtypes_of
@@ -50,6 +49,7 @@ from automodel_rl.optimizers import OPTIMIZERS
 from automodel_rl.parallel.pipeline.schedules import SCHEDULES, stages_of_ranks
 from automodel_rl.parallel.pipeline.split import layers_per_stage
 from automodel_rl.parallel.pipeline.timeline import Timeline, simulate
+from automodel_rl.quantized.formats import FORMATS
 from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import describe_model, experts_per_token, kinds_of_layers
 
@@ -63,7 +63,7 @@ class RankMemory:
     Attributes:
         shards_at_once: whether gradients are reduced layer by layer while activations are freed, as with one
             microbatch.
-        lets_go: whether gathered weights are also freed layer by layer, rather than at the end of the step.
+        frees_gathered: whether gathered weights are also freed layer by layer, rather than at the end of the step.
         optimizer: weights, moments and reduced gradients in the optimizer step if moments are offloaded.
     """
 
@@ -76,7 +76,7 @@ class RankMemory:
     head: int
     backward: int
     shards_at_once: bool = False
-    lets_go: bool = False
+    frees_gathered: bool = False
     optimizer: int = 0
     reference: int = 0
     last: int = 0
@@ -84,8 +84,8 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """Peak memory. With one microbatch, gradients replace activations and gathered weights."""
-        lasting = self.weights + self.moments + self.buffers + (0 if self.lets_go else self.gathered)
-        both = (self.gradients, self.activations + (self.gathered if self.lets_go else 0))
+        lasting = self.weights + self.moments + self.buffers + (0 if self.frees_gathered else self.gathered)
+        both = (self.gradients, self.activations + (self.gathered if self.frees_gathered else 0))
         in_backward = (max(both) if self.shards_at_once else sum(both)) + max(self.head, self.backward)
         return self.reference + max(self.optimizer, lasting + max(in_backward, self.gradients + self.last))
 
@@ -186,7 +186,7 @@ class MemoryModel:
         gradients = trained / sharded if parallel.reduces_each else trained
         return gathered + shards + gradients * self.gradient
 
-    def least_activations(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
+    def min_activations(self, parallel: ParallelConfig, memory: MemoryConfig) -> float:
         """Lower bound of the bytes for activations of several microbatches on the fullest rank of a supported layout.
         The first rank of a pipeline holds those of as many microbatches as there are ranks."""
         how, layers = self._how(parallel, memory), self.config.num_hidden_layers
@@ -228,7 +228,7 @@ class MemoryModel:
             ranks=ranks,
             largest_gather=max(_largest(_units(stage)) for stage in stages) * self.compute,
             timeline=timeline,
-            host=round(max(simulate(parallel, num_microbatches, work, kept).most_held)) if offloads else 0,
+            host=round(max(simulate(parallel, num_microbatches, work, kept).max_held)) if offloads else 0,
         )
 
     def _rank(
@@ -265,12 +265,12 @@ class MemoryModel:
             gradients=sum(size.gathered for size in trained) * self.gradient
             if sums_whole
             else trained_shards * self.gradient,
-            activations=round(timeline.most_held[rank]),
+            activations=round(timeline.max_held[rank]),
             buffers=self._buffers(indices, parallel),
             head=self._head(parallel, head, sums_whole) if has_head else 0,
             backward=max(most_backward + plain + messages, reduction),
             shards_at_once=not adds_up,
-            lets_go=not adds_up and not parallel.reshards,
+            frees_gathered=not adds_up and not parallel.reshards,
             optimizer=weights + moments + trained_shards * self.gradient if offloads else 0,
             reference=trained_shards * self.compute if memory.reference == "device" else 0,
             last=max(map(_largest, units)) * self.gradient,
@@ -342,8 +342,8 @@ class MemoryModel:
 
     def _how(self, parallel: ParallelConfig, memory: MemoryConfig) -> LayerForward:
         """Returns how layers compute on CUDA."""
-        asked = Combination(self._description, self._model_config, parallel, memory)
-        compiled = are_compiled(asked, torch.device("cuda"), self._dtype)
+        combination = Combination(self._description, self._model_config, parallel, memory)
+        compiled = are_compiled(combination, torch.device("cuda"), self._dtype)
         trains_indexer = self._model_config.indexer is not None
         lora = self._model_config.lora
         return LayerForward(self._dtype, memory.recomputed, compiled, trains_indexer, memory.mlp_tile, lora)

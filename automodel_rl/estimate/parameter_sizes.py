@@ -18,7 +18,6 @@ from automodel_rl.config.model import LoraConfig
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import FAMILIES, language_config, language_family, multimodal_family
 from automodel_rl.families.text import TEXT_FAMILIES
-from automodel_rl.few_bits.base import names_of_base
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.layers import is_adapter
 from automodel_rl.mixture.experts import transpose_experts
@@ -27,6 +26,7 @@ from automodel_rl.model.encoder import as_encoder, freeze, split_modules
 from automodel_rl.model.mtp import add_mtp_layer
 from automodel_rl.model.sparse_attention import freeze_indexers
 from automodel_rl.parallel.tensor_parallel import BY_HEADS, COLUMNS, ROWS, WIDE_NORM
+from automodel_rl.quantized.base import names_of_base
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -40,7 +40,7 @@ class ParameterSize:
         layer: index of its layer; None for embedding, final norm and head.
         shape: shape on a rank before FSDP shards it.
         fsdp_size: number of ranks over which FSDP shards it.
-        kept_in: storage format of a frozen parameter kept in few bits; otherwise empty.
+        kept_in: storage format of a frozen parameter kept quantized; otherwise empty.
     """
 
     name: str
@@ -114,7 +114,7 @@ def parameter_sizes(
     model: Any, parallel: ParallelConfig, base: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[ParameterSize]:
     """Yields the size of every parameter of a model on the meta device, on one rank. In a pipeline, a tied head counts
-    as a separate parameter. `base` holds the formats of weights kept in few bits, by name."""
+    as a separate parameter. `base` holds the formats of weights kept quantized, by name."""
     tied = model.config.tie_word_embeddings
     plan = FAMILIES[model.config.model_type].whole_tp_plan(model.config.base_model_tp_plan)
     for name, parameter in model.named_parameters(remove_duplicate=not (tied and parallel.pp > 1)):
@@ -136,7 +136,7 @@ STORED = {"nf4": "nf4", "mxfp4": "mxfp4", "fp8": "fp8_e4m3"}
 
 
 def formats_of_base(model: Any, lora: LoraConfig | None, quantization: str) -> dict[str, str]:
-    """Returns the formats of weights kept in few bits, by name, as far as config.json tells. `quantization` is that of
+    """Returns the formats of weights kept quantized, by name, as far as config.json tells. `quantization` is that of
     the checkpoint."""
     if lora is None or lora.base == "plain":
         return {}

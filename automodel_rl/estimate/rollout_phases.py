@@ -51,7 +51,7 @@ def rollout_phases(
     model_bytes: int,
     rank: RankMemory,
     device_bytes: float,
-    lasting: float = 0,
+    resident_bytes: float = 0,
 ) -> RolloutPhases:
     """Returns the phases of a run that generates; all 0 for others.
 
@@ -61,7 +61,7 @@ def rollout_phases(
         model_bytes: bytes of a generator's full copy of the model.
         rank: training memory of the rank.
         device_bytes: memory of the device.
-        lasting: bytes of additional models that stay on the device.
+        resident_bytes: bytes of additional models that stay on the device.
     """
     run = config.generation
     if run is None:
@@ -71,10 +71,10 @@ def rollout_phases(
     what = () if memory.offload is None else memory.offload.what
     weights, moments = rank.weights, rank.moments
     without_moments = 0 if "moments" in what else moments
-    always = buffers + rank.reference + lasting
+    always = buffers + rank.reference + resident_bytes
     in_rollouts = always + without_moments + (0 if "weights" in what else weights)
     generator = rollout.generator
-    if generator.is_apart:
+    if generator.has_own_memory:
         return RolloutPhases(buffers, always + weights + without_moments, in_rollouts)
     if isinstance(generator, VllmGeneratorConfig):
         awake = generator.memory_fraction * device_bytes

@@ -34,14 +34,14 @@ class AudioEncoder(EncoderFamily):
     reader: type[AudioReader]
 
     @property
-    def least_tokens(self) -> int:
+    def min_tokens(self) -> int:
         """Minimum tokens of a clip: transformers takes a single one for a prompt whose clips are not expanded."""
         return 2
 
     @property
-    def least_frames(self) -> int:
-        """Minimum frames of a clip with `least_tokens`."""
-        return 4 * self.least_tokens - 1
+    def min_frames(self) -> int:
+        """Minimum frames of a clip with `min_tokens`."""
+        return 4 * self.min_tokens - 1
 
     def num_tokens(self, num_frames: int) -> int:
         """Returns the number of tokens of a clip with `num_frames` frames, silent padding excluded."""
@@ -52,8 +52,8 @@ class AudioEncoder(EncoderFamily):
         """Returns the mels and frames of the spectrogram of a clip with `num_frames` frames, including any padding."""
 
     def blank(self, config: PretrainedConfig) -> Audio:
-        frames = self.least_frames
-        return Audio(0, self.least_tokens, frames, torch.zeros(self.spectrogram(config, frames)))
+        frames = self.min_frames
+        return Audio(0, self.min_tokens, frames, torch.zeros(self.spectrogram(config, frames)))
 
     def shape(self, config: PretrainedConfig, item: Media) -> tuple[int, ...]:
         return self.spectrogram(config, frames_of(item))
@@ -74,7 +74,7 @@ class AudioEncoder(EncoderFamily):
     def random(self, config: PretrainedConfig, generator: torch.Generator) -> dict[str, Callable[[], Media]]:
         def clip() -> Audio:
             """The silent padding is also filled with noise."""
-            shortest = self.least_frames
+            shortest = self.min_frames
             longest = min(shortest + 12, self.spectrogram(config, shortest + 12)[1])
             num_frames = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
             features = torch.randn(self.spectrogram(config, num_frames), generator=generator)

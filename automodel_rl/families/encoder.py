@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from automodel_rl.batch.media import BothWays, EncoderName, Media
+from automodel_rl.batch.media import Bidirectional, EncoderName, Media
 from automodel_rl.families.family import TPPlan
 from automodel_rl.media.audio import AudioReader
 from automodel_rl.media.images import ImageReader
@@ -61,14 +61,14 @@ class EncoderFamily(ABC):
             clips of different sizes; empty if there is none.
         computes_in_fp32: whether parts always compute in fp32, so that float64 is not exact.
         breaks: tokens that end a row of an image, and an image; None without row breaks.
-        takes_one: whether a forward takes a single item.
+        is_unbatched: whether a forward takes a single item.
         reads_videos: whether it supports videos.
         has_pixel_limits: whether the image processor limits the pixels of an image.
     """
 
     component: ClassVar[EncoderName]
     breaks: ClassVar[tuple[str, str] | None] = None
-    takes_one: ClassVar[bool] = False
+    is_unbatched: ClassVar[bool] = False
     has_pixel_limits: ClassVar[bool] = False
 
     model_types: tuple[str, ...]
@@ -95,7 +95,7 @@ class EncoderFamily(ABC):
         del config
         return 0
 
-    def both_ways(self, config: PretrainedConfig) -> BothWays:
+    def bidirectional(self, config: PretrainedConfig) -> Bidirectional:
         """Returns the language-model layers in which the tokens of an item attend to each other in both directions."""
         del config
         return "nowhere"
@@ -107,7 +107,7 @@ class EncoderFamily(ABC):
         Args:
             model: transformers' inner model without its language model and other encoders.
             config: config of the whole model.
-            loaded: results of `Media.load`, on the device and in the compute dtype; a single one if `takes_one`.
+            loaded: results of `Media.load`, on the device and in the compute dtype; a single one if `is_unbatched`.
             media: the items.
 
         Returns:

@@ -24,11 +24,11 @@ class Family:
         has_square_output: whether the input width of attention's output projection is the hidden size, regardless of
             heads.
         has_sinks: whether attention has a learned sink per head.
-        leaves_keys: whether layers store keys and values for later layers in a dict passed to all of them.
+        shares_kv: whether layers store keys and values for later layers in a dict passed to all of them.
         index_rotary: dims of an indexer (model/sparse_attention.py) that rotary embeddings rotate together: "halves" or
             "pairs"; empty without indexers.
-        hands_on: argument through which a layer receives the previous layer's additional output; empty if layers return
-            only hidden states.
+        carried_argument: argument through which a layer receives the previous layer's additional output; empty if
+            layers return only hidden states.
         mtp_files: location of the MTP layer (model/mtp.py) in files: "layer" after the last layer, "mtp" in a separate
             module, "mimo" in a module inside the model; empty if it is not supported.
         mtp_kinds: kinds of the MTP layer's attention and MLP, for models whose layers differ.
@@ -36,7 +36,7 @@ class Family:
         rotary_axes: number of axes of rotary positions; 3 for language models with image support (M-RoPE).
         token_mixer: name of the token mixer of layers without attention (model/token_mixers/known.py); empty if all
             have attention.
-        hands_on_arguments: whether layers pass all arguments to attention. If not, they get the forward of Llama's
+        passes_all_arguments: whether layers pass all arguments to attention. If not, they get the forward of Llama's
             layers, whose modules they have.
         renamed_modules: modules of the body with unusual names, and the usual names that they are given.
         fp32_modules: names, relative to a layer, of modules whose weights stay in fp32.
@@ -60,15 +60,15 @@ class Family:
     transposes_experts: bool = False
     has_square_output: bool = False
     has_sinks: bool = False
-    leaves_keys: bool = False
+    shares_kv: bool = False
     index_rotary: str = ""
-    hands_on: str = ""
+    carried_argument: str = ""
     mtp_files: str = ""
     mtp_kinds: tuple[str, str] = ("full_attention", "sparse")
     rotary_by_layer_type: bool = False
     rotary_axes: int = 1
     token_mixer: str = ""
-    hands_on_arguments: bool = True
+    passes_all_arguments: bool = True
     renamed_modules: tuple[tuple[str, str], ...] = ()
     fp32_modules: tuple[str, ...] = ()
     scales_embedding: bool = False

@@ -29,36 +29,36 @@ class FileNames:
     Attributes:
         experts: names of separate experts; None if files contain stacked experts as in the model, or there are no
             experts.
-        starts: pairs of a name prefix in the model's parts and in files. The first matching pair applies.
+        prefixes: pairs of a name prefix in the model's parts and in files. The first matching pair applies.
         renamed: pairs of a pattern in model names and its replacement in files.
         cut: for model tensors that are stored as several, patterns of their names in files, each with the replacements
             for the parts and the rows of each.
-        turns_experts: whether some files have expert stacks [experts, outputs, inputs], which transformers 5.18 writes,
-            though it reads both.
-        tell_tale: pattern of a name that occurs only in files with these names; empty for the usual names.
+        files_transpose_experts: whether some files have expert stacks [experts, outputs, inputs], which transformers
+            5.18 writes, though it reads both.
+        identifying_pattern: pattern of a name that occurs only in files with these names; empty for the usual names.
     """
 
     experts: ExpertNames | None = None
-    starts: tuple[tuple[str, str], ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     cut: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
-    turns_experts: bool = False
-    tell_tale: str = ""
+    files_transpose_experts: bool = False
+    identifying_pattern: str = ""
 
     def fits(self, names: Iterable[str]) -> bool:
         """Whether names in files identify this naming scheme."""
-        return bool(self.tell_tale) and any(re.search(self.tell_tale, name) for name in names)
+        return bool(self.identifying_pattern) and any(re.search(self.identifying_pattern, name) for name in names)
 
-    def tell_tale_after(self, start: str) -> str:
-        """Returns `tell_tale` restricted to names with a prefix, given as a pattern."""
-        return f"{start}.*{self.tell_tale}"
+    def identifying_pattern_after(self, start: str) -> str:
+        """Returns `identifying_pattern` restricted to names with a prefix, given as a pattern."""
+        return f"{start}.*{self.identifying_pattern}"
 
 
 def parts_apart(tower: str) -> FileNames:
     """Returns the names of a multimodal model whose parts are top-level modules in files: an encoder, a projector and a
     language model. `tower` is the encoder's module."""
     apart = tuple((f"model.{part}.", f"{part}.") for part in (tower, "multi_modal_projector"))
-    return FileNames(starts=(*apart, ("", "language_model.")))
+    return FileNames(prefixes=(*apart, ("", "language_model.")))
 
 
 SINGLE_EXPERTS = FileNames(ExpertNames())
@@ -85,9 +85,9 @@ def in_multimodal(usual: tuple[FileNames, ...]) -> tuple[FileNames, ...]:
     found = []
     for names in usual:
         renamed = (*names.renamed, (r"^model\.", "model.language_model."))
-        found.append(replace(names, renamed=renamed, tell_tale=names.tell_tale_after(within)))
+        found.append(replace(names, renamed=renamed, identifying_pattern=names.identifying_pattern_after(within)))
         renamed = (*names.renamed, (r"^", "language_model."))
-        found.append(replace(names, renamed=renamed, tell_tale=names.tell_tale_after(beside)))
+        found.append(replace(names, renamed=renamed, identifying_pattern=names.identifying_pattern_after(beside)))
     return tuple(found)
 
 
@@ -112,11 +112,13 @@ def _of_olmo_hybrid(config: PretrainedConfig) -> tuple[FileNames, ...]:
     of_all = (r"\.post_attention_layernorm\.", ".feedforward_layer_norm.")
     return (
         of_widths,
-        replace(of_widths, renamed=(*_DELTA_NET.renamed, first, of_linear), tell_tale=r"\.attention_layer_norm\."),
+        replace(
+            of_widths, renamed=(*_DELTA_NET.renamed, first, of_linear), identifying_pattern=r"\.attention_layer_norm\."
+        ),
         replace(
             of_thirds,
             renamed=(*_DELTA_NET.renamed, first, of_all),
-            tell_tale=rf"\.({others})\.feedforward_layer_norm\.",
+            identifying_pattern=rf"\.({others})\.feedforward_layer_norm\.",
         ),
     )
 
@@ -216,7 +218,7 @@ TEXT_FILE_NAMES: dict[str, tuple[FileNames, ...]] = {
     "qwen3_5_text": (_DELTA_NET,),
     "qwen3_5_moe_text": (
         _DELTA_NET_MIXTURE,
-        replace(_DELTA_NET, tell_tale=r"\.mlp\.experts\.gate_up_proj$"),  # experts in one tensor
+        replace(_DELTA_NET, identifying_pattern=r"\.mlp\.experts\.gate_up_proj$"),  # experts in one tensor
     ),
 }
 """Names by the `model_type` of a text model: the usual ones, then alternatives. Families that are missing here use the

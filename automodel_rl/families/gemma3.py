@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from automodel_rl.batch.media import BothWays, Media
+from automodel_rl.batch.media import Bidirectional, Media
 from automodel_rl.families.llava import OF_TRANSFORMERS_4, PARTS_APART
 from automodel_rl.families.multimodal import Multimodal
 from automodel_rl.families.one_size_images import CLIP_PLAN, PROJECTOR, OneSizeImages
@@ -18,7 +18,7 @@ from automodel_rl.families.one_size_images import CLIP_PLAN, PROJECTOR, OneSizeI
 class GemmaImages(OneSizeImages):
     """SigLIP's encoder with Gemma's projector."""
 
-    def both_ways(self, config: PretrainedConfig) -> BothWays:
+    def bidirectional(self, config: PretrainedConfig) -> Bidirectional:
         return "everywhere"
 
     def arguments(

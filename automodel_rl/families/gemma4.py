@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PretrainedConfig
 
-from automodel_rl.batch.media import BothWays, EncoderName, Image, Media
+from automodel_rl.batch.media import Bidirectional, EncoderName, Image, Media
 from automodel_rl.errors import InputError
 from automodel_rl.families.encoder import EncoderFamily, MediaReader, ReadingOptions
 from automodel_rl.families.file_names import FileNames
@@ -38,11 +38,11 @@ class PlacedPatches(EncoderFamily):
     """
 
     component: ClassVar[EncoderName] = "vision"
-    takes_one: ClassVar[bool] = True
+    is_unbatched: ClassVar[bool] = True
 
     merges_pixels: bool = False
 
-    def both_ways(self, config: PretrainedConfig) -> BothWays:
+    def bidirectional(self, config: PretrainedConfig) -> Bidirectional:
         return "in windows" if config.text_config.use_bidirectional_attention == "vision" else "nowhere"
 
     def _patch_size(self, config: PretrainedConfig) -> int:
@@ -58,7 +58,7 @@ class PlacedPatches(EncoderFamily):
     def blank(self, config: PretrainedConfig) -> Image:
         side = 1 if self.merges_pixels else config.vision_config.pooling_kernel_size
         pixels = functools.partial(torch.zeros, side**2, self._patch_size(config))
-        return Image(0, 1, (1, side, side), pixels, both_ways=self.both_ways(config), framed=True)
+        return Image(0, 1, (1, side, side), pixels, bidirectional=self.bidirectional(config), framed=True)
 
     def shape(self, config: PretrainedConfig, item: Media) -> tuple[int, ...]:
         return math.prod(item.size), self._patch_size(config)
@@ -175,7 +175,7 @@ GEMMA4 = Multimodal(
             ),
         )
     },
-    file_names=(FileNames(starts=(*_APART, ("model.", "model.language_model."))),),
+    file_names=(FileNames(prefixes=(*_APART, ("model.", "model.language_model."))),),
     languages=("gemma4_text",),
     left_out=("audio_config",),
     pads_media=True,
@@ -201,7 +201,7 @@ GEMMA4_UNIFIED = replace(
     },
     file_names=(
         FileNames(
-            starts=(
+            prefixes=(
                 *((f"model.embed_vision.{name}", f"model.vision_embedder.{name}") for name in _PROJECTED),
                 ("model.embed_vision.multimodal_embedder.", "model.embed_vision."),
                 ("model.", "model.language_model."),

@@ -37,7 +37,7 @@ _ENCODER = PatchImages(
 
 GLM4V = Multimodal(
     encoders={"vision": (_ENCODER,)},
-    file_names=(FileNames(starts=VISION_IN_FILES),),
+    file_names=(FileNames(prefixes=VISION_IN_FILES),),
     own_languages={"glm4v_text": Family(rotary_axes=3, tp_plan=FUSED_MLP)},
     has_rotary_grid=True,
 )
@@ -45,6 +45,6 @@ GLM4V = Multimodal(
 GLM4V_MOE = replace(
     GLM4V,
     encoders={"vision": (replace(_ENCODER, model_types=("glm4v_moe_vision",), title="GLM-4.5V's encoder"),)},
-    file_names=(replace(SINGLE_EXPERTS, starts=VISION_IN_FILES),),
+    file_names=(replace(SINGLE_EXPERTS, prefixes=VISION_IN_FILES),),
     own_languages={"glm4v_moe_text": replace(BIASED_MIXTURE, rotary_axes=3)},
 )

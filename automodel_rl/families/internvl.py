@@ -108,7 +108,7 @@ INTERNVL = Multimodal(
     },
     file_names=(
         _PARTS_APART,
-        replace(_PARTS_APART, experts=ExpertNames(), tell_tale=r"\.mlp\.experts\.0\."),  # a mixture
+        replace(_PARTS_APART, experts=ExpertNames(), identifying_pattern=r"\.mlp\.experts\.0\."),  # a mixture
     ),
     languages=(*TEXT_MODELS, "qwen3_moe"),
     image_text=("<IMG_CONTEXT>", "<img><IMG_CONTEXT></img>"),

@@ -24,8 +24,8 @@ PARTS_APART = parts_apart("vision_tower")
 
 OF_TRANSFORMERS_4 = replace(
     PARTS_APART,
-    starts=(("model.vision_tower.", "vision_tower.vision_model."), *PARTS_APART.starts[1:]),
-    tell_tale=r"^vision_tower\.vision_model\.",
+    prefixes=(("model.vision_tower.", "vision_tower.vision_model."), *PARTS_APART.prefixes[1:]),
+    identifying_pattern=r"^vision_tower\.vision_model\.",
 )
 """Names written by transformers 4, which occur on the hub."""
 

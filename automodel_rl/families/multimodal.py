@@ -57,7 +57,7 @@ class Multimodal:
     def is_bidirectional(self, config: PretrainedConfig) -> bool:
         """Whether tokens of an image attend to each other in both directions in some layers of the language model."""
         of_all = (encoder for encoders in self.encoders.values() for encoder in encoders)
-        return any(encoder.both_ways(config) != "nowhere" for encoder in of_all)
+        return any(encoder.bidirectional(config) != "nowhere" for encoder in of_all)
 
     @property
     def reads_videos(self) -> bool:

@@ -53,7 +53,7 @@ class OneSizeImages(EncoderFamily):
             # "default" drops the first token, whatever it is.
             is_cut = config.vision_feature_select_strategy == "default"
             tokens = math.prod(grid) + self.has_class_token - is_cut
-        return Image(0, tokens, grid, pixels, both_ways=self.both_ways(config))
+        return Image(0, tokens, grid, pixels, bidirectional=self.bidirectional(config))
 
     def shape(self, config: PretrainedConfig, item: Media) -> tuple[int, ...]:
         vision = config.vision_config

@@ -71,14 +71,14 @@ QWEN2_5_OMNI = Multimodal(
         ),
     },
     file_names=(
-        FileNames(starts=(("model.visual.", "visual."), ("model.audio_tower.", "audio_tower."))),
+        FileNames(prefixes=(("model.visual.", "visual."), ("model.audio_tower.", "audio_tower."))),
         FileNames(
-            starts=(
+            prefixes=(
                 ("model.visual.", "thinker.visual."),
                 ("model.audio_tower.", "thinker.audio_tower."),
                 ("", "thinker."),
             ),
-            tell_tale=r"^thinker\.",
+            identifying_pattern=r"^thinker\.",
         ),
     ),
     own_languages={"qwen2_5_omni_text": Family(rotary_axes=3)},

@@ -20,7 +20,7 @@ QWEN2_5_VL = Multimodal(
             ),
         )
     },
-    file_names=(FileNames(starts=(("model.visual.", "visual."),)),),
+    file_names=(FileNames(prefixes=(("model.visual.", "visual."),)),),
     own_languages={"qwen2_5_vl_text": Family(rotary_axes=3)},
     has_rotary_grid=True,
 )

@@ -62,8 +62,8 @@ QWEN2_AUDIO = Multimodal(
     file_names=(
         _USUAL,
         FileNames(
-            starts=(*_USUAL.starts[:2], ("model.", "language_model.model.model."), *_USUAL.starts[2:]),
-            tell_tale=r"^language_model\.model\.model\.",
+            prefixes=(*_USUAL.prefixes[:2], ("model.", "language_model.model.model."), *_USUAL.prefixes[2:]),
+            identifying_pattern=r"^language_model\.model\.model\.",
         ),
     ),
     languages=TEXT_MODELS,

@@ -13,7 +13,7 @@ _ENCODER = replace(
 
 QWEN3_5 = Multimodal(
     encoders={"vision": (_ENCODER,)},
-    file_names=tuple(replace(names, starts=VISION_IN_FILES) for names in TEXT_FILE_NAMES["qwen3_5_text"]),
+    file_names=tuple(replace(names, prefixes=VISION_IN_FILES) for names in TEXT_FILE_NAMES["qwen3_5_text"]),
     languages=("qwen3_5_text",),
     has_rotary_grid=True,
     interleaves_axes=True,
@@ -22,6 +22,6 @@ QWEN3_5 = Multimodal(
 QWEN3_5_MOE = replace(
     QWEN3_5,
     encoders={"vision": (replace(_ENCODER, model_types=("qwen3_5_moe_vision",)),)},
-    file_names=tuple(replace(names, starts=VISION_IN_FILES) for names in TEXT_FILE_NAMES["qwen3_5_moe_text"]),
+    file_names=tuple(replace(names, prefixes=VISION_IN_FILES) for names in TEXT_FILE_NAMES["qwen3_5_moe_text"]),
     languages=("qwen3_5_moe_text",),
 )

@@ -20,7 +20,7 @@ QWEN3_VL_ENCODER = PatchImages(
     videos=TimedVideoReader,
 )
 VISION_IN_FILES = (("model.visual.", "model.visual."), ("model.", "model.language_model."))
-_FILE_NAMES = FileNames(starts=VISION_IN_FILES)
+_FILE_NAMES = FileNames(prefixes=VISION_IN_FILES)
 
 QWEN3_VL = Multimodal(
     encoders={"vision": (QWEN3_VL_ENCODER,)},
@@ -33,7 +33,7 @@ QWEN3_VL = Multimodal(
 QWEN3_VL_MOE = replace(
     QWEN3_VL,
     encoders={"vision": (replace(QWEN3_VL_ENCODER, model_types=("qwen3_vl_moe_vision",)),)},
-    file_names=(replace(_FILE_NAMES, turns_experts=True),),
+    file_names=(replace(_FILE_NAMES, files_transpose_experts=True),),
     own_languages={
         "qwen3_vl_moe_text": replace(
             SOFTMAX_MIXTURE, rotary_axes=3, transposes_experts=True, tp_plan=(*ATTENTION, *NORMS_OF_HEADS)

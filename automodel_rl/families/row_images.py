@@ -24,7 +24,7 @@ class RowImages(EncoderFamily):
 
     component: ClassVar[EncoderName] = "vision"
     breaks: ClassVar[tuple[str, str] | None] = ("[IMG_BREAK]", "[IMG_END]")
-    takes_one: ClassVar[bool] = True
+    is_unbatched: ClassVar[bool] = True
 
     def encode(self, model: Any, config: PretrainedConfig, loaded: Sequence[Tensor], media: Sequence[Media]) -> Tensor:
         (image,) = loaded

@@ -64,7 +64,7 @@ _GEMMA4 = Family(
     block="",
     router="router",
     router_gives_logits=False,
-    leaves_keys=True,
+    shares_kv=True,
     scales_embedding=True,
     has_plain_norms=False,
     rotary_by_layer_type=True,
@@ -242,7 +242,7 @@ TEXT_FAMILIES = {
     ),
     "glm4_moe": replace(BIASED_MIXTURE, mtp_files="layer", tp_plan=NORMS_OF_HEADS),
     "glm4_moe_lite": replace(BIASED_MIXTURE, mtp_files="layer", tp_plan=(*LATENT_ATTENTION, *SHARED_EXPERTS)),
-    "glm_moe_dsa": replace(_SPARSE, index_rotary="pairs", hands_on="prev_topk_indices"),
+    "glm_moe_dsa": replace(_SPARSE, index_rotary="pairs", carried_argument="prev_topk_indices"),
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": _GRANITE_MIXTURE,
     "granitemoehybrid": _GRANITE_HYBRID,
@@ -273,7 +273,7 @@ TEXT_FAMILIES = {
         _LFM2, is_moe=True, block="feed_forward", router_bias="expert_bias", renamed_modules=_LFM2_MOE_NAMES
     ),
     "nemotron": Family(
-        hands_on_arguments=False, tp_plan=(*ATTENTION, ("mlp.up_proj", COLUMNS), ("mlp.down_proj", ROWS))
+        passes_all_arguments=False, tp_plan=(*ATTENTION, ("mlp.up_proj", COLUMNS), ("mlp.down_proj", ROWS))
     ),
     "nemotron_h": _NEMOTRON_H,
     "mellum": replace(SOFTMAX_MIXTURE, rotary_by_layer_type=True),

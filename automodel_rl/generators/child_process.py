@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """Interval of checks that a child is alive. Its end may not close the pipe, which its own children may hold open."""
 
 
@@ -32,7 +32,7 @@ class ChildProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None):
         self.connection, theirs = multiprocessing.Pipe()
-        self._sending, self._is_closed = threading.Lock(), False
+        self._send_lock, self._is_closed = threading.Lock(), False
         try:
             # A session of its own, so that Ctrl-C reaches only the rank, which finishes its step first.
             self.process = subprocess.Popen(
@@ -52,7 +52,7 @@ class ChildProcess:
     def send(self, message: Any) -> None:
         """Sends a message, from any thread. Raises ChildEndedError if the child is gone."""
         try:
-            with self._sending:
+            with self._send_lock:
                 self.connection.send(message)
         except OSError:
             raise self._ended() from None
@@ -76,7 +76,7 @@ class ChildProcess:
             ChildEndedError: the child is gone.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
-        while not self.has_message(LOOK_SECONDS if deadline is None else min(LOOK_SECONDS, _left(deadline))):
+        while not self.has_message(POLL_SECONDS if deadline is None else min(POLL_SECONDS, _left(deadline))):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError
         try:

@@ -1,10 +1,10 @@
 """Validates reports of workers and servers, which need not be trustworthy, and converts them to completions."""
 
-from automodel_rl.generator_messages import Written
+from automodel_rl.generator_messages import RawCompletion
 from automodel_rl.generators.protocol import Completion
 
 
-def completion_of(written: Written) -> Completion:
+def completion_of(written: RawCompletion) -> Completion:
     """Converts a report to a completion. It becomes an error if values are invalid, or if `finish` is neither "stop"
     nor "length", as after an abort in vLLM. A nan, infinite or positive log-probability is not an error: the token is
     not trained (`Branch.trained`)."""

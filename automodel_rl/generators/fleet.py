@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError, StoppedError
-from automodel_rl.generator_messages import Failed, Finished, ProtocolError, Request, UseVersion
-from automodel_rl.generators.joined_members import JoinedMembers, WayIn
-from automodel_rl.generators.joining_messages import IsReading, Leaving, MessageConnection
-from automodel_rl.generators.meeting import Meeting
+from automodel_rl.generator_messages import Finished, GenerateFailed, ProtocolError, Request, UseVersion
+from automodel_rl.generators.joined_members import JoinedMembers, JoinService
+from automodel_rl.generators.joining_messages import Leaving, MessageConnection, ReadingWeights
 from automodel_rl.generators.member import Member, name_of
 from automodel_rl.generators.pending_requests import Assignment, PendingRequest, divide
 from automodel_rl.generators.protocol import Completion
+from automodel_rl.generators.rank_listener import RankListener
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.background import in_thread
 from automodel_rl.launch.flight import flight
@@ -29,7 +29,7 @@ from automodel_rl.policy.crew import FLEET, POLICY, Crew
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 30.0
+HEALTH_CHECK_SECONDS = 30.0
 """Seconds between health checks of ranks and members while a program waits for completions."""
 
 STOP_SECONDS = 1.0
@@ -73,34 +73,34 @@ class Fleet:
         self.policy_version = 0
         self.warning = ""
         self.spec: GeneratorSpec
-        self._news = threading.Condition()  # guards the attributes below, all members and submissions
+        self._condition = threading.Condition()  # guards the attributes below, all members and submissions
         self._numbers = itertools.count(1)
         self._assignments: dict[int, Assignment] = {}
         self._held: list[PendingRequest] | None = None
-        self._homes: dict[int, Member] = {}  # which member has a conversation's prefix cached
+        self._member_of_conversation: dict[int, Member] = {}  # which member has a conversation's prefix cached
         self._joined: JoinedMembers | None = None
-        self._way_in: WayIn | None = None
+        self._join_service: JoinService | None = None
 
     @property
-    def works_alone(self) -> bool:
+    def writes_in_background(self) -> bool:
         """Whether generators write in the background. If not, they write only inside `wait`."""
-        return all(member.works_alone for member in self.members)
+        return all(member.writes_in_background for member in self.members)
 
     @property
     def can_write(self) -> bool:
         """Whether a member is available or may still join."""
-        may_join = self._joined is not None and not self._joined.is_given_up
+        may_join = self._joined is not None and not self._joined.has_timed_out
         return may_join or any(not member.problem for member in self.members)
 
     @property
     def lost(self) -> dict[int, str]:
         """Reasons by rank, of the lost members that `restart` restarts."""
-        return {one.number: one.problem for one in self.members if one.problem and not self._is_given_up(one)}
+        return {one.number: one.problem for one in self.members if one.problem and not self._is_postponed(one)}
 
     @property
-    def given_up(self) -> dict[int, str]:
+    def postponed(self) -> dict[int, str]:
         """Reasons by rank, of the members that did not restart and are not retried before a later policy version."""
-        return {one.number: one.problem for one in self.members if one.problem and self._is_given_up(one)}
+        return {one.number: one.problem for one in self.members if one.problem and self._is_postponed(one)}
 
     def name_of(self, number: int | None) -> str:
         """Returns the name of a member for messages, also of a lost one. `number` is None for generators outside a
@@ -114,9 +114,9 @@ class Fleet:
             InputError: a generator does not start, or too few join.
         """
         self.spec = spec
-        with Meeting(self.crew.host) as meeting:
-            led: list[tuple[int, bool]] = self.crew.gather(FLEET, "start", spec, meeting.address)
-            self.members = [Member(rank, alone, meeting.connection(rank), self._take) for rank, alone in led]
+        with RankListener(self.crew.host) as listener:
+            led: list[tuple[int, bool]] = self.crew.gather(FLEET, "start", spec, listener.address)
+            self.members = [Member(rank, alone, listener.connection(rank), self._handle_message) for rank, alone in led]
         if isinstance(spec.choice, JoinedGeneratorConfig):
             self._let_join(spec, spec.choice)
 
@@ -129,7 +129,7 @@ class Fleet:
     def sync_again(self) -> None:
         """Syncs the policy's current weights to all generators without a new policy version."""
         self._note(self.crew.gather(FLEET, "sync_weights", self.policy_version, self.needed))
-        self._homes.clear()  # their caches are of other weights
+        self._member_of_conversation.clear()  # their caches are of other weights
         if self._joined is not None:
             self._tell_version(self._joined)
 
@@ -184,7 +184,7 @@ class Fleet:
             RolloutError: all members are lost.
             StoppedError: the run received a stop signal, and no generator is available to finish the step.
         """
-        if self.works_alone:
+        if self.writes_in_background:
             self._watch_until_done(results)
         else:
             self._write_until_done(results)
@@ -196,13 +196,13 @@ class Fleet:
     def _watch_until_done(self, results: "Sequence[Future[Any]]") -> None:
         """Waits until all futures are done or one has failed, while checking ranks and members."""
         looked = time.monotonic()
-        while not _are_settled(results, min(STOP_SECONDS, self._look_seconds)):
+        while not _are_settled(results, min(STOP_SECONDS, self._check_seconds)):
             self._stop_if_alone()
-            if time.monotonic() - looked < self._look_seconds:
+            if time.monotonic() - looked < self._check_seconds:
                 continue
             with flight.phase("checking that all ranks are alive"):
                 self.crew.ask(POLICY, "ping")
-            self._lose_those_that_are_silent()
+            self._mark_silent_lost()
             self._end_long_waits()
             looked = time.monotonic()
 
@@ -214,8 +214,8 @@ class Fleet:
             )
 
     @property
-    def _look_seconds(self) -> float:
-        return LOOK_SECONDS if self._joined is None else min(LOOK_SECONDS, self._joined.look_seconds)
+    def _check_seconds(self) -> float:
+        return HEALTH_CHECK_SECONDS if self._joined is None else min(HEALTH_CHECK_SECONDS, self._joined.check_seconds)
 
     def write(self, requests: Sequence[Request]) -> list[Completion]:
         """Wakes the generators, has them write all `requests` with the weights of the last `sync`, and restores the
@@ -231,10 +231,10 @@ class Fleet:
             if self.crew.is_intact:
                 self.restore()
 
-    def write_alike(self, requests: Sequence[Request]) -> dict[int, list[Completion]]:
+    def write_with_each(self, requests: Sequence[Request]) -> dict[int, list[Completion]]:
         """Returns completions of the same `requests` by every generator, by member number. Lost generators are
         missing."""
-        tasks = {member: [PendingRequest(request, only=member) for request in requests] for member in self.members}
+        tasks = {member: [PendingRequest(request, pinned_to=member) for request in requests] for member in self.members}
         for own in tasks.values():
             self._begin(own)
         for own in tasks.values():
@@ -246,46 +246,46 @@ class Fleet:
             if not any(task.completion.exception() for task in own)
         }
 
-    def lose(self, number: int, problem: str) -> None:
+    def mark_lost(self, number: int, problem: str) -> None:
         """Marks member `number` as lost because of `problem`. It gets no requests until `restart`; a joined generator
         is removed."""
-        with self._news:
+        with self._condition:
             for member in [one for one in self.members if one.number == number]:
-                self._lose(member, problem)
+                self._mark_lost(member, problem)
 
     def restart(self) -> None:
         """Restarts lost generators, and syncs the policy's current weights to all, without a new policy version. A
         generator that does not start is lost again. If generators share memory with the trainer, requests are held
         until it returns."""
-        with self._news:
-            lost, given_up = self.lost, self.given_up
+        with self._condition:
+            lost, postponed = self.lost, self.postponed
             self._held = [] if self.spec.shares_memory else None
         try:
-            problems = self.crew.gather(FLEET, "restart", lost, frozenset(given_up))
+            problems = self.crew.gather(FLEET, "restart", lost, frozenset(postponed))
         finally:
-            with self._news:
+            with self._condition:
                 held, self._held = self._held, None
                 for member in self.members:
                     if member.number in lost:
                         member.problem, member.first_number = "", next(self._numbers)
         self._note(problems)
-        with self._news:
+        with self._condition:
             for member in self.members:
                 if not member.problem:
-                    member.num_given_up = 0
+                    member.num_failed_restarts = 0
             self._assign(held or ())
 
-    def give_up(self) -> None:
+    def postpone_restarts(self) -> None:
         """Postpones restarts of lost members by 1, 2, 4, ... policy versions. Meanwhile other members write."""
-        with self._news:
+        with self._condition:
             for member in self.members:
                 if member.number in self.lost:
-                    member.give_up(self.policy_version)
+                    member.postpone_restart(self.policy_version)
 
     @property
-    def nobody(self) -> str:
+    def no_member_error(self) -> str:
         """Reason why no member writes, if none has joined for too long; else ""."""
-        return self._joined.nobody if self._joined is not None and self._joined.is_given_up else ""
+        return self._joined.no_member_error if self._joined is not None and self._joined.has_timed_out else ""
 
     @property
     def newest(self) -> tuple[int, str]:
@@ -295,7 +295,7 @@ class Fleet:
         return self._joined.version.version, self._joined.version.digest
 
     def _newest(self) -> UseVersion | None:
-        with self._news:
+        with self._condition:
             return None if self._joined is None else self._joined.version
 
     def evaluate(self, number: int, digest: str) -> None:
@@ -307,22 +307,22 @@ class Fleet:
     def _use(self, version: UseVersion) -> None:
         """Switches joined generators, and those that join later, to a published version."""
         assert self._joined is not None
-        with self._news:
+        with self._condition:
             self._joined.version = version
             for member in self.members:
                 member.use(version)
 
     def close(self) -> None:
         """Ends the generators of ranks, and dismisses the joined ones."""
-        if self._way_in is not None:
-            self._way_in.close()
+        if self._join_service is not None:
+            self._join_service.close()
         self.crew.ask(FLEET, "close")
         if self.evaluators is not None:
             self.evaluators._dismiss()
         self._dismiss()
 
     def _dismiss(self) -> None:
-        with self._news:
+        with self._condition:
             members, self.members = self.members, []
             if self._joined is not None:
                 self._joined.is_closed = True
@@ -333,13 +333,13 @@ class Fleet:
         """Opens the run to joining generators, and waits until enough have joined."""
         welcome = self.crew.ask(FLEET, "welcome", spec)
         assert spec.weight_sync.publish is not None
-        with self._news:  # generators that join meanwhile wait for the lock
-            way_in = self._way_in = WayIn(spec, welcome, self._admit, self._newest)
+        with self._condition:  # generators that join meanwhile wait for the lock
+            join_service = self._join_service = JoinService(spec, welcome, self._admit, self._newest)
             room = functools.partial(
                 JoinedMembers,
                 choice,
                 spec.weight_sync.publish,
-                way_in.command,
+                join_service.command,
                 itertools.count(),
                 welcome.vocab_size,
             )
@@ -360,8 +360,8 @@ class Fleet:
         assert joined is not None
 
         def are_there() -> bool:
-            with self._news:
-                return self._news.wait_for(lambda: len(self.members) >= least, joined.longest_wait)
+            with self._condition:
+                return self._condition.wait_for(lambda: len(self.members) >= least, joined.longest_wait)
 
         (have_come,) = self.wait([in_thread(are_there, "waiting for generators")])
         if not have_come:
@@ -372,24 +372,24 @@ class Fleet:
 
     def _admit(self, name: str, connection: MessageConnection, evaluates: bool) -> None:
         """Adds a generator that has joined, and assigns it the waiting tasks."""
-        with self._news:
+        with self._condition:
             joined, evaluators = self._joined, self.evaluators
         if evaluates and evaluators is not None:
             evaluators._admit(name, connection, evaluates=False)
             return
         assert joined is not None
-        with self._news:
-            member = Member(next(joined.numbers), True, connection, self._take, has_joined=True)
+        with self._condition:
+            member = Member(next(joined.numbers), True, connection, self._handle_message, has_joined=True)
             if joined.is_closed:
                 in_thread(member.dismiss, "dismissing")
                 return
             self.members.append(member)
-            joined.welcome(name, member)
+            joined.record_arrival(name, member)
             if joined.version is not None:
                 member.use(joined.version)
             waiting, joined.waiting = joined.waiting, []
             self._assign(waiting)
-            self._news.notify_all()
+            self._condition.notify_all()
 
     def _tell_version(self, joined: JoinedMembers) -> None:
         """Switches joined generators to the version published last."""
@@ -405,26 +405,26 @@ class Fleet:
         """Fails tasks that have waited too long for a member."""
         if self._joined is None:
             return
-        with self._news:
-            waiting = [] if self.members else self._joined.give_up()
+        with self._condition:
+            waiting = [] if self.members else self._joined.take_expired()
         for task in waiting:
-            task.completion.set_exception(RolloutError(self._joined.nobody))
+            task.completion.set_exception(RolloutError(self._joined.no_member_error))
 
-    def _is_given_up(self, member: Member) -> bool:
-        return member.tried_again_at > self.policy_version
+    def _is_postponed(self, member: Member) -> bool:
+        return member.next_restart_version > self.policy_version
 
     def _note(self, problems: Iterable[tuple[int, str]]) -> None:
         """Marks members as lost whose ranks have reported a problem."""
         lost = dict(problems)
-        with self._news:
+        with self._condition:
             for member in self.members:
                 if member.number in lost:
-                    self._lose(member, lost[member.number])
+                    self._mark_lost(member, lost[member.number])
 
     def _begin(self, tasks: Sequence[PendingRequest]) -> None:
-        with self._news:
+        with self._condition:
             self._assign(tasks)
-            self._news.notify_all()  # `_write_until_done` may wait for something to write
+            self._condition.notify_all()  # `_write_until_done` may wait for something to write
 
     def _assign(self, tasks: Sequence[PendingRequest]) -> None:
         """Assigns tasks to members. Turns of a conversation stay with its member while that is available."""
@@ -433,7 +433,7 @@ class Fleet:
             return
         if not tasks:
             return
-        candidates = self.members if tasks[0].only is None else [tasks[0].only]
+        candidates = self.members if tasks[0].pinned_to is None else [tasks[0].pinned_to]
         available = [member for member in candidates if not member.problem]
         if not available:
             self._hold_or_fail(tasks, candidates)
@@ -442,7 +442,7 @@ class Fleet:
         fresh = []
         for task in tasks:
             conversation = task.request.conversation
-            home = None if conversation is None else self._homes.get(conversation)
+            home = None if conversation is None else self._member_of_conversation.get(conversation)
             if home in available:
                 shares.setdefault(home, []).append(task)
             else:
@@ -451,15 +451,15 @@ class Fleet:
             member = available[index]
             shares.setdefault(member, []).append(task)
             if task.request.conversation is not None:
-                self._homes[task.request.conversation] = member
+                self._member_of_conversation[task.request.conversation] = member
         for member, own in shares.items():
             number = next(self._numbers)
             self._assignments[number] = Assignment(member, len(own), dict(enumerate(own)))
-            member.ask(number, [task.request for task in own])
+            member.send_requests(number, [task.request for task in own])
 
     def _hold_or_fail(self, tasks: Sequence[PendingRequest], candidates: Sequence[Member]) -> None:
         """Holds tasks until a member joins, or fails them if none can join."""
-        if self._joined is not None and tasks[0].only is None:
+        if self._joined is not None and tasks[0].pinned_to is None:
             self._joined.hold(tasks)
             return
         first = candidates[0]
@@ -472,15 +472,15 @@ class Fleet:
 
         def note(done: "Future[Any]") -> None:
             nonlocal unfinished, has_failed
-            with self._news:
+            with self._condition:
                 unfinished, has_failed = unfinished - 1, has_failed or done.exception() is not None
-                self._news.notify_all()
+                self._condition.notify_all()
 
         for result in results:
             result.add_done_callback(note)
         while True:
-            with self._news:  # completions may arrive after the remote call that wrote them
-                self._news.wait_for(
+            with self._condition:  # completions may arrive after the remote call that wrote them
+                self._condition.wait_for(
                     lambda: not unfinished or has_failed or any(member.queued for member in self.members)
                 )
                 if not unfinished or has_failed:
@@ -488,30 +488,30 @@ class Fleet:
                 queued = {member.number: member.take_queued() for member in self.members if member.queued}
             self.crew.ask(FLEET, "write", queued)
 
-    def _take(self, member: Member, message: Finished | Failed | Leaving | IsReading) -> None:
+    def _handle_message(self, member: Member, message: Finished | GenerateFailed | Leaving | ReadingWeights) -> None:
         """Handles a message of a member, in that member's thread. Raises ProtocolError on an unrequested or invalid
         completion."""
-        if isinstance(message, IsReading):
-            member.note_reading()
+        if isinstance(message, ReadingWeights):
+            member.record_reading()
             return
         if isinstance(message, Leaving):
-            with self._news:
-                self._lose(member, message.text, count_loss=False)
+            with self._condition:
+                self._mark_lost(member, message.text, count_loss=False)
             return
-        if isinstance(message, Failed):
-            with self._news:
+        if isinstance(message, GenerateFailed):
+            with self._condition:
                 if not message.number or message.number >= member.first_number:  # else before the restart
-                    self._lose(member, message.text)
+                    self._mark_lost(member, message.text)
             return
-        with self._news:
+        with self._condition:
             assignment = self._assignments.get(message.number)
             if assignment is None:  # reassigned
                 return
             self._check(member, assignment, message)
-            task = assignment.open.pop(message.place, None)
+            task = assignment.open.pop(message.index, None)
             if task is None:  # sent twice
                 return
-            member.note_completion()
+            member.record_completion()
             if not assignment.open:
                 del self._assignments[message.number]
         written = message.written
@@ -520,18 +520,18 @@ class Fleet:
     def _check(self, member: Member, assignment: Assignment, message: Finished) -> None:
         """Raises ProtocolError on a completion that was not requested from this member, or is invalid. Values are only
         checked of joined generators: ranks check their own."""
-        if assignment.member is not member or not 0 <= message.place < assignment.size:
-            raise ProtocolError(f"it sent completion {message.place} of {message.number}, which it was not assigned")
+        if assignment.member is not member or not 0 <= message.index < assignment.size:
+            raise ProtocolError(f"it sent completion {message.index} of {message.number}, which it was not assigned")
         if self._joined is not None and member.has_joined:
-            task = assignment.open.get(message.place)
+            task = assignment.open.get(message.index)
             if task is not None and (problem := message.written.problem(task.request, self._joined.vocab_size)):
                 raise ProtocolError(problem)
 
-    def _lose(self, member: Member, problem: str, *, count_loss: bool = True) -> None:
+    def _mark_lost(self, member: Member, problem: str, *, count_loss: bool = True) -> None:
         """Marks a member as lost and reassigns its unfinished tasks. `count_loss` counts the loss against them."""
         if self._joined is not None and member in self.members:
             self.members.remove(member)
-            self._joined.part(member, problem, is_last=not self.members)
+            self._joined.record_departure(member, problem, is_last=not self.members)
             member.close()
         member.problem = member.problem or problem
         member.queued.clear()
@@ -545,17 +545,17 @@ class Fleet:
             for task in failed:
                 text = f"{task.losses} generators that it was assigned to were lost, the last: {problem}"
                 task.completion.set_result(Completion([], [], "error", text))
-        self._news.notify_all()
+        self._condition.notify_all()
 
-    def _lose_those_that_are_silent(self) -> None:
+    def _mark_silent_lost(self) -> None:
         """Marks members as lost that have requests but have sent nothing for `failures.hang_minutes`."""
         longest = watchdog.hang_seconds
         if longest is None:
             return
-        with self._news:
+        with self._condition:
             now = time.monotonic()
             for member in {one.member for one in self._assignments.values() if one.silence(now) > longest}:
-                self._lose(member, f"it has sent nothing for {longest / 60:.3g} minutes (failures.hang_minutes)")
+                self._mark_lost(member, f"it has sent nothing for {longest / 60:.3g} minutes (failures.hang_minutes)")
 
 
 def _are_settled(results: "Sequence[Future[Any]]", seconds: float = 0.0) -> bool:

@@ -15,7 +15,7 @@ from automodel_rl.generators.make_generator import welcome_of
 from automodel_rl.generators.protocol import RankGenerator
 from automodel_rl.generators.relay import Relay
 from automodel_rl.generators.supervisor import GeneratorSupervisor
-from automodel_rl.launch.door import DoorAddress
+from automodel_rl.launch.listener import ListenerAddress
 from automodel_rl.policy.policy_rank import PolicyRank
 from automodel_rl.weight_sync.transport import Transport
 
@@ -48,20 +48,20 @@ class FleetRank:
         """Ends this rank's generator, if any."""
         self._open.close()
 
-    def start(self, spec: GeneratorSpec, address: DoorAddress) -> tuple[int, bool] | None:
-        """Starts generators. Returns (rank, works_alone) if this rank leads one, else None. `address` is the program's
-        listener for ranks."""
+    def start(self, spec: GeneratorSpec, address: ListenerAddress) -> tuple[int, bool] | None:
+        """Starts generators. Returns (rank, writes_in_background) if this rank leads one, else None. `address` is the
+        program's listener for ranks."""
         self.supervisor = GeneratorSupervisor(
             spec, self.policy.engine, self.tokenizer, self.prepare, functools.partial(self._warm_up, spec)
         )
         self._open.callback(self.supervisor.close)
-        if not self.supervisor.ranks.leads:
+        if not self.supervisor.ranks.is_leader:
             return None
         rank = dist.get_rank()
         self._relay = Relay(rank, self.supervisor, self.policy.routes, address)
         self._open.callback(self._relay.close)
         assert self.supervisor.generator is not None
-        return rank, self.supervisor.generator.works_alone
+        return rank, self.supervisor.generator.writes_in_background
 
     def _warm_up(self, spec: GeneratorSpec) -> None:
         """Compiles the trainer while generators start, unless they share its memory or sleep."""
@@ -109,14 +109,14 @@ class FleetRank:
         if own := requests.get(dist.get_rank()):
             self._relay.write(own)
 
-    def restart(self, lost: dict[int, str], given_up: frozenset[int]) -> tuple[int, str] | None:
+    def restart(self, lost: dict[int, str], postponed: frozenset[int]) -> tuple[int, str] | None:
         """Restarts failed generators with the model's current weights.
 
         Args:
             lost: why the program marked generators as lost, by rank.
-            given_up: ranks whose generators are not restarted this time.
+            postponed: ranks whose generators are not restarted this time.
         """
         supervisor, rank = self.supervisor, dist.get_rank()
-        supervisor.lose(supervisor.generator, lost.get(rank, ""))
-        supervisor.restart(bool(supervisor.problem) and rank not in given_up)
+        supervisor.mark_lost(supervisor.generator, lost.get(rank, ""))
+        supervisor.restart(bool(supervisor.problem) and rank not in postponed)
         return self._problem

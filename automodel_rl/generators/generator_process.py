@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.errors import WeightSyncError, describe_root_cause
 from automodel_rl.generator_messages import (
     Answer,
-    Failed,
     Failure,
     Finished,
     Generate,
+    GenerateFailed,
     Message,
     Request,
     Start,
     name_of,
 )
-from automodel_rl.generators.child_process import LOOK_SECONDS, ChildEndedError, ChildProcess
+from automodel_rl.generators.child_process import POLL_SECONDS, ChildEndedError, ChildProcess
 from automodel_rl.generators.completions import completion_of
 from automodel_rl.generators.protocol import Completion, RankGenerator, fail_unfinished
 from automodel_rl.weight_sync.channel import call
@@ -59,7 +59,7 @@ class GeneratorProcess(RankGenerator):
         self._numbers = itertools.count(1)
         self._batches: dict[int, dict[int, Future[Completion]]] = {}  # open ones, by index
         self._answers: deque[Message] = deque()
-        self._news = threading.Condition()
+        self._condition = threading.Condition()
         self._ended: ChildEndedError | None = None
         self._settings = settings
         self._reader = threading.Thread(target=self._read, daemon=True, name="generator-messages")
@@ -118,7 +118,7 @@ class GeneratorProcess(RankGenerator):
         if not requests:
             return completions
         number = next(self._numbers)
-        with self._news:
+        with self._condition:
             if self._ended is not None:
                 raise self._ended
             self._batches[number] = dict(enumerate(completions))
@@ -164,11 +164,11 @@ class GeneratorProcess(RankGenerator):
 
     def _wait_for(self, arrived: Callable[[], bool]) -> None:
         """Waits until `arrived()`. Raises ChildEndedError once the process has exited."""
-        with self._news:
+        with self._condition:
             while not arrived():
                 if self._ended is not None:
                     raise self._ended
-                self._news.wait(LOOK_SECONDS)
+                self._condition.wait(POLL_SECONDS)
 
     def _read(self) -> None:
         """Receives messages in a thread; separates completions from answers about weights."""
@@ -177,22 +177,22 @@ class GeneratorProcess(RankGenerator):
             if isinstance(message, Finished):
                 self._finish(message)
                 continue
-            with self._news:
+            with self._condition:
                 match message:
                     case ChildEndedError():
                         self._ended = message
                         lost, self._batches = self._batches, {}
                         for completions in lost.values():
                             fail_unfinished([*completions.values()], message)
-                    case Failed(number, text) if number in self._batches:
+                    case GenerateFailed(number, text) if number in self._batches:
                         fail_unfinished([*self._batches.pop(number).values()], RuntimeError(text))
                     case _:
                         self._answers.append(message)
-                self._news.notify_all()
+                self._condition.notify_all()
 
     def _finish(self, message: Finished) -> None:
         completions = self._batches.get(message.number, {})
-        completion = completions.pop(message.place, None)
+        completion = completions.pop(message.index, None)
         if completion is None:  # its batch has failed, or it was sent twice
             return
         if not completions:
@@ -208,4 +208,4 @@ class GeneratorProcess(RankGenerator):
         except (OSError, TypeError, ValueError):  # this rank closed the connection while reading
             return ChildEndedError("it is closed")
         except Exception as error:  # such as a message of a class that does not exist here
-            return ChildEndedError(f"its process sent an unreadable message ({innermost(error)})")
+            return ChildEndedError(f"its process sent an unreadable message ({describe_root_cause(error)})")

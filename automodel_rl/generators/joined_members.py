@@ -12,18 +12,18 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
 from automodel_rl.generator_messages import UseVersion
-from automodel_rl.generators.joining import JoiningDoor
+from automodel_rl.generators.joining import JoinListener
 from automodel_rl.generators.joining_messages import MessageConnection, Welcome
 from automodel_rl.generators.member import Member
 from automodel_rl.generators.pending_requests import PendingRequest
-from automodel_rl.generators.run_places import WeightsGiven, run_key
+from automodel_rl.generators.run_locations import WeightsServerInfo, run_key
 from automodel_rl.weight_sync.version_server import VersionServer
 
 LOOKS = 10
 """Number of checks for members within `rollout.generator.wait_minutes`."""
 
 
-class WayIn:
+class JoinService:
     """A run's listener for joining generators, and its weights server if configured.
 
     Args:
@@ -54,13 +54,13 @@ class WayIn:
             server = _serve_weights(choice, folder, key)
             if server is not None:
                 opened.callback(server.close)
-                welcome = replace(welcome, weights=WeightsGiven(server.port, server.salt))
-            self.door = JoiningDoor(choice, key, folder, welcome, admit, newest)
-            opened.callback(self.door.close)
+                welcome = replace(welcome, weights=WeightsServerInfo(server.port, server.salt))
+            self.listener = JoinListener(choice, key, folder, welcome, admit, newest)
+            opened.callback(self.listener.close)
             self._open = opened.pop_all()
         atexit.register(self._open.close)  # removes the address if the run ends with an error
         if server is not None:
-            address, file = self.door.address, choice.key or "a file with the key in join.json"
+            address, file = self.listener.address, choice.key or "a file with the key in join.json"
             self.command += f", or --join {address.host}:{address.port} --key {file}"
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class JoinedMembers:
     Attributes:
         version: the published version that they write with; None before the first.
         waiting: tasks that wait for a member.
-        is_given_up: whether the fleet has stopped waiting for a member.
+        has_timed_out: whether the fleet has stopped waiting for a member.
         is_closed: whether the run has ended, so that late members are dismissed.
     """
 
@@ -114,8 +114,8 @@ class JoinedMembers:
         self.command = f"{command} --evaluate" if evaluate else command
         self.version: UseVersion | None = None
         self.waiting: list[PendingRequest] = []
-        self.is_given_up = self.is_closed = False
-        self._alone_since = self._waiting_since = time.monotonic()
+        self.has_timed_out = self.is_closed = False
+        self._empty_since = self._waiting_since = time.monotonic()
         self._last_problem = ""
 
     @property
@@ -124,12 +124,12 @@ class JoinedMembers:
         return 60 * self.choice.wait_minutes
 
     @property
-    def look_seconds(self) -> float:
+    def check_seconds(self) -> float:
         """Seconds between checks for members."""
         return self.longest_wait / LOOKS
 
     @property
-    def nobody(self) -> str:
+    def no_member_error(self) -> str:
         """Error message for requests that no member joined to write."""
         who = "evaluator" if self.evaluate else "generator"
         left = f" since the last left ({self._last_problem})" if self._last_problem else ""
@@ -138,17 +138,17 @@ class JoinedMembers:
             f"{left}: start some with {self.command}, and resume with --resume auto"
         )
 
-    def welcome(self, name: str, member: Member) -> None:
+    def record_arrival(self, name: str, member: Member) -> None:
         """Records and announces a member that has joined."""
-        self.is_given_up = False
+        self.has_timed_out = False
         _say(f"{member.name} has joined{', for evaluations' if self.evaluate else ''}: {name}")
 
-    def part(self, member: Member, problem: str, *, is_last: bool) -> None:
+    def record_departure(self, member: Member, problem: str, *, is_last: bool) -> None:
         """Records and announces a member that has left."""
         _say(f"{member.name} has left: {problem}")
         self._last_problem = problem
         if is_last:
-            self._alone_since = time.monotonic()
+            self._empty_since = time.monotonic()
 
     def hold(self, tasks: Sequence[PendingRequest]) -> None:
         """Holds tasks until a member joins."""
@@ -156,11 +156,11 @@ class JoinedMembers:
             self._waiting_since = time.monotonic()
         self.waiting += tasks
 
-    def give_up(self) -> list[PendingRequest]:
+    def take_expired(self) -> list[PendingRequest]:
         """Removes and returns the waiting tasks if no member has joined for too long. Call only without members."""
-        if time.monotonic() - max(self._alone_since, self._waiting_since) < self.longest_wait:
+        if time.monotonic() - max(self._empty_since, self._waiting_since) < self.longest_wait:
             return []
-        self.is_given_up = True
+        self.has_timed_out = True
         waiting, self.waiting = self.waiting, []
         return waiting
 

@@ -11,24 +11,24 @@ from pathlib import Path
 
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError
-from automodel_rl.files import write_for_owner
+from automodel_rl.files import write_private
 from automodel_rl.generator_messages import Failure, UseVersion
 from automodel_rl.generators.joining_messages import (
     FromGenerator,
-    HasEnded,
-    HasStarted,
-    IsReading,
-    Joining,
+    GeneratorStarted,
+    JoinRequest,
     MessageConnection,
+    ReadingWeights,
+    RunEnded,
     Welcome,
     release,
 )
-from automodel_rl.generators.run_places import JOIN_FILE, address_in
+from automodel_rl.generators.run_locations import JOIN_FILE, address_in
 from automodel_rl.launch.authenticated import AuthenticatedConnection
-from automodel_rl.launch.door import HANDSHAKE_SECONDS, Door
+from automodel_rl.launch.listener import HANDSHAKE_SECONDS, AuthenticatedListener
 
 
-class JoiningDoor:
+class JoinListener:
     """Listener for generators that join. Runs in threads until it is closed.
 
     Args:
@@ -63,25 +63,25 @@ class JoiningDoor:
         if _is_answered(folder):
             raise InputError(f"weight_sync.publish={folder}: another run is using this folder: use one folder per run")
         try:
-            self._door = Door(choice.host, choice.port, key, self._greet)
+            self._listener = AuthenticatedListener(choice.host, choice.port, key, self._on_connection)
         except OSError as error:
             raise InputError(
                 f"rollout.generator.port={choice.port}: cannot listen on it ({error.strerror}): choose another, or 0 "
                 "for any"
             ) from None
-        self.address = self._door.address
+        self.address = self._listener.address
         values = {"host": choice.host, "port": self.address.port, "key": self.address.key.hex()}
         try:
-            write_for_owner(self.file, json.dumps(values))
+            write_private(self.file, json.dumps(values))
         except OSError as error:
-            self._door.close()
+            self._listener.close()
             raise InputError(
                 f"weight_sync.publish={folder}: not writable ({error.strerror}): choose another folder"
             ) from None
 
     def close(self) -> None:
         """Stops listening, and tells generators that are starting that the run has ended."""
-        self._door.close()
+        self._listener.close()
         with self._guard:
             self._is_open = False
             for connection in self._starting:
@@ -90,14 +90,14 @@ class JoiningDoor:
             if address_in(self.folder) == self.address:  # otherwise it is a newer run's
                 self.file.unlink()
 
-    def _greet(self, proven: AuthenticatedConnection) -> None:
+    def _on_connection(self, proven: AuthenticatedConnection) -> None:
         connection = MessageConnection(proven, FromGenerator())
         try:
             if not connection.poll(HANDSHAKE_SECONDS):
                 raise EOFError
             first = connection.recv()
-            if not isinstance(first, Joining) or first.release != release():
-                theirs = first.release if isinstance(first, Joining) else "another release"
+            if not isinstance(first, JoinRequest) or first.release != release():
+                theirs = first.release if isinstance(first, JoinRequest) else "another release"
                 connection.send(Failure(f"the run uses automodel_rl {release()}, not {theirs}: use the same release"))
                 raise EOFError
             if first.evaluates and not self._has_evaluators:
@@ -121,17 +121,17 @@ class JoiningDoor:
                 return False
             self._starting.add(connection)
         try:
-            while isinstance(message := connection.recv(), IsReading):
+            while isinstance(message := connection.recv(), ReadingWeights):
                 pass
         finally:
             with self._guard:
                 self._starting.discard(connection)
-        return isinstance(message, HasStarted)
+        return isinstance(message, GeneratorStarted)
 
 
 def _tell_end(connection: MessageConnection) -> None:
     with contextlib.suppress(OSError):
-        connection.send(HasEnded())
+        connection.send(RunEnded())
 
 
 def _is_answered(folder: Path) -> bool:
@@ -140,7 +140,7 @@ def _is_answered(folder: Path) -> bool:
         address = address_in(folder)
         if address is None:
             return False
-        address.knock().close()
+        address.connect().close()
     except (InputError, AuthenticationError, OSError, EOFError):
         return False
     return True

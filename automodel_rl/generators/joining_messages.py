@@ -1,10 +1,10 @@
 """Messages between a run and generators that join it, and their encoding.
 
     a generator sends      the run answers
-    Joining                Welcome, or a Failure and the end of the connection
-    HasStarted             UseVersion and Generate, in the order in which they apply; at the end of the run HasEnded
-    Finished, Failed       nothing
-    IsReading              nothing: sent while it reads a version of the weights, which may take long
+    JoinRequest                Welcome, or a Failure and the end of the connection
+    GeneratorStarted             UseVersion and Generate, in the order in which they apply; at the end of the run
+    RunEnded Finished, GenerateFailed       nothing
+    ReadingWeights              nothing: sent while it reads a version of the weights, which may take long
     Leaving                the end of the connection
 
 All are JSON, validated on receipt. The exception is `Welcome`, which the generator unpickles: a run can execute code
@@ -22,27 +22,27 @@ from pydantic import TypeAdapter, ValidationError
 from automodel_rl.compat.versions import own_version
 from automodel_rl.generator_messages import (
     PROTOCOL,
-    Failed,
     Failure,
     Finished,
     Generate,
+    GenerateFailed,
     Message,
     ProtocolError,
     UseVersion,
 )
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.generators.run_places import WeightsGiven
-from automodel_rl.generators.transformers_generator import Writing
+from automodel_rl.generators.run_locations import WeightsServerInfo
+from automodel_rl.generators.transformers_generator import TransformersSettings
 from automodel_rl.launch.authenticated import MAX_FRAME_BYTES, AuthenticatedConnection
 
-LONGEST_FROM_GENERATOR = 2**26
+MAX_GENERATOR_MESSAGE_BYTES = 2**26
 """Longest message of a generator in bytes: a completion of a million tokens takes half of it."""
 
-LONGEST_TEXT = 10_000
+MAX_TEXT_LENGTH = 10_000
 """Longest error or reason kept of a generator, in characters."""
 
-LONGEST_NAME = 200
+MAX_NAME_LENGTH = 200
 
 
 def release() -> str:
@@ -51,7 +51,7 @@ def release() -> str:
 
 
 @dataclass(frozen=True)
-class Joining(Message):
+class JoinRequest(Message):
     """Request to join, with a description of the process. A generator that `evaluates` serves evaluations only."""
 
     name: str
@@ -73,16 +73,16 @@ class Welcome(Message):
     """
 
     copy: ModelCopy
-    writing: Writing
+    writing: TransformersSettings
     vllm: dict[str, Any]
     timeout: float
     vocab_size: int
-    weights: WeightsGiven | None = None
+    weights: WeightsServerInfo | None = None
     newest: UseVersion | None = None
 
 
 @dataclass(frozen=True)
-class HasStarted(Message):
+class GeneratorStarted(Message):
     """The generator accepts weight versions and requests."""
 
 
@@ -94,12 +94,12 @@ class Leaving(Message):
 
 
 @dataclass(frozen=True)
-class IsReading(Message):
+class ReadingWeights(Message):
     """The generator is reading weights: a sign of life."""
 
 
 @dataclass(frozen=True)
-class HasEnded(Message):
+class RunEnded(Message):
     """The run has ended."""
 
 
@@ -117,33 +117,36 @@ class _Reported:
 
 _WRITTEN = TypeAdapter(_Reported)
 _FROM_GENERATOR: dict[str, TypeAdapter[Any]] = {
-    kind.__name__: TypeAdapter(kind) for kind in (Joining, HasStarted, IsReading, Leaving, Finished, Failed)
+    kind.__name__: TypeAdapter(kind)
+    for kind in (JoinRequest, GeneratorStarted, ReadingWeights, Leaving, Finished, GenerateFailed)
 }
 _FROM_RUN: dict[str, TypeAdapter[Any]] = {
-    kind.__name__: TypeAdapter(kind) for kind in (Failure, UseVersion, Generate, HasEnded)
+    kind.__name__: TypeAdapter(kind) for kind in (Failure, UseVersion, Generate, RunEnded)
 }
 
 
 class FromGenerator:
     """Decodes messages of a generator, with strict types of fields."""
 
-    max_bytes = LONGEST_FROM_GENERATOR
+    max_bytes = MAX_GENERATOR_MESSAGE_BYTES
 
     def decode(self, kind: str, content: bytes) -> Message:
         """Raises ValidationError, ValueError or KeyError if the message is invalid."""
         message: Message = _FROM_GENERATOR[kind].validate_json(content, strict=True)
         match message:
-            case Finished(number, place, written):
+            case Finished(number, index, written):
                 checked = _WRITTEN.validate_json(json.dumps(written), strict=True)
                 if not all(0 <= number < 2**63 for number in (*(checked.versions or ()), checked.num_cached or 0)):
                     raise ValueError("invalid count")
-                return Finished(number, place, Completion(**{**vars(checked), "error": checked.error[:LONGEST_TEXT]}))
-            case Failed(number, text):
-                return Failed(number, text[:LONGEST_TEXT])
+                return Finished(
+                    number, index, Completion(**{**vars(checked), "error": checked.error[:MAX_TEXT_LENGTH]})
+                )
+            case GenerateFailed(number, text):
+                return GenerateFailed(number, text[:MAX_TEXT_LENGTH])
             case Leaving(text):
-                return Leaving(text[:LONGEST_TEXT])
-            case Joining(name):
-                return dataclasses.replace(message, name=name[:LONGEST_NAME])
+                return Leaving(text[:MAX_TEXT_LENGTH])
+            case JoinRequest(name):
+                return dataclasses.replace(message, name=name[:MAX_NAME_LENGTH])
         return message
 
 
@@ -188,9 +191,9 @@ class MessageConnection:
     def poll(self, seconds: float = 0.0) -> bool:
         return self._connection.poll(seconds)
 
-    def hang_up(self) -> None:
+    def shutdown(self) -> None:
         """Ends the connection at both ends."""
-        self._connection.hang_up()
+        self._connection.shutdown()
 
     def close(self) -> None:
         """Closes this end."""

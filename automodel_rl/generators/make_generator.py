@@ -18,31 +18,31 @@ from automodel_rl.config.generators import (
     VllmSamplerConfig,
     VllmServersConfig,
 )
-from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.media import open_readers
+from automodel_rl.data.stop_tokens import completion_stop_ids
 from automodel_rl.errors import InputError
 from automodel_rl.families.encoder import ReadingOptions
-from automodel_rl.few_bits.nf4 import BLOCK
 from automodel_rl.generator_messages import VllmSettings
 from automodel_rl.generators.child_process import ChildProcess
-from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.generator_process import GeneratorProcess, NotStartedError
+from automodel_rl.generators.generator_ranks import GeneratorRanks, NoGenerator
 from automodel_rl.generators.joining_messages import Welcome
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import RankGenerator
-from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
+from automodel_rl.generators.transformers_generator import TransformersGenerator, TransformersSettings
 from automodel_rl.generators.visible_devices import local_rank, visible_devices
 from automodel_rl.generators.vllm_checks import connect_servers
 from automodel_rl.generators.vllm_process import start_vllm
-from automodel_rl.generators.vllm_replicas import SAMPLED_AT_ONCE, VllmReplicas, cache_bytes
+from automodel_rl.generators.vllm_replicas import DEFAULT_MAX_NUM_SEQS, VllmReplicas, cache_bytes
 from automodel_rl.generators.vllm_servers import VllmServers
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.quantized.nf4 import BLOCK
 from automodel_rl.support.description import num_mixed_layers
 from automodel_rl.support.run_rules import VLLM_RANKS
-from automodel_rl.weight_sync.collective import Collective
-from automodel_rl.weight_sync.ipc import Ipc
-from automodel_rl.weight_sync.local import Local
-from automodel_rl.weight_sync.publisher import SenderFiles
+from automodel_rl.weight_sync.collective import CollectiveTransport
+from automodel_rl.weight_sync.ipc import IpcTransport
+from automodel_rl.weight_sync.local import LocalTransport
+from automodel_rl.weight_sync.publisher import FileTransport
 from automodel_rl.weight_sync.sync import sync_dtype
 from automodel_rl.weight_sync.transport import Transport
 from automodel_rl.weight_sync.vllm import VllmNccl, VllmSameDevice
@@ -50,16 +50,16 @@ from automodel_rl.weight_sync.vllm_adapters import VllmAdapters
 
 TRANSFORMERS_WORKER = ("-m", "automodel_rl.generators.transformers_worker")
 
-SPLIT = {"distributed_executor_backend": "mp"}
-ON_CPU = {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 2**29}
+MULTIPROCESS_OPTIONS = {"distributed_executor_backend": "mp"}
+CPU_OPTIONS = {"enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 2**29}
 """vLLM options for a CPU. There, a prompt in chunks fails if its completion has a seed, and a share of all memory
 would have to be free."""
 
-READS_BUFFERS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
+SHARED_BUFFER_OPTIONS = {"worker_extension_cls": "vllm_split_worker.SplitWorker"}
 """vLLM options on the ranks' GPUs, whose buffers its processes read."""
 
 
-def reads_images(pixels: tuple[int | None, int | None]) -> dict[str, Any]:
+def image_options(pixels: tuple[int | None, int | None]) -> dict[str, Any]:
     """Returns vLLM options for prompts with images: the trainer's image processor, as the fast one resizes with
     another library, so that pixels differ; its limits; and no memory for videos."""
     limits = {key: value for key, value in zip(("min_pixels", "max_pixels"), pixels, strict=True) if value is not None}
@@ -70,7 +70,7 @@ def make_generator(
     spec: GeneratorSpec,
     handle: ModelHandle,
     tokenizer: PreTrainedTokenizerBase,
-    ranks: EngineRanks,
+    ranks: GeneratorRanks,
     is_first: bool = True,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[RankGenerator, Transport]:
@@ -87,24 +87,26 @@ def make_generator(
     ends = _ends(spec, handle, tokenizer)
     match spec.choice:
         case JoinedGeneratorConfig():
-            return NoGenerator(), SenderFiles(handle)
+            return NoGenerator(), FileTransport(handle)
         case VllmServersConfig() as servers:
             return _vllm_servers(servers, spec, handle, ends, is_first)
         case VllmSamplerConfig() as vllm:
             return _vllm_process(vllm, spec, handle, tokenizer, ends, ranks, meanwhile)
         case TransformersSamplerConfig() as transformers:
-            return _transformers(transformers, spec, handle, Writing(tokenizer, transformers.batch_size, ends))
+            return _transformers(
+                transformers, spec, handle, TransformersSettings(tokenizer, transformers.batch_size, ends)
+            )
 
 
 def welcome_of(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> Welcome:
     """Returns the settings for generators that join a run."""
     assert isinstance(spec.choice, JoinedGeneratorConfig)
-    writing = Writing(tokenizer, spec.choice.batch_size, _ends(spec, handle, tokenizer))
+    writing = TransformersSettings(tokenizer, spec.choice.batch_size, _ends(spec, handle, tokenizer))
     options, timeout = _options_of_model(spec, handle, tokenizer), spec.weight_sync.timeout
     return Welcome(_copy(spec, handle), writing, options, timeout, handle.config.vocab_size)
 
 
-def without_generator(spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks) -> Transport | None:
+def transport_without_generator(spec: GeneratorSpec, handle: ModelHandle, ranks: GeneratorRanks) -> Transport | None:
     """Returns the transport for a rank whose generator does not restart, to take part in weight syncs of the others;
     None if it is not needed."""
     if isinstance(spec.choice, VllmSamplerConfig):
@@ -123,18 +125,18 @@ def _check_base(spec: GeneratorSpec, handle: ModelHandle) -> None:
 
 
 def _transformers(
-    choice: TransformersSamplerConfig, spec: GeneratorSpec, handle: ModelHandle, writing: Writing
+    choice: TransformersSamplerConfig, spec: GeneratorSpec, handle: ModelHandle, writing: TransformersSettings
 ) -> tuple[RankGenerator, Transport]:
     weights, device, copy = spec.weight_sync, handle.layout.device, _copy(spec, handle)
     if choice.transport == "local":
         within = TransformersGenerator(copy, writing)
-        return within, Local(within.receiver, device)
+        return within, LocalTransport(within.receiver, device)
     _check_devices(choice.devices)
     visible = visible_devices(choice.devices, device.index) if device.type == "cuda" else None
     process = start_transformers(copy, writing, visible)
     if choice.transport == "ipc":
-        return process, Ipc(process, device, weights.timeout)
-    return process, Collective(process, handle, weights.timeout)
+        return process, IpcTransport(process, device, weights.timeout)
+    return process, CollectiveTransport(process, handle, weights.timeout)
 
 
 def _copy(spec: GeneratorSpec, handle: ModelHandle) -> ModelCopy:
@@ -151,8 +153,8 @@ def _copy(spec: GeneratorSpec, handle: ModelHandle) -> ModelCopy:
 
 
 def _ends(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    own = completion_ends(handle.source, handle.whole_config, tokenizer, spec.template_variables)
-    return with_asked(own, spec.stop_token_ids, handle.config.vocab_size)
+    own = completion_stop_ids(handle.source, handle.whole_config, tokenizer, spec.template_variables)
+    return merge_stop_ids(own, spec.stop_token_ids, handle.config.vocab_size)
 
 
 def _check_devices(devices: Sequence[int]) -> None:
@@ -164,7 +166,7 @@ def _check_devices(devices: Sequence[int]) -> None:
         )
 
 
-def start_transformers(copy: ModelCopy, writing: Writing, visible: str | None) -> GeneratorProcess:
+def start_transformers(copy: ModelCopy, writing: TransformersSettings, visible: str | None) -> GeneratorProcess:
     """Starts a transformers generator in its own process.
 
     Args:
@@ -189,7 +191,7 @@ def _vllm_servers(
     choice: VllmServersConfig, spec: GeneratorSpec, handle: ModelHandle, ends: tuple[int, ...], is_first: bool
 ) -> tuple[RankGenerator, Transport]:
     connected = connect_servers(choice.urls, spec.reports_routes, some_may_be_gone=not is_first)
-    servers = VllmServers(choice.urls, connected, ends, leads=dist.get_rank() == 0, routes=spec.reports_routes)
+    servers = VllmServers(choice.urls, connected, ends, is_leader=dist.get_rank() == 0, routes=spec.reports_routes)
     layout, seconds = handle.layout, spec.weight_sync.timeout
     if layout.device.type == "cpu":
         return servers, VllmSameDevice(servers.weights, layout.device, seconds)
@@ -202,10 +204,10 @@ def _vllm_process(
     handle: ModelHandle,
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
-    ranks: EngineRanks,
+    ranks: GeneratorRanks,
     meanwhile: Callable[[], None],
 ) -> tuple[RankGenerator, Transport]:
-    if not ranks.leads:
+    if not ranks.is_leader:
         channel = NoGenerator()
         return channel, _vllm_transport(channel, spec, handle, ranks)
     device = handle.layout.device
@@ -222,7 +224,7 @@ def _vllm_options(
     spec: GeneratorSpec,
     handle: ModelHandle,
     tokenizer: PreTrainedTokenizerBase,
-    ranks: EngineRanks,
+    ranks: GeneratorRanks,
 ) -> dict[str, Any]:
     drafts = choice.drafts if isinstance(choice, VllmGeneratorConfig) else 0
     device = handle.layout.device
@@ -234,10 +236,10 @@ def _vllm_options(
         **_cache_of_replica(choice, handle),
         **(transfer if origin is None else adapter_options(origin.config.rank, spec.num_adapters)),
         **({"enable_sleep_mode": True} if spec.sleep_level else {}),
-        **(SPLIT | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
-        **(READS_BUFFERS if ranks.group is not None else {}),
+        **(MULTIPROCESS_OPTIONS | {"tensor_parallel_size": ranks.size} if ranks.size > 1 else {}),
+        **(SHARED_BUFFER_OPTIONS if ranks.group is not None else {}),
         **({"speculative_config": {"method": "mtp", "num_speculative_tokens": drafts}} if drafts else {}),
-        **(ON_CPU if device.type == "cpu" and not choice.devices else {}),
+        **(CPU_OPTIONS if device.type == "cpu" and not choice.devices else {}),
         **choice.options,
     }
 
@@ -251,7 +253,7 @@ def _options_of_model(spec: GeneratorSpec, handle: ModelHandle, tokenizer: PreTr
         "dtype": name_of(sync_dtype(spec.weight_sync, handle)),
         "max_model_len": spec.longest_sequence,
         **({"tokenizer": str(tokenizer.name_or_path)} if needs_tokenizer else {"skip_tokenizer_init": True}),
-        **(reads_images(spec.pixels) if handle.has_encoder else {}),
+        **(image_options(spec.pixels) if handle.has_encoder else {}),
         **({"enable_return_routed_experts": True} if spec.reports_routes else {}),
         # States of prompts are cached only if prompts come in chunks.
         **({"enable_prefix_caching": False} if on_cpu and num_mixed_layers(handle.config) else {}),
@@ -265,7 +267,7 @@ def _cache_of_replica(choice: VllmSamplerConfig, handle: ModelHandle) -> dict[st
         return {}
     share = torch.cuda.get_device_properties(device).total_memory * choice.memory_fraction / replicas
     weights = handle.num_values * handle.dtype.itemsize
-    at_once = int(choice.options.get("max_num_seqs") or SAMPLED_AT_ONCE)
+    at_once = int(choice.options.get("max_num_seqs") or DEFAULT_MAX_NUM_SEQS)
     return {"kv_cache_memory_bytes": cache_bytes(share, weights, handle.description.vocab_size, at_once)}
 
 
@@ -274,7 +276,10 @@ def _num_replicas(choice: VllmSamplerConfig) -> int:
 
 
 def _vllm_transport(
-    channel: GeneratorProcess | VllmReplicas | NoGenerator, spec: GeneratorSpec, handle: ModelHandle, ranks: EngineRanks
+    channel: GeneratorProcess | VllmReplicas | NoGenerator,
+    spec: GeneratorSpec,
+    handle: ModelHandle,
+    ranks: GeneratorRanks,
 ) -> Transport:
     weights, layout = spec.weight_sync, handle.layout
     if weights.adapters == "alone":
@@ -295,7 +300,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def with_asked(own: set[int], asked: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+def merge_stop_ids(own: set[int], asked: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     """Returns the tokens that end a completion, of model and config. Raises InputError if the vocabulary lacks one."""
     if asked and max(asked) >= vocab_size:
         raise InputError(

@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from automodel_rl.errors import innermost
-from automodel_rl.generator_messages import Failed, Finished, Generate, Request, UseVersion
-from automodel_rl.generators.joining_messages import HasEnded, IsReading, Leaving, MessageConnection
+from automodel_rl.errors import describe_root_cause
+from automodel_rl.generator_messages import Finished, Generate, GenerateFailed, Request, UseVersion
+from automodel_rl.generators.joining_messages import Leaving, MessageConnection, ReadingWeights, RunEnded
 from automodel_rl.launch.authenticated import AuthenticatedConnection
 
-IS_GONE = "its process has exited"
+PROCESS_EXITED = "its process has exited"
 """Reason for the loss of a member whose connection has ended."""
 
-LONGEST_READING = 3600.0
+MAX_READING_SECONDS = 3600.0
 """Longest time in seconds for which a member counts as alive because it reports that it is reading weights."""
 
-LONGEST_FAREWELL = 5.0
+MAX_DISMISS_SECONDS = 5.0
 """Longest wait in seconds for the message that the run has ended to be sent."""
 
 
@@ -29,36 +29,36 @@ class Member:
 
     Args:
         number: number in the fleet; the rank, if one leads it.
-        works_alone: whether the generator writes in the background. If not, it writes during a remote call.
-        take: called with each message, and with `Failed(0, ...)` once the connection has ended. If it raises, the
-            member is lost.
+        writes_in_background: whether the generator writes in the background. If not, it writes during a remote call.
+        on_message: called with each message, and with `GenerateFailed(0, ...)` once the connection has ended. If it
+            raises, the member is lost.
         has_joined: whether it joined from outside the job, and may leave at any time.
 
     Attributes:
         problem: why it is lost; "" while it is not.
-        broke_off: whether its connection has ended.
+        is_disconnected: whether its connection has ended.
         queued: requests that wait for the next remote call, if it does not work alone.
-        heard: monotonic time of its last requested completion or report that it is reading weights.
+        last_heard: monotonic time of its last requested completion or report that it is reading weights.
         first_number: first request number of the current generator. Lower ones went to generators before a restart.
-        num_given_up: consecutive failed restarts.
-        tried_again_at: policy version at which the next restart is tried.
+        num_failed_restarts: consecutive failed restarts.
+        next_restart_version: policy version at which the next restart is tried.
     """
 
     def __init__(
         self,
         number: int,
-        works_alone: bool,
+        writes_in_background: bool,
         connection: AuthenticatedConnection | MessageConnection,
-        take: Callable[["Member", Finished | Failed | Leaving | IsReading], None],
+        on_message: Callable[["Member", Finished | GenerateFailed | Leaving | ReadingWeights], None],
         has_joined: bool = False,
     ):
-        self.number, self.works_alone, self.has_joined = number, works_alone, has_joined
-        self.problem, self.broke_off = "", False
+        self.number, self.writes_in_background, self.has_joined = number, writes_in_background, has_joined
+        self.problem, self.is_disconnected = "", False
         self.queued: list[Generate] = []
-        self.heard = self._told_to_read = time.monotonic()
-        self.first_number = self.num_given_up = self.tried_again_at = 0
-        self._connection, self._take = connection, take
-        self._outgoing: queue.SimpleQueue[Generate | UseVersion | HasEnded | None] = queue.SimpleQueue()
+        self.last_heard = self._version_sent_at = time.monotonic()
+        self.first_number = self.num_failed_restarts = self.next_restart_version = 0
+        self._connection, self._on_message = connection, on_message
+        self._outgoing: queue.SimpleQueue[Generate | UseVersion | RunEnded | None] = queue.SimpleQueue()
         self._sender, reader = (
             threading.Thread(target=work, daemon=True, name=self.name) for work in (self._send, self._read)
         )
@@ -72,23 +72,23 @@ class Member:
 
     def use(self, version: UseVersion) -> None:
         """Switches a joined generator to a published version for all later requests."""
-        self._told_to_read = time.monotonic()
+        self._version_sent_at = time.monotonic()
         self._outgoing.put(version)
 
-    def note_completion(self) -> None:
+    def record_completion(self) -> None:
         """Records a requested completion as a sign of life."""
-        self.heard = time.monotonic()
+        self.last_heard = time.monotonic()
 
-    def note_reading(self) -> None:
-        """Records a report that it is reading weights as a sign of life, for at most `LONGEST_READING`."""
+    def record_reading(self) -> None:
+        """Records a report that it is reading weights as a sign of life, for at most `MAX_READING_SECONDS`."""
         now = time.monotonic()
-        if now - self._told_to_read < LONGEST_READING:
-            self.heard = now
+        if now - self._version_sent_at < MAX_READING_SECONDS:
+            self.last_heard = now
 
-    def ask(self, number: int, requests: Sequence[Request]) -> None:
-        """Sends or queues requests; `number` is repeated in the answers. Connection errors go to `take`."""
+    def send_requests(self, number: int, requests: Sequence[Request]) -> None:
+        """Sends or queues requests; `number` is repeated in the answers. Connection errors go to `on_message`."""
         asked = Generate(number, [*requests])
-        if self.works_alone:
+        if self.writes_in_background:
             self._outgoing.put(asked)
         else:
             self.queued.append(asked)
@@ -98,48 +98,48 @@ class Member:
         queued, self.queued = self.queued, []
         return queued
 
-    def give_up(self, version: int) -> None:
+    def postpone_restart(self, version: int) -> None:
         """Postpones the next restart by 1, 2, 4, ... policy versions from `version`, the current one."""
-        self.tried_again_at = version + 2**self.num_given_up
-        self.num_given_up += 1
+        self.next_restart_version = version + 2**self.num_failed_restarts
+        self.num_failed_restarts += 1
 
     def close(self) -> None:
         """Closes the connection."""
-        self._connection.hang_up()
+        self._connection.shutdown()
 
     def dismiss(self) -> None:
         """Closes the connection at the end of the run, after notifying a joined generator."""
         if self.has_joined:
-            self._outgoing.put(HasEnded())
-            self._sender.join(LONGEST_FAREWELL)
+            self._outgoing.put(RunEnded())
+            self._sender.join(MAX_DISMISS_SECONDS)
         self.close()
 
     def _send(self) -> None:
-        asked: Generate | UseVersion | HasEnded | None = None
-        while not isinstance(asked, HasEnded) and (asked := self._outgoing.get()) is not None:
+        asked: Generate | UseVersion | RunEnded | None = None
+        while not isinstance(asked, RunEnded) and (asked := self._outgoing.get()) is not None:
             try:
                 self._connection.send(asked)
             except OSError:
                 return  # the reader sees it, too
             except Exception as error:  # not picklable, or media that are too large
                 number = asked.number if isinstance(asked, Generate) else 0
-                self._take(self, Failed(number, innermost(error)))
+                self._on_message(self, GenerateFailed(number, describe_root_cause(error)))
 
     def _read(self) -> None:
-        problem = IS_GONE
+        problem = PROCESS_EXITED
         try:
             while True:
                 message: Any = self._connection.recv()
-                self._take(self, message)
+                self._on_message(self, message)
         except (EOFError, OSError):  # its rank has ended, or the program
             pass
-        except Exception as error:  # unreadable or rejected by `take`
-            problem = innermost(error)
+        except Exception as error:  # unreadable or rejected by `on_message`
+            problem = describe_root_cause(error)
         finally:
-            self.broke_off = True
+            self.is_disconnected = True
             self._connection.close()
             self._outgoing.put(None)
-            self._take(self, Failed(0, problem))
+            self._on_message(self, GenerateFailed(0, problem))
 
 
 def name_of(number: int | None, *, has_joined: bool) -> str:

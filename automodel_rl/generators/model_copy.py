@@ -56,7 +56,7 @@ def build_model(copy: ModelCopy) -> Any:
     # transformers' sdpa ignores soft caps and sinks, and its grouped_mm does not support float64.
     kernels: dict[str, Any] = {"attn_implementation": "eager" if describe_model(config).lacks_sdpa else "sdpa"}
     whole = AutoModelForCausalLM if copy.media is None else AutoModelForMultimodalLM
-    if copy.family.file_names.turns_experts:
+    if copy.family.file_names.files_transpose_experts:
         register_experts()
         kernels["experts_implementation"] = {"text_config": EXPERTS}  # accepts experts in the layout of files
     elif copy.family.language.is_moe and copy.dtype == torch.float64:
@@ -67,7 +67,7 @@ def build_model(copy: ModelCopy) -> Any:
     if copy.adapters is None:
         with torch.device(copy.device):
             model = whole.from_config(config, dtype=copy.dtype, **kernels).eval()
-        if copy.family.file_names.turns_experts:
+        if copy.family.file_names.files_transpose_experts:
             transpose_experts(model, copy.family.language)
             _without_ep(model)
         return model

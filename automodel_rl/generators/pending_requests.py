@@ -22,23 +22,23 @@ class PendingRequest:
     """A request and the future of its completion.
 
     Attributes:
-        only: the one member that may write it; None if any may. It is not retried elsewhere.
+        pinned_to: the one member that may write it; None if any may. It is not retried elsewhere.
         losses: generators lost while they were writing it.
         disconnects: of these, joined generators that disconnected.
     """
 
     request: Request
-    only: Member | None = None
+    pinned_to: Member | None = None
     completion: "Future[Completion]" = field(default_factory=Future)
     losses: int = 0
     disconnects: int = 0
 
     def count_loss(self, member: Member) -> bool:
         """Counts the loss of the member that was writing it. Returns whether the request may be retried."""
-        if self.only is not None:
+        if self.pinned_to is not None:
             return True  # nobody else may write it, so dealing it again fails it
         self.losses += 1
-        self.disconnects += member.has_joined and member.broke_off
+        self.disconnects += member.has_joined and member.is_disconnected
         return self.disconnects < MAX_DISCONNECTS and self.losses - self.disconnects < MAX_LOSSES
 
 
@@ -59,7 +59,7 @@ class Assignment:
 
     def silence(self, now: float) -> float:
         """Seconds since the member last sent something, counted from when it got these tasks."""
-        return now - max(self.since, self.member.heard)
+        return now - max(self.since, self.member.last_heard)
 
 
 def divide(requests: Sequence[Request], num_members: int) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from automodel_rl.batch import Media, RoutesAt, TokenSequence
+from automodel_rl.batch import Media, RoutesRef, TokenSequence
 from automodel_rl.generator_messages import Request
 
 
@@ -23,7 +23,7 @@ class KeptRoutes:
         missing: number of layers without known experts, for each of these tokens, [stop - start].
     """
 
-    at: RoutesAt
+    at: RoutesRef
     missing: np.ndarray
 
     def piece(self, start: int, stop: int) -> "KeptRoutes":
@@ -89,7 +89,7 @@ class Conversation:
             last call and its history.
         tree: the turns of an agent's episode, for the run's records.
         forks: number of forks by reason.
-        is_of_agent: whether an agent conducted it.
+        is_agent_episode: whether an agent conducted it.
     """
 
     prompt: list[int]
@@ -101,7 +101,7 @@ class Conversation:
     branches: list[Branch] = field(default_factory=list)
     tree: list[dict[str, Any]] = field(default_factory=list)
     forks: dict[str, int] = field(default_factory=dict)
-    is_of_agent: bool = False
+    is_agent_episode: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,11 +184,11 @@ class Generator(Protocol):
     """Interface for writing completions, which `Fleet` implements, too.
 
     Attributes:
-        works_alone: whether it writes in the background. If not, its `wait` or `write` must be called.
+        writes_in_background: whether it writes in the background. If not, its `wait` or `write` must be called.
     """
 
     @property
-    def works_alone(self) -> bool: ...
+    def writes_in_background(self) -> bool: ...
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         """Queues requests and returns at once.
@@ -206,7 +206,7 @@ class Generator(Protocol):
 class RankGenerator(ABC):
     """Base class of generators led by a rank. Once a future of `submit` raises, it must be closed and replaced."""
 
-    works_alone = True
+    writes_in_background = True
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
@@ -214,7 +214,7 @@ class RankGenerator(ABC):
 
     def write(self) -> None:
         """Writes submitted requests in the calling thread. Only for generators that do not work alone."""
-        assert self.works_alone
+        assert self.writes_in_background
 
     @abstractmethod
     def close(self) -> None:

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from automodel_rl.batch import RouterShape, Routes, RoutesAt, read_routes
-from automodel_rl.errors import innermost
-from automodel_rl.generator_messages import Failed, Finished, Generate, Request
-from automodel_rl.generators.meeting import meet
+from automodel_rl.batch import RouterShape, Routes, RoutesRef, read_routes
+from automodel_rl.errors import describe_root_cause
+from automodel_rl.generator_messages import Finished, Generate, GenerateFailed, Request
 from automodel_rl.generators.protocol import Completion, KeptRoutes, RankGenerator
+from automodel_rl.generators.rank_listener import connect_to_program
 from automodel_rl.generators.supervisor import GeneratorSupervisor
-from automodel_rl.launch.door import DoorAddress
+from automodel_rl.launch.listener import ListenerAddress
 from automodel_rl.policy.routes import RouteStore
 
 
@@ -33,10 +33,10 @@ class Relay:
         InputError: the program cannot be reached.
     """
 
-    def __init__(self, rank: int, supervisor: GeneratorSupervisor, routes: RouteStore, address: DoorAddress):
+    def __init__(self, rank: int, supervisor: GeneratorSupervisor, routes: RouteStore, address: ListenerAddress):
         self.rank, self.supervisor, self.routes = rank, supervisor, routes
-        self._sending, self._keys = threading.Lock(), itertools.count()
-        self._connection = meet(address, rank)
+        self._send_lock, self._keys = threading.Lock(), itertools.count()
+        self._connection = connect_to_program(address, rank)
         threading.Thread(target=self._take_requests, daemon=True, name="requests").start()
 
     def write(self, requests: Sequence[Generate]) -> None:
@@ -49,7 +49,7 @@ class Relay:
 
     def close(self) -> None:
         """Closes the connection to the program."""
-        self._connection.hang_up()
+        self._connection.shutdown()
 
     def _take_requests(self) -> None:
         """Receives requests until either side closes the connection. It also closes, and so informs the program, if
@@ -62,31 +62,31 @@ class Relay:
         """Submits requests to the generator. Their completions are sent to the program as they arrive."""
         generator = self.supervisor.generator
         if generator is None or self.supervisor.problem:
-            self._lose(asked, generator, self.supervisor.problem or "it is not running")
+            self._report_lost(asked, generator, self.supervisor.problem or "it is not running")
             return
         try:
             completions = generator.submit(asked.requests)
         except Exception as error:
-            self._lose(asked, generator, innermost(error))
+            self._report_lost(asked, generator, describe_root_cause(error))
             return
-        for place, completion in enumerate(completions):
-            completion.add_done_callback(functools.partial(self._finish, asked, place, generator))
+        for index, completion in enumerate(completions):
+            completion.add_done_callback(functools.partial(self._finish, asked, index, generator))
 
-    def _finish(self, asked: Generate, place: int, generator: RankGenerator, done: "Future[Completion]") -> None:
+    def _finish(self, asked: Generate, index: int, generator: RankGenerator, done: "Future[Completion]") -> None:
         try:
-            completion = self._checked(done.result(), asked.requests[place])
+            completion = self._checked(done.result(), asked.requests[index])
         except Exception as error:
-            self._lose(asked, generator, innermost(error))
+            self._report_lost(asked, generator, describe_root_cause(error))
         else:
-            self._send(Finished(asked.number, place, completion))
+            self._send(Finished(asked.number, index, completion))
 
-    def _lose(self, asked: Generate, generator: RankGenerator | None, problem: str) -> None:
+    def _report_lost(self, asked: Generate, generator: RankGenerator | None, problem: str) -> None:
         """Reports a lost generator to the supervisor and the program."""
-        self.supervisor.lose(generator, problem)
-        self._send(Failed(asked.number, problem))
+        self.supervisor.mark_lost(generator, problem)
+        self._send(GenerateFailed(asked.number, problem))
 
-    def _send(self, message: Finished | Failed) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the program has ended
+    def _send(self, message: Finished | GenerateFailed) -> None:
+        with self._send_lock, contextlib.suppress(OSError):  # the program has ended
             self._connection.send(message)
 
     def _checked(self, completion: Completion, request: Request) -> Completion:
@@ -99,7 +99,7 @@ class Relay:
             try:
                 kept = [self._keep(completion, request, request.rollouts, handle.router_shape)]
             except Exception as problem:
-                return Completion([], [], "error", f"its routes are invalid: {innermost(problem)}")
+                return Completion([], [], "error", f"its routes are invalid: {describe_root_cause(problem)}")
         versions = None if completion.versions is None else self.supervisor.policy_versions(completion.versions)
         return dataclasses.replace(completion, versions=versions, routes=kept, writer=self.rank)
 
@@ -112,4 +112,4 @@ class Relay:
             routes = Routes(routes.layers, routes.experts[start:].clone())
         key = rollouts, next(self._keys)
         self.routes.keep(key, start, routes)
-        return KeptRoutes(RoutesAt(self.rank, key, start, start + len(routes)), missing[start:])
+        return KeptRoutes(RoutesRef(self.rank, key, start, start + len(routes)), missing[start:])

@@ -5,9 +5,9 @@ A generator may take turns with the trainer in using the GPU's memory, as config
 
     wake   optimizer moments to the host, wake vLLM's weights, weight sync, trainer's weights to the host, wake vLLM's
            cache
-    rest   put vLLM to sleep, trainer's weights back to the GPU; moments return for the next optimizer step
+    sleep_and_restore   put vLLM to sleep, trainer's weights back to the GPU; moments return for the next optimizer step
 
-`rest` is `sleep` and `offload.restore`, which are separate where something may come in between.
+`sleep_and_restore` is `sleep` and `offload.restore`, which are separate where something may come in between.
 """
 
 import datetime
@@ -22,10 +22,10 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmServersConfig
 from automodel_rl.engine import Engine
 from automodel_rl.engine.rollout_offload import RolloutOffload
-from automodel_rl.errors import InputError, WeightSyncError, innermost
-from automodel_rl.generators.engine_ranks import EngineRanks
+from automodel_rl.errors import InputError, WeightSyncError, describe_root_cause
 from automodel_rl.generators.generator_process import GeneratorProcess
-from automodel_rl.generators.make_generator import make_generator, without_generator
+from automodel_rl.generators.generator_ranks import GeneratorRanks
+from automodel_rl.generators.make_generator import make_generator, transport_without_generator
 from automodel_rl.generators.protocol import RankGenerator
 from automodel_rl.generators.vllm_replicas import VllmReplicas
 from automodel_rl.generators.vllm_servers import VllmServers
@@ -34,7 +34,7 @@ from automodel_rl.weight_sync.publisher import Publisher
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
 
-PATIENCE = datetime.timedelta(hours=12)
+GENERATOR_TIMEOUT = datetime.timedelta(hours=12)
 """Timeout of ranks for a slow generator of another rank. A rank that dies is noticed at once."""
 
 
@@ -75,12 +75,12 @@ class GeneratorSupervisor:
     ):
         self.spec, self.engine, self.tokenizer, self.prepare = spec, engine, tokenizer, prepare
         self.handle = engine.handle
-        self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.ranks = EngineRanks.join(spec)
+        self.world = dist.new_group(backend="gloo", timeout=GENERATOR_TIMEOUT)
+        self.ranks = GeneratorRanks.join(spec)
         self.offload = RolloutOffload(engine)
         self._is_awake = False
         self.published: tuple[int, str] | None = None
-        self.problem, self._noting = "", threading.Lock()
+        self.problem, self._problem_lock = "", threading.Lock()
         self.offload.after_sync()  # the generator starts in the memory it will have later
         self.generator: RankGenerator | None
         self.generator, transport = self._start_with_others(meanwhile)
@@ -109,21 +109,21 @@ class GeneratorSupervisor:
             self._send()
 
     def wake(self) -> None:
-        """Prepares generators to write, in the memory shared with the trainer, until `rest`."""
+        """Prepares generators to write, in the memory shared with the trainer, until `sleep_and_restore`."""
         self._is_awake = True
         self.offload.before_sync()
         self._free_unused()
-        self.ranks.meet()  # the generator may use the GPUs of all of them
+        self.ranks.barrier()  # the generator may use the GPUs of all of them
         if self.spec.sleep_level:
             self._ask(lambda generator: generator.wake("weights", self.spec.weight_sync.timeout))
             self._send()
         self.offload.after_sync()
         self._free_unused()
-        self.ranks.meet()
+        self.ranks.barrier()
         if self.spec.sleep_level:
             self._ask(lambda generator: generator.wake("kv_cache", self.spec.weight_sync.timeout))
 
-    def rest(self) -> None:
+    def sleep_and_restore(self) -> None:
         """Returns the shared memory, if any, to the trainer, and restores its weights."""
         self.sleep()
         self.offload.restore()
@@ -133,15 +133,15 @@ class GeneratorSupervisor:
         if not self._is_awake:
             return
         if self.spec.sleep_level:
-            self._ask(lambda generator: generator.sleep(self.spec.sleep_level, PATIENCE.total_seconds()))
+            self._ask(lambda generator: generator.sleep(self.spec.sleep_level, GENERATOR_TIMEOUT.total_seconds()))
             if self.problem and self.generator is not None:
                 self.generator.close()  # the trainer needs the memory
-        self.ranks.meet()
+        self.ranks.barrier()
         self._is_awake = False
 
-    def lose(self, generator: RankGenerator | None, problem: str) -> None:
+    def mark_lost(self, generator: RankGenerator | None, problem: str) -> None:
         """Records why a generator cannot write, unless it has been replaced. May be called from any thread."""
-        with self._noting:
+        with self._problem_lock:
             if generator is self.generator:
                 self.problem = self.problem or problem
 
@@ -161,7 +161,7 @@ class GeneratorSupervisor:
         # Waits: starting a generator may take longer than other collectives are allowed to.
         gather_objects("", self.world)
         was_awake = self._is_awake
-        self.rest()
+        self.sleep_and_restore()
         if not self.spec.sleep_level:
             self._send()
         if was_awake:
@@ -233,7 +233,7 @@ class GeneratorSupervisor:
         generator, transport = make_generator(self.spec, self.handle, self.tokenizer, self.ranks, is_first, meanwhile)
         if self.spec.sleep_level and isinstance(generator, GeneratorProcess | VllmReplicas):
             try:
-                generator.sleep(self.spec.sleep_level, PATIENCE.total_seconds())
+                generator.sleep(self.spec.sleep_level, GENERATOR_TIMEOUT.total_seconds())
             except WeightSyncError:
                 generator.close()
                 raise
@@ -271,7 +271,7 @@ class GeneratorSupervisor:
             torch.cuda.empty_cache()
 
     def _replace(self) -> None:
-        with self._noting:  # before closing it: errors caused by that must not count against the next one
+        with self._problem_lock:  # before closing it: errors caused by that must not count against the next one
             lost, self.generator, self.problem = self.generator, None, ""
         if lost is not None:
             lost.close()
@@ -280,8 +280,8 @@ class GeneratorSupervisor:
         try:
             self.generator, transport = self._start(is_first=False)
         except Exception as problem:
-            self.problem = innermost(problem)
-            others = without_generator(self.spec, self.handle, self.ranks)
+            self.problem = describe_root_cause(problem)
+            others = transport_without_generator(self.spec, self.handle, self.ranks)
             if others is not None:
                 self.sync.reconnect(others)
         else:

@@ -22,7 +22,7 @@ STOP_TEXT_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Writing:
+class TransformersSettings:
     """Settings for writing completions.
 
     Attributes:
@@ -46,9 +46,9 @@ class TransformersGenerator(RankGenerator):
         InputError: the device has not enough memory for the model.
     """
 
-    works_alone = False
+    writes_in_background = False
 
-    def __init__(self, copy: ModelCopy, writing: Writing):
+    def __init__(self, copy: ModelCopy, writing: TransformersSettings):
         self.copy, self.writing = copy, writing
         self._submitted: list[tuple[Sequence[Request], list[Future[Completion]]]] = []
         self.media = MediaInputs(copy.config, copy.media)

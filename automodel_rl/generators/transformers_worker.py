@@ -3,7 +3,7 @@
     python -m automodel_rl.generators.transformers_worker DESCRIPTOR
 
 The connection with that file descriptor delivers the rank's messages (`generator_messages`). `Start` contains a
-`ModelCopy` and a `Writing`.
+`ModelCopy` and a `TransformersSettings`.
 """
 
 import os
@@ -12,16 +12,16 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from automodel_rl.errors import innermost
+from automodel_rl.errors import describe_root_cause
 from automodel_rl.generator_messages import (
     Answer,
-    Failed,
     Failure,
     Finished,
     Generate,
+    GenerateFailed,
     Message,
     ProtocolError,
-    Written,
+    RawCompletion,
     receive_start,
 )
 from automodel_rl.generators.protocol import Completion
@@ -39,7 +39,7 @@ def main() -> None:
         connection.send(Failure(str(error)))
         return
     except Exception as error:
-        connection.send(Failure(innermost(error)))
+        connection.send(Failure(describe_root_cause(error)))
         return
     connection.send(Answer("start", ""))
     TransformersWorker(generator, connection).run()
@@ -67,13 +67,13 @@ class TransformersWorker:
             self.end.handle(self.weights.get())
 
     def _generate(self, order: Generate) -> None:
-        def send(place: int, completion: Completion) -> None:
-            self.connection.send(Finished(order.number, place, _written(completion)))
+        def send(index: int, completion: Completion) -> None:
+            self.connection.send(Finished(order.number, index, _written(completion)))
 
         try:
             self.generator.generate(order.requests, self.take_weights, send)
         except Exception as error:
-            self.connection.send(Failed(order.number, innermost(error)))
+            self.connection.send(GenerateFailed(order.number, describe_root_cause(error)))
 
     def _read(self) -> None:
         """Receives messages in a thread, as the pipe holds few while the generator is busy."""
@@ -89,9 +89,11 @@ class TransformersWorker:
             self.something.release()
 
 
-def _written(completion: Completion) -> Written:
+def _written(completion: Completion) -> RawCompletion:
     oldest, newest = completion.versions or (None, None)
-    return Written(completion.token_ids, completion.logprobs, completion.finish, oldest, newest, completion.routes)
+    return RawCompletion(
+        completion.token_ids, completion.logprobs, completion.finish, oldest, newest, completion.routes
+    )
 
 
 if __name__ == "__main__":

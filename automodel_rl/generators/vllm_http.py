@@ -63,7 +63,7 @@ class VllmServer:
         return json.loads(text) if text else None
 
 
-def at_once(work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
+def run_concurrently(work: Callable[..., T], *arguments: Sequence[Any]) -> list[T]:
     """Calls a function with each set of arguments concurrently. Raises the first error."""
     with ThreadPoolExecutor(len(arguments[0])) as pool:
         return list(pool.map(work, *arguments))

@@ -22,11 +22,11 @@ WORKING_BYTES = 2 * 2**30
 BYTES_OF_LOGIT = 24
 """Bytes per vocabulary entry and sequence sampled at once: fp32 logits, their sorted copy and its indices."""
 
-SAMPLED_AT_ONCE = 1024
+DEFAULT_MAX_NUM_SEQS = 1024
 """vLLM's default of max_num_seqs on a large GPU."""
 
 
-def cache_bytes(share: float, weights: int, vocab_size: int, sampled_at_once: int = SAMPLED_AT_ONCE) -> int:
+def cache_bytes(share: float, weights: int, vocab_size: int, sampled_at_once: int = DEFAULT_MAX_NUM_SEQS) -> int:
     """Estimates the bytes of a replica's cache. vLLM's own measurement would include replicas that start on the same
     device at the same time.
 
@@ -85,12 +85,12 @@ class VllmReplicas(RankGenerator):
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
         completions: dict[int, Future[Completion]] = {}
-        for replica, places in self._shares(requests).items():
-            own = self.replicas[replica].submit([requests[place] for place in places])
+        for replica, indices in self._shares(requests).items():
+            own = self.replicas[replica].submit([requests[index] for index in indices])
             for completion in own:
                 completion.add_done_callback(functools.partial(self._count_done, replica))
-            completions |= zip(places, own, strict=True)
-        return [completions[place] for place in range(len(requests))]
+            completions |= zip(indices, own, strict=True)
+        return [completions[index] for index in range(len(requests))]
 
     def sleep(self, level: int, seconds: float) -> None:
         """Frees the memory of all replicas. See `GeneratorProcess.sleep`."""
@@ -123,14 +123,14 @@ class VllmReplicas(RankGenerator):
         shares: defaultdict[int, list[int]] = defaultdict(list)
         of_prompts: dict[tuple[int, ...], int] = {}
         with self._counting:
-            for place, request in enumerate(requests):
+            for index, request in enumerate(requests):
                 emptiest = min(range(len(self.replicas)), key=lambda number: self._open[number])
                 if request.conversation is not None:
                     # Not by number, as in the fleet, which would leave replicas idle.
                     replica = self._of_conversations.setdefault(request.conversation, emptiest)
                 else:
                     replica = of_prompts.setdefault(tuple(request.prompt), emptiest)
-                shares[replica].append(place)
+                shares[replica].append(index)
                 self._open[replica] += 1
         return shares
 

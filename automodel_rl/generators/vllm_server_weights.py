@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.errors import WeightSyncError, describe_root_cause
 from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Message, unknown
-from automodel_rl.generators.vllm_http import PROBE_SECONDS, VllmServer, at_once
+from automodel_rl.generators.vllm_http import PROBE_SECONDS, VllmServer, run_concurrently
 
 
 class ServerWeights:
@@ -17,7 +17,7 @@ class ServerWeights:
     After a failed weight sync the servers have no complete weights, and must be restarted.
 
     Args:
-        leads: this rank sends to the servers. Other ranks only count versions.
+        is_leader: this rank sends to the servers. Other ranks only count versions.
 
     Attributes:
         version: of the servers' weights.
@@ -25,12 +25,12 @@ class ServerWeights:
         is_broken: a weight sync has failed.
     """
 
-    def __init__(self, servers: Sequence[VllmServer], leads: bool):
-        self.servers, self.leads = servers, leads
+    def __init__(self, servers: Sequence[VllmServer], is_leader: bool):
+        self.servers, self.is_leader = servers, is_leader
         self.members = list(servers)
         self.version = 0
         self.is_broken = False
-        self._coming = 0
+        self._pending_version = 0
         self._orders = ThreadPoolExecutor(1)
         self._answers: deque[Message] = deque()
 
@@ -38,9 +38,9 @@ class ServerWeights:
     def num_workers(self) -> int:
         """Number of processes of the servers that answer; 0 on ranks that do not lead. Raises OSError if none
         answers."""
-        if not self.leads:
+        if not self.is_leader:
             return 0
-        self.members = [server for server in self.servers if is_there(server)]
+        self.members = [server for server in self.servers if is_available(server)]
         if not self.members:
             raise OSError(f"none of {', '.join(server.url for server in self.servers)} answers")
         return sum(self._world_sizes())
@@ -51,7 +51,7 @@ class ServerWeights:
         return [server.url for server in self.members]
 
     def send(self, message: Message) -> None:
-        if not self.leads:
+        if not self.is_leader:
             self._count(message)
             return
         try:
@@ -77,7 +77,7 @@ class ServerWeights:
                     self._init(info)
                     self._answers.append(Answer("init_transfer"))
                 case Call("begin", (version, _)):
-                    self._coming, self.is_broken = version, False
+                    self._pending_version, self.is_broken = version, False
                     self._to_all("/pause?mode=keep", {})
                     self._to_all("/start_weight_update", {"is_checkpoint_format": True})
                 case Call("load_weights", (info,)) if not self.is_broken:
@@ -85,16 +85,16 @@ class ServerWeights:
                     self._answers.append(Answer("load_weights"))
                 case Call("commit") if not self.is_broken:
                     self._to_all("/finish_weight_update", {})
-                    self.version = self._coming
+                    self.version = self._pending_version
                     self._to_all("/resume", {})
                     self._answers.append(Answer("commit", Committed(self.version)))
-                case Call("load_weights" | "commit" | "give_up"):
+                case Call("load_weights" | "commit" | "abort"):
                     pass  # left over from a weight sync that failed
                 case _:
                     raise unknown(message)
         except Exception as error:
             self.is_broken = True
-            self._answers.append(Failure(innermost(error)))
+            self._answers.append(Failure(describe_root_cause(error)))
 
     def _count(self, message: Message) -> None:
         match message:
@@ -102,13 +102,13 @@ class ServerWeights:
                 self.members = [VllmServer(url) for url in info.get("servers", self.addresses)]
                 self._answers.append(Answer("init_transfer"))
             case Call("begin", (version, _)):
-                self._coming = version
+                self._pending_version = version
             case Call("load_weights"):
                 self._answers.append(Answer("load_weights"))
             case Call("commit"):
-                self.version = self._coming
+                self.version = self._pending_version
                 self._answers.append(Answer("commit", Committed(self.version)))
-            case Call("give_up"):
+            case Call("abort"):
                 pass
             case _:
                 raise unknown(message)
@@ -124,16 +124,16 @@ class ServerWeights:
         def init(server: VllmServer, body: dict[str, Any]) -> None:
             server.post("/init_weight_transfer_engine", body)
 
-        at_once(init, self.members, bodies)
+        run_concurrently(init, self.members, bodies)
 
     def _world_sizes(self) -> list[int]:
         return [server.get("/get_world_size?include_dp=true")["world_size"] for server in self.members]
 
     def _to_all(self, path: str, body: dict[str, Any]) -> None:
-        at_once(lambda server: server.post(path, body), self.members)
+        run_concurrently(lambda server: server.post(path, body), self.members)
 
 
-def is_there(server: VllmServer) -> bool:
+def is_available(server: VllmServer) -> bool:
     """Returns whether a server answers, and no weight sync to it has failed."""
     try:
         return not server.get("/is_paused", PROBE_SECONDS)["is_paused"]

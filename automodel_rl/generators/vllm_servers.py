@@ -10,17 +10,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from automodel_rl.errors import InputError, WeightSyncError
-from automodel_rl.generator_messages import Request, Written
+from automodel_rl.generator_messages import RawCompletion, Request
 from automodel_rl.generators.completions import completion_of
 from automodel_rl.generators.protocol import Completion, RankGenerator
 from automodel_rl.generators.vllm_checks import check_server, listed
 from automodel_rl.generators.vllm_http import VllmServer
-from automodel_rl.generators.vllm_server_weights import ServerWeights, is_there
+from automodel_rl.generators.vllm_server_weights import ServerWeights, is_available
 
-REQUESTS_AT_ONCE = 256
+MAX_CONCURRENT_REQUESTS = 256
 """Open requests per server, each of which blocks a thread. The pool has at least four times as many."""
 
-WHOLE_DISTRIBUTION = {
+NEUTRAL_SAMPLING = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -41,7 +41,7 @@ class VllmServers(RankGenerator):
         urls: URLs of servers, or files that list them.
         servers: the initial servers.
         ends: end tokens of requests whose `stop_token_ids` is None.
-        leads: whether this rank sends weights to the servers.
+        is_leader: whether this rank sends weights to the servers.
         routes: whether servers must report the experts of tokens.
 
     Attributes:
@@ -53,15 +53,15 @@ class VllmServers(RankGenerator):
         urls: Sequence[str],
         servers: Sequence[VllmServer],
         ends: tuple[int, ...],
-        leads: bool,
+        is_leader: bool,
         *,
         routes: bool = False,
     ):
         self.urls, self.servers, self.ends, self.routes = urls, servers, ends, routes
-        self.weights = ServerWeights(servers, leads)
-        there = next(server for server in servers if is_there(server))
+        self.weights = ServerWeights(servers, is_leader)
+        there = next(server for server in servers if is_available(server))
         self.model = there.get("/v1/models")["data"][0]["id"]
-        self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE * max(4, len(servers)))
+        self._requests = ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS * max(4, len(servers)))
         self._gone: dict[VllmServer, int] = {}  # servers that did not answer, and the weight sync then
         self._mentioned: set[str] = set()
 
@@ -70,7 +70,7 @@ class VllmServers(RankGenerator):
         """Whether servers that receive weights have disappeared, or others have appeared. Only checked on the leading
         rank, False on others."""
         weights = self.weights
-        if not weights.leads:
+        if not weights.is_leader:
             return False
         try:
             self.servers = weights.servers = listed(self.urls)
@@ -82,7 +82,7 @@ class VllmServers(RankGenerator):
         if self.weights.is_broken:
             raise WeightSyncError("a server has incomplete weights after a failed weight sync: restart the servers")
         return [
-            self._requests.submit(self._complete_anywhere, place, request) for place, request in enumerate(requests)
+            self._requests.submit(self._complete_anywhere, index, request) for index, request in enumerate(requests)
         ]
 
     def close(self) -> None:
@@ -104,10 +104,10 @@ class VllmServers(RankGenerator):
             self._mentioned.add(text)
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
-    def _complete_anywhere(self, place: int, request: Request) -> Completion:
+    def _complete_anywhere(self, index: int, request: Request) -> Completion:
         """Tries the servers that have weights, first the one for this index or conversation. Raises ConnectionError if
         none answers."""
-        first = place if request.conversation is None else request.conversation
+        first = index if request.conversation is None else request.conversation
         problem = "no server answers"
         members = self.weights.members
         for turn in range(len(members)):
@@ -129,13 +129,13 @@ class VllmServers(RankGenerator):
             "seed": request.seed,
             "logprobs": 1,
             "return_token_ids": True,
-            **WHOLE_DISTRIBUTION,
+            **NEUTRAL_SAMPLING,
             **request.sampling.for_vllm(self.ends),
         }
         oldest = self.weights.version
         try:
             choice = server.post("/v1/completions", body)["choices"][0]
-            written = Written(
+            written = RawCompletion(
                 choice["token_ids"],
                 choice["logprobs"]["token_logprobs"],
                 choice["finish_reason"],

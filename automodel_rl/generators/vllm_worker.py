@@ -80,9 +80,9 @@ class VllmWorker:
         self.warning = ""
         self.ends: tuple[int, ...] = ()
         self.version: int | None = 0  # 0 is the checkpoint; None in the middle of a weight sync
-        self.coming: int | None = None
+        self.pending_version: int | None = None
         self.held: list[Any] = []  # Generate messages received during a weight sync
-        self.left: dict[int, int] = {}  # number of unfinished completions, by number of their Generate
+        self.num_unfinished: dict[int, int] = {}  # number of unfinished completions, by number of their Generate
         self.oldest: dict[str, int | None] = {}
         self.is_asleep = False
         self.prompts: dict[str, list[int]] = {}  # of requests with images
@@ -103,7 +103,7 @@ class VllmWorker:
 
     def turn(self) -> None:
         """Handles a pending message, or else runs a step of vLLM. Waits for a message if there is no work."""
-        idle = not self.left or self.version is None
+        idle = not self.num_unfinished or self.version is None
         if idle or self.connection.poll():
             self.handle(self.connection.recv())
         else:
@@ -114,7 +114,7 @@ class VllmWorker:
         known = self.messages
         try:
             match message:
-                case known.Generate() if self.coming is not None:
+                case known.Generate() if self.pending_version is not None:
                     self.held.append(message)
                 case known.Generate():
                     self.generate(message)
@@ -122,12 +122,12 @@ class VllmWorker:
                     self.engine.init_weight_transfer_engine({"init_info": info})
                     self.answer("init_transfer")
                 case known.Call("begin", (version, _)):
-                    self.coming, self.version = version, None
+                    self.pending_version, self.version = version, None
                     self.engine.start_weight_update()
-                case known.Call("load_weights", (info,)) if self.coming is not None:
+                case known.Call("load_weights", (info,)) if self.pending_version is not None:
                     self.engine.update_weights({"update_info": info})
                     self.answer("load_weights")
-                case known.Call("commit") if self.coming is not None:
+                case known.Call("commit") if self.pending_version is not None:
                     self.commit()
                 case known.Call("load_adapter", (version, folder)):
                     self.load_adapter(version, folder)
@@ -135,15 +135,15 @@ class VllmWorker:
                     self.sleep(level)
                 case known.Call("wake", (what,)):
                     self.wake(what)
-                case known.Call("give_up"):
-                    self.give_up()
+                case known.Call("abort"):
+                    self.abort()
                 case known.Call("load_weights" | "commit"):
                     pass  # left over from a failed weight sync; only a new process gets complete weights
                 case _:
                     raise known.unknown(message)
         except Exception as error:
             traceback.print_exc()
-            self.give_up()
+            self.abort()
             self.connection.send(known.Failure(describe(error)))
 
     def answer(self, verb: str, value: Any = None) -> None:
@@ -153,16 +153,16 @@ class VllmWorker:
         if self.version is None or self.is_asleep:
             why = "it is asleep" if self.is_asleep else "a weight sync was interrupted, or none followed a sleep"
             text = f"the generator has no complete weights or no cache: {why}"
-            self.connection.send(self.messages.Failed(order.number, text))
+            self.connection.send(self.messages.GenerateFailed(order.number, text))
             return
         pictures: dict[Any, Any] = {}  # images of this message, shared by completions of one prompt
-        self.left[order.number] = len(order.requests)
-        for place, request in enumerate(order.requests):
+        self.num_unfinished[order.number] = len(order.requests)
+        for index, request in enumerate(order.requests):
             try:
-                self.add(f"{order.number}/{place}", request, pictures)
+                self.add(f"{order.number}/{index}", request, pictures)
             except Exception as error:  # vLLM rejects this request, for example for its length
                 traceback.print_exc()
-                self.send_finished(order.number, place, self.messages.Written([], [], describe(error)))
+                self.send_finished(order.number, index, self.messages.RawCompletion([], [], describe(error)))
 
     def add(self, name: str, request: Any, pictures: dict[Any, Any]) -> None:
         from vllm import SamplingParams
@@ -177,16 +177,16 @@ class VllmWorker:
         if request.media:
             self.prompts[name] = request.prompt
 
-    def send_finished(self, number: int, place: int, written: Any) -> None:
-        self.left[number] -= 1
-        if not self.left[number]:
-            del self.left[number]
-        self.connection.send(self.messages.Finished(number, place, written))
+    def send_finished(self, number: int, index: int, written: Any) -> None:
+        self.num_unfinished[number] -= 1
+        if not self.num_unfinished[number]:
+            del self.num_unfinished[number]
+        self.connection.send(self.messages.Finished(number, index, written))
 
     def sleep(self, level: int) -> None:
         """Finishes all requests, and frees GPU memory. Level 2 drops the weights: requests fail until the next
         commit."""
-        while self.left and self.version is not None:
+        while self.num_unfinished and self.version is not None:
             self.step()
         if level == 2:
             self.version = None
@@ -206,18 +206,18 @@ class VllmWorker:
             outputs = self.engine.llm_engine.step()
         except Exception as error:
             traceback.print_exc()
-            for number in self.left:
-                self.connection.send(self.messages.Failed(number, describe(error)))
+            for number in self.num_unfinished:
+                self.connection.send(self.messages.GenerateFailed(number, describe(error)))
             raise SystemExit(1) from None  # vLLM may still hold these requests, and mix them up with later ones
         for output in outputs:
             if output.finished:
                 self.finish(output)
 
     def finish(self, output: Any) -> None:
-        number, place = map(int, output.request_id.split("/"))
+        number, index = map(int, output.request_id.split("/"))
         completion, oldest = output.outputs[0], self.oldest.pop(output.request_id)
         scores = zip(completion.logprobs, completion.token_ids, strict=True)
-        written = self.messages.Written(
+        written = self.messages.RawCompletion(
             token_ids=list(completion.token_ids),
             logprobs=[score[token].logprob for score, token in scores],
             finish=self.finish_of(output),
@@ -226,7 +226,7 @@ class VllmWorker:
             routes=completion.routed_experts,
             num_cached=output.num_cached_tokens,
         )
-        self.send_finished(number, place, written)
+        self.send_finished(number, index, written)
 
     def finish_of(self, output: Any) -> str:
         """Returns why a completion ended. It is an error if vLLM's prompt has other image tokens than the trainer's."""
@@ -256,16 +256,16 @@ class VllmWorker:
     def commit(self) -> None:
         self.engine.finish_weight_update()
         # The cache has keys and values of the old weights. Running requests are recomputed up to their last token.
-        if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.left)):
+        if not self.engine.llm_engine.reset_prefix_cache(reset_running_requests=bool(self.num_unfinished)):
             raise RuntimeError("vLLM did not drop its KV cache of the old weights")
         self.engine.llm_engine.reset_encoder_cache()  # of image embeddings
-        self.version, self.coming = self.coming, None
+        self.version, self.pending_version = self.pending_version, None
         self.answer("commit", self.messages.Committed(self.version))
         self._take_held()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Ends a failed weight sync. Requests held for its weights fail."""
-        self.coming = None
+        self.pending_version = None
         self._take_held()
 
     def _take_held(self) -> None:
@@ -284,10 +284,10 @@ def prompt_of(request: Any, pictures: dict[Any, Any]) -> dict[str, Any]:
 
     for source in {image.source for image in request.media} - pictures.keys():
         pictures[source] = load_image(Image.open(source if isinstance(source, str) else io.BytesIO(source)))
-    rest = {place for image in request.media for place in range(image.start + 1, image.start + image.num_tokens)}
+    rest = {index for image in request.media for index in range(image.start + 1, image.start + image.num_tokens)}
     for image in request.media:
         rest |= {image.start - 1, image.start + image.num_tokens} if image.framed else set()
-    ids = [token for place, token in enumerate(request.prompt) if place not in rest]
+    ids = [token for index, token in enumerate(request.prompt) if index not in rest]
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": [pictures[i.source] for i in request.media]}}
 
 

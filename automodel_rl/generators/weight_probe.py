@@ -90,7 +90,7 @@ class WeightProbe:
         """Makes the generators, which must be awake, continue the texts."""
         sampling = Sampling(self.num_tokens, stop_token_ids=())
         requests = [Request(prompt, number, sampling) for number, prompt in enumerate(self.prompts)]
-        written = self.fleet.write_alike(requests)
+        written = self.fleet.write_with_each(requests)
         self.written = {rank: of for rank, of in written.items() if all(one.finish != "error" for one in of)}
 
     def judge(self) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits.formats import Kept
-from automodel_rl.few_bits.nf4 import BLOCK, quantiles_of
 from automodel_rl.hf.stored import Opened, PlainTensor
 from automodel_rl.parallel.sharding import Box
+from automodel_rl.quantized.formats import QuantizedFormat
+from automodel_rl.quantized.nf4 import BLOCK, quantiles_of
 
 STATE = ".quant_state.bitsandbytes__"
 """Suffix of a state's name after its weight's, followed by the kind."""
@@ -64,8 +64,8 @@ class NF4Tensor:
         return rows[(slice(None), *box[1:])].to(self.dtype)
 
     @property
-    def kept(self) -> Kept | None:
-        return Kept("nf4") if self.block == BLOCK and self.shape[-1] % BLOCK == 0 else None
+    def quantized_format(self) -> QuantizedFormat | None:
+        return QuantizedFormat("nf4") if self.block == BLOCK and self.shape[-1] % BLOCK == 0 else None
 
     def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
         row = math.prod(self.shape[1:])

@@ -174,7 +174,7 @@ class StageBuckets:
 
     Args:
         sources: this rank's sources, in an order that all ranks of the stage share.
-        most_bytes: maximum bucket size. A larger tensor takes several buckets, or with `whole` one of its own size.
+        max_bytes: maximum bucket size. A larger tensor takes several buckets, or with `whole` one of its own size.
         whole: whether every checkpoint tensor must be in one bucket.
     """
 
@@ -183,11 +183,11 @@ class StageBuckets:
         sources: Sequence[Source],
         family: CheckpointFamily,
         layout: Layout,
-        most_bytes: int,
+        max_bytes: int,
         *,
         whole: bool = False,
     ):
-        self.sources, self.layout, self.most_bytes, self.whole = list(sources), layout, most_bytes, whole
+        self.sources, self.layout, self.max_bytes, self.whole = list(sources), layout, max_bytes, whole
         self._boxes = [boxes_of_ranks(source.tensor) for source in self.sources]
         self._own_boxes = [local_box(source.tensor) for source in self.sources]
         tensors: list[TensorSpec] = []
@@ -242,7 +242,7 @@ class StageBuckets:
     ) -> Iterator[_OpenBucket]:
         """Adds a source to the open bucket of its kind. Yields full buckets."""
         kind = sharded_axes(source.tensor), source.dtype, source.is_frozen
-        capacity = self.most_bytes // source.dtype.itemsize
+        capacity = self.max_bytes // source.dtype.itemsize
         shape = tuple(source.tensor.shape) or (1,)
         cut = 0 if self.whole else _cut_dim(shape, capacity)
         rest, unit = [slice(0, size) for size in shape[cut + 1 :]], math.prod(shape[cut + 1 :])

@@ -21,32 +21,32 @@ KEPT_IDS = ("bos_token_id", "pad_token_id")
 """Keys that transformers takes from config.json if there is no generation_config.json."""
 
 
-def generation_ends(folder: Path, config: PretrainedConfig) -> list[int]:
+def generation_stop_ids(folder: Path, config: PretrainedConfig) -> list[int]:
     """Returns transformers' stop tokens: those of generation_config.json, or of config.json if it names none.
 
     Raises:
         InputError: generation_config.json is damaged.
     """
-    return _ids(_settings(folder).get(EOS), folder / GENERATION) or config_ends(config)
+    return _ids(_settings(folder).get(EOS), folder / GENERATION) or config_stop_ids(config)
 
 
-def config_ends(config: PretrainedConfig) -> list[int]:
+def config_stop_ids(config: PretrainedConfig) -> list[int]:
     """Returns the stop tokens in config.json, including its text_config's."""
     values = config.to_dict()
     parts = [values, values.get("text_config") or {}]
     return [*dict.fromkeys(end for part in parts for end in _ids(part.get(EOS), Path("config.json")))]
 
 
-def write_generation(folder: Path, source: Path, config: PretrainedConfig, ends: Sequence[int]) -> None:
-    """Writes an exported model's generation_config.json: the source checkpoint's, with additional stop tokens `ends`.
-    Without any, the file is copied as it is, if it exists."""
-    if not ends:
+def write_generation(folder: Path, source: Path, config: PretrainedConfig, stop_token_ids: Sequence[int]) -> None:
+    """Writes an exported model's generation_config.json: the source checkpoint's, with additional stop tokens
+    `stop_token_ids`. Without any, the file is copied as it is, if it exists."""
+    if not stop_token_ids:
         if (source / GENERATION).is_file():
             shutil.copy(source / GENERATION, folder / GENERATION)
         return
     of_config = config.to_dict()
     values = _settings(source) or {key: of_config[key] for key in KEPT_IDS if of_config.get(key) is not None}
-    values[EOS] = [*dict.fromkeys([*generation_ends(source, config), *ends])]
+    values[EOS] = [*dict.fromkeys([*generation_stop_ids(source, config), *stop_token_ids])]
     values.pop(OF_CONFIG, None)
     (folder / GENERATION).write_text(json.dumps(values, indent=2))
 

@@ -54,7 +54,7 @@ class Piece:
 
 def pieces(name: str, shape: tuple[int, ...], family: CheckpointFamily) -> Iterator[Piece]:
     """Yields the checkpoint tensors that make up a model's tensor."""
-    start, in_files = next((pair for pair in family.file_names.starts if name.startswith(pair[0])), ("", ""))
+    start, in_files = next((pair for pair in family.file_names.prefixes if name.startswith(pair[0])), ("", ""))
     name = in_files + name.removeprefix(start)
     for in_model, in_files in family.file_names.renamed:
         name = re.sub(in_model, in_files, name)

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from automodel_rl.config import AnyRun, ComponentsConfig, MemoryConfig, ModelConfig, ParallelConfig
 from automodel_rl.families.known import language_config
 from automodel_rl.hf.find import ModelFiles, find_model
-from automodel_rl.hf.generation import generation_ends
+from automodel_rl.hf.generation import generation_stop_ids
 from automodel_rl.hf.read import read_config
 from automodel_rl.hf.tokenizer import load_tokenizer
 from automodel_rl.support.combination import Combination
@@ -20,11 +20,11 @@ class OpenedModel:
     """A checkpoint without its weights.
 
     Attributes:
-        asked: the config section `model` that names it.
+        requested: the config section `model` that names it.
         whole: Hugging Face config of the trained model, with its encoders.
     """
 
-    asked: ModelConfig
+    requested: ModelConfig
     files: ModelFiles
     whole: PretrainedConfig
     description: ModelDescription
@@ -43,7 +43,7 @@ class OpenedModel:
     @property
     def model(self) -> ModelConfig:
         """The section `model` with the local folder and the config of the trained adapters."""
-        return self.files.described(self.asked)
+        return self.files.described(self.requested)
 
     @property
     def language(self) -> PretrainedConfig:
@@ -56,7 +56,7 @@ class OpenedModel:
         Raises:
             InputError: a file differs from its export.
         """
-        return replace(self, files=find_model(self.asked))
+        return replace(self, files=find_model(self.requested))
 
     def checked(self, run: AnyRun) -> AnyRun:
         """Returns a run's config with the local folder of its model.
@@ -65,7 +65,7 @@ class OpenedModel:
             InputError: generation_config.json is damaged, or the run is not supported.
         """
         run = run.model_copy(update={"model": self.model})
-        generation_ends(self.files.folder, self.whole)  # finds a damaged file now rather than at the end of the run
+        generation_stop_ids(self.files.folder, self.whole)  # finds a damaged file now rather than at the end of the run
         check_supported(Combination.of_run(self.description, run))
         return run
 
@@ -82,5 +82,5 @@ class OpenedModel:
             InputError: the tokenizer cannot be opened or does not fit the model.
         """
         return load_tokenizer(
-            self.files.tokenizer_folder, self.language.vocab_size, template, self.asked.trust_remote_code
+            self.files.tokenizer_folder, self.language.vocab_size, template, self.requested.trust_remote_code
         )

@@ -1,7 +1,7 @@
 """Checkpoint tensors, plain or quantized, of which the requested part is read as plain values.
 
 Supported quantizations: fp8 with a scale per block, row or tensor (DeepSeek-V3, arXiv:2412.19437, section 3.3.2),
-MXFP4 (few_bits/mxfp4.py), and bitsandbytes' nf4 (few_bits/nf4.py).
+MXFP4 (quantized/mxfp4.py), and bitsandbytes' nf4 (quantized/nf4.py).
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits import mxfp4, nf4
-from automodel_rl.few_bits.formats import FP8_BLOCK, Kept
 from automodel_rl.hf.bitsandbytes import NF4Tensor, nf4_tensors
 from automodel_rl.hf.stored import DTYPES, Opened, PlainTensor, StoredTensor
 from automodel_rl.parallel.sharding import Box
+from automodel_rl.quantized import mxfp4, nf4
+from automodel_rl.quantized.formats import FP8_BLOCK, QuantizedFormat
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 """safetensors' names of fp8 dtypes."""
@@ -28,7 +28,7 @@ BLOCKS, EXPONENTS = "_blocks", "_scales"
 
 
 @dataclass(frozen=True)
-class TurnedTensor:
+class TransposedTensor:
     """A stack of matrices that are transposed in their file."""
 
     stored: StoredTensor
@@ -79,10 +79,10 @@ class ScaledTensor:
         return values * self._scales(opened, box, 1)
 
     @property
-    def kept(self) -> Kept | None:
+    def quantized_format(self) -> QuantizedFormat | None:
         columns = self.block[-1]
         fits = columns == self.shape[-1] or columns % FP8_BLOCK == 0
-        return Kept("fp8_e4m3" if self.weight.dtype == FP8[0] else "fp8_e5m2") if fits else None
+        return QuantizedFormat("fp8_e4m3" if self.weight.dtype == FP8[0] else "fp8_e5m2") if fits else None
 
     def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
         codes = self.weight.read(opened, box).contiguous().view(torch.uint8)
@@ -128,8 +128,8 @@ class MXFP4Tensor:
         return values[..., start : start + inputs.stop - inputs.start].transpose(1, 2)
 
     @property
-    def kept(self) -> Kept | None:
-        return Kept("mxfp4", is_turned=True)
+    def quantized_format(self) -> QuantizedFormat | None:
+        return QuantizedFormat("mxfp4", is_transposed=True)
 
     def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
         *rows, columns = box

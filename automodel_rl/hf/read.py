@@ -17,19 +17,19 @@ from automodel_rl.config.model import Base
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL, as_classifier, is_classifier
 from automodel_rl.families.known import COMPOSITES, SAME_AS, TEXT, checkpoint_family, left_out, text_model_config
-from automodel_rl.few_bits.base import all_in_nf4, few_bits_weights, names_of_base, weights_of_layers
-from automodel_rl.few_bits.formats import Kept
-from automodel_rl.few_bits.nf4 import quantize
-from automodel_rl.few_bits.weight import FewBitsWeight, is_few_bits
 from automodel_rl.hf.find import ModelFiles
 from automodel_rl.hf.names import Piece, is_stack, pieces
-from automodel_rl.hf.quantized import RoundedTensor, TurnedTensor, stored_dtype, stored_tensors
+from automodel_rl.hf.quantized import RoundedTensor, TransposedTensor, stored_dtype, stored_tensors
 from automodel_rl.hf.stored import Opened, PackedTensor, PlainTensor, StoredTensor
 from automodel_rl.hf.weight_files import open_tensors, weight_files
-from automodel_rl.lora.layers import begin_magnitudes, initialise, is_adapter
+from automodel_rl.lora.layers import initialise, initialise_magnitudes, is_adapter
 from automodel_rl.lora.magnitude import is_magnitude
 from automodel_rl.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
-from automodel_rl.parallel.sharding import give_storage, local_box, local_tensor
+from automodel_rl.parallel.sharding import allocate_storage, local_box, local_tensor
+from automodel_rl.quantized.base import all_in_nf4, names_of_base, quantized_weights, weights_of_layers
+from automodel_rl.quantized.formats import QuantizedFormat
+from automodel_rl.quantized.nf4 import quantize
+from automodel_rl.quantized.weight import QuantizedWeight, is_quantized
 
 SAMPLE_BYTES, NUM_SAMPLES = 2**16, 16
 """Size and number of the samples of a file in its fingerprint."""
@@ -130,7 +130,7 @@ class Checkpoint:
         for name in all_in_nf4(base.items()):
             for piece in pieces(name, tuple(base[name].shape), self.family):
                 stored = self._tensors[piece.name]
-                if self._kept(stored) != Kept("nf4"):
+                if self._kept(stored) != QuantizedFormat("nf4"):
                     self._tensors[piece.name] = RoundedTensor(stored)
 
     @property
@@ -181,7 +181,7 @@ class Checkpoint:
             if (name == TIED_HEAD and is_tied) or (name == HEAD_IN_MODEL and self._lacks_head) or is_adapter(name):
                 continue
             for piece in pieces(name, tuple(tensor.shape), self.family):
-                if self.family.file_names.turns_experts and is_stack(name):
+                if self.family.file_names.files_transpose_experts and is_stack(name):
                     self._turn(piece)
                 self._check_piece(piece, type(model).__name__, is_real=tensor.is_floating_point())
         head, embedding = (next(pieces(name, (1, 1), self.family)).name for name in (TIED_HEAD, EMBEDDING))
@@ -211,7 +211,7 @@ class Checkpoint:
             )
         stored = self._tensors.get(piece.name)
         if stored is not None and stored.shape[1:] == (columns, rows):
-            self._tensors[piece.name] = TurnedTensor(stored)
+            self._tensors[piece.name] = TransposedTensor(stored)
 
     def _check_piece(self, piece: Piece, needed_by: str, *, is_real: bool) -> None:
         if piece.name not in self._tensors:
@@ -230,13 +230,13 @@ class Checkpoint:
     def fill(self, part: Any, device: torch.device) -> None:
         """Gives a part storage on `device` and reads this rank's shard of each tensor."""
         for parameter in part.parameters():
-            give_storage(parameter, device)
+            allocate_storage(parameter, device)
         part.to(device)  # moves buffers, and makes FSDP notice the new storage
         with self._opened() as opened, torch.no_grad():
             for name, tensor in persistent_tensors(part):
                 if is_adapter(name) and not is_magnitude(name) and self.files.adapters is None:
                     initialise(name, tensor)
-                if is_adapter(name) or is_few_bits(name):
+                if is_adapter(name) or is_quantized(name):
                     continue
                 if name == HEAD_IN_MODEL and self._lacks_head:
                     _initialise_head(tensor, part.config.initializer_range)
@@ -247,15 +247,15 @@ class Checkpoint:
                     overlap = piece.overlap(box) if box else ((), ())
                     if overlap is not None:
                         local[overlap[1]].copy_(self._tensors[piece.name].read(opened, overlap[0]))
-            for name, held, _ in few_bits_weights(part):
-                self._fill_few_bits(name, held, opened)
+            for name, held, _ in quantized_weights(part):
+                self._fill_quantized(name, held, opened)
             if self.files.adapters is None:
-                begin_magnitudes(part)
+                initialise_magnitudes(part)
             else:
                 for name, tensor in part.named_parameters():
                     self.files.adapters.fill(name, tensor, self.family)
 
-    def base_in_few_bits(self, base: Base, model: Any) -> dict[str, Kept]:
+    def quantized_base(self, base: Base, model: Any) -> dict[str, QuantizedFormat]:
         """Returns the quantized formats of an adapters' base by weight name, without plain weights.
 
         Raises:
@@ -269,11 +269,11 @@ class Checkpoint:
         found = {name: kept for name, kept in stored.items() if kept is not None}
         if not found:
             raise InputError(
-                f"model.lora.base=stored: {self.folder} has no weight of the base in few bits: use base=plain or nf4"
+                f"model.lora.base=stored: {self.folder} has no quantized weight of the base: use base=plain or nf4"
             )
         return found
 
-    def _stored_base(self, name: str, shape: tuple[int, ...]) -> Kept | None:
+    def _stored_base(self, name: str, shape: tuple[int, ...]) -> QuantizedFormat | None:
         """Returns the format of a weight as stored; None if plain."""
         whole = tuple(slice(0, size) for size in shape)
         places = [(self._tensors[piece.name], piece.overlap(whole)) for piece in pieces(name, shape, self.family)]
@@ -289,10 +289,10 @@ class Checkpoint:
         return kept
 
     @staticmethod
-    def _kept(stored: StoredTensor) -> Kept | None:
-        return stored.kept if isinstance(stored, PackedTensor) else None
+    def _kept(stored: StoredTensor) -> QuantizedFormat | None:
+        return stored.quantized_format if isinstance(stored, PackedTensor) else None
 
-    def _fill_few_bits(self, name: str, weight: FewBitsWeight, opened: Opened) -> None:
+    def _fill_quantized(self, name: str, weight: QuantizedWeight, opened: Opened) -> None:
         """Fills a quantized weight: stored codes are copied, other values quantized to nf4."""
         plain, targets = weight.plain(), (local_tensor(weight.codes), local_tensor(weight.scale_bytes))
         box = local_box(plain)
@@ -301,11 +301,13 @@ class Checkpoint:
             weight.rounded_to = stored_dtype(stored)  # also on a rank without rows
             if overlap is None:
                 continue
-            inside, held = (weight.turned(box) for box in overlap)
-            if isinstance(stored, PackedTensor) and stored.kept == weight.kept:
+            inside, held = (weight.stored_box(box) for box in overlap)
+            if isinstance(stored, PackedTensor) and stored.quantized_format == weight.quantized_format:
                 found = stored.read_packed(opened, inside)
             else:
-                assert weight.kept == Kept("nf4")  # other formats exist only as stored in the files
+                assert weight.quantized_format == QuantizedFormat(
+                    "nf4"
+                )  # other formats exist only as stored in the files
                 self.quantized_here.append(piece.name)
                 codes, scales = quantize(stored.read(opened, inside).to(targets[0].device))
                 found = codes, scales.view(torch.uint8)

@@ -8,9 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.families.known import CheckpointFamily
-from automodel_rl.few_bits.base import few_bits_weights
-from automodel_rl.few_bits.linear import FewBitsLinear
-from automodel_rl.few_bits.weight import FewBitsWeight, is_few_bits
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import stored_buffers
@@ -18,6 +15,9 @@ from automodel_rl.lora.experts import adapted_stacks, adapter_of, merge_stack
 from automodel_rl.lora.layers import adapted_layers, adapted_weights, is_adapter, merge
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.quantized.base import quantized_weights
+from automodel_rl.quantized.linear import QuantizedLinear
+from automodel_rl.quantized.weight import QuantizedWeight, is_quantized
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -38,16 +38,16 @@ def merged_sources(
     for name, parameter in named:
         if parameter in adapted:
             sources.append(Source(name, parameter, dtype, adapted[parameter]))
-        elif not is_adapter(name) and not is_few_bits(name):
+        elif not is_adapter(name) and not is_quantized(name):
             sources.append(Source.of(name, parameter, dtype, is_frozen=not parameter.requires_grad))
     for part in parts:
-        sources += [_few_bits_source(*place, dtype, downs) for place in few_bits_weights(part)]
+        sources += [_quantized_source(*place, dtype, downs) for place in quantized_weights(part)]
     buffers = [named_buffer for part in parts for named_buffer in stored_buffers(part)]
     return sources + [Source.of(name, buffer, buffer.dtype) for name, buffer in buffers]
 
 
-def _few_bits_source(
-    name: str, held: FewBitsWeight, module: nn.Module, dtype: torch.dtype, downs: dict[Any, Tensor]
+def _quantized_source(
+    name: str, held: QuantizedWeight, module: nn.Module, dtype: torch.dtype, downs: dict[Any, Tensor]
 ) -> Source:
     """Returns the source of a quantized weight, dequantized and with any adapter merged. `downs` are the whole
     `lora_A` by linear layer."""
@@ -55,7 +55,7 @@ def _few_bits_source(
     read: Callable[[], Tensor] = held.values
     if module in downs:
         read = functools.partial(merge, module, downs[module])
-    elif not isinstance(module, FewBitsLinear) and adapter_of(module, in_module) is not None:
+    elif not isinstance(module, QuantizedLinear) and adapter_of(module, in_module) is not None:
         read = functools.partial(merge_stack, module, in_module, held.values)
     return Source(name, held.plain(), dtype, read, is_frozen=read == held.values)
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from automodel_rl.few_bits.formats import Kept
 from automodel_rl.parallel.sharding import Box
+from automodel_rl.quantized.formats import QuantizedFormat
 
 DTYPES = {
     torch.float64: "F64",
@@ -42,14 +42,14 @@ class StoredTensor(Protocol):
 
 @runtime_checkable
 class PackedTensor(StoredTensor, Protocol):
-    """A quantized tensor whose codes and scales can be used as stored. `kept` is its format as a weight of the model;
-    None if its blocks do not match that format."""
+    """A quantized tensor whose codes and scales can be used as stored. `quantized_format` is its format as a weight of
+    the model; None if its blocks do not match that format."""
 
     @property
-    def kept(self) -> Kept | None: ...
+    def quantized_format(self) -> QuantizedFormat | None: ...
 
     def read_packed(self, opened: Opened, box: Box) -> tuple[Tensor, Tensor]:
-        """Returns codes and scale bytes of whole rows, as in a `FewBitsWeight`. The box refers to the stored
+        """Returns codes and scale bytes of whole rows, as in a `QuantizedWeight`. The box refers to the stored
         matrices."""
         ...
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.hf.names import INDEX, SINGLE
 
 
@@ -83,7 +83,7 @@ class _PickledTensors:
             if not isinstance(self._tensors, dict) or not all(isinstance(t, Tensor) for t in self._tensors.values()):
                 raise pickle.UnpicklingError("it holds other objects")
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            reason = innermost(error)[:200]
+            reason = describe_root_cause(error)[:200]
             raise InputError(f"{file}: is not a file of tensors only ({reason}): do not use it") from None
 
     def keys(self) -> list[str]:

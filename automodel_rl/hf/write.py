@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from automodel_rl.families.classifier import is_classifier
-from automodel_rl.files import complete_folder
+from automodel_rl.files import atomic_folder
+from automodel_rl.hf.exported_config import QUANTIZATION, merge_source_config
 from automodel_rl.hf.generation import write_generation
-from automodel_rl.hf.kept import QUANTIZATION, keep_config
 from automodel_rl.hf.names import INDEX, SINGLE
 from automodel_rl.manifest import StoredFile, hash_file, write_manifest
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -62,16 +62,16 @@ def save_hf_checkpoint(
     tokenizer: PreTrainedTokenizerBase | None,
     source: Path,
     world: dist.ProcessGroup,
-    ends: Sequence[int] = (),
+    stop_token_ids: Sequence[int] = (),
 ) -> None:
     """Writes a checkpoint that transformers can open. A collective.
 
     Args:
         folder: the folder to write, on a file system shared by all ranks; replaced if it exists.
         source: the original checkpoint's folder, whose generation settings and processors are kept.
-        ends: stop tokens besides those of the source's settings.
+        stop_token_ids: stop tokens besides those of the source's settings.
     """
-    with complete_folder(folder, world) as unfinished:
+    with atomic_folder(folder, world) as unfinished:
         own: list[WeightFile] = []
         for component in components:
             stage = f"{component.name}-{component.layout.pp_rank}"
@@ -80,7 +80,7 @@ def save_hf_checkpoint(
         files = [file for of_rank in gather_objects(own, world) for file in of_rank]
         if dist.get_rank() == 0:
             named = _name_files(unfinished, sorted(files, key=lambda file: file.name))
-            write_description(unfinished, config, tokenizer, source, ends)
+            write_description(unfinished, config, tokenizer, source, stop_token_ids)
             write_manifest(unfinished, named)
 
 
@@ -97,18 +97,18 @@ def write_description(
     config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     source: Path,
-    ends: Sequence[int] = (),
+    stop_token_ids: Sequence[int] = (),
 ) -> None:
     """Writes the files of a checkpoint besides its weights. The arguments are those of `save_hf_checkpoint`."""
     exported = type(config).from_dict(config.to_dict())
     if QUANTIZATION in exported.to_dict():  # exported weights are plain
         delattr(exported, QUANTIZATION)
     exported.save_pretrained(folder)
-    keep_config(folder, source)
+    merge_source_config(folder, source)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
     if not is_classifier(config):
-        write_generation(folder, source, config, ends)
+        write_generation(folder, source, config, stop_token_ids)
     for name in KEPT_FILES:
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)

@@ -100,7 +100,7 @@ class AuthenticatedConnection:
         waiting.register(self._end, select.POLLIN)
         return bool(waiting.poll(1_000 * seconds))
 
-    def hang_up(self) -> None:
+    def shutdown(self) -> None:
         """Shuts the connection down. Threads blocked in a receive at either end get EOFError and close it."""
         with contextlib.suppress(OSError):  # it is closed, or the other end is gone
             self._end.shutdown(socket.SHUT_RDWR)

@@ -14,7 +14,7 @@ from automodel_rl.errors import (
     InputError,
     JobEndedError,
     MicrobatchError,
-    innermost,
+    describe_root_cause,
 )
 from automodel_rl.launch import watchdog
 from automodel_rl.launch.flight import flight
@@ -84,4 +84,4 @@ def describe(error: BaseException) -> str:
         if isinstance(chain, MicrobatchError):
             return f"rank {own_rank()}: {chain}"
         chain = chain.__cause__
-    return f"rank {own_rank()}: {innermost(error)}"
+    return f"rank {own_rank()}: {describe_root_cause(error)}"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_rl.errors import MicrobatchError, innermost, line_of_caller
+from automodel_rl.errors import MicrobatchError, describe_root_cause, line_of_caller
 
 LINE_BYTES = 160
 NUM_LINES = 1024
@@ -39,7 +39,7 @@ class FlightRecorder:
         """The current phases, outermost first."""
         return ", ".join(self._phases)
 
-    def keep_in(self, file: Path) -> None:
+    def record_in(self, file: Path) -> None:
         """Writes all notes, earlier ones included, to a file from now on. An existing file is replaced."""
         self._close()
         with contextlib.suppress(OSError):
@@ -113,7 +113,7 @@ def in_microbatch(phase: str, stage: int, index: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            raise MicrobatchError(place, innermost(error) + line_of_caller(error)) from error
+            raise MicrobatchError(place, describe_root_cause(error) + line_of_caller(error)) from error
 
 
 def read_flight(file: Path) -> list[str]:
@@ -125,7 +125,7 @@ def read_flight(file: Path) -> list[str]:
     return sorted(line.strip() for line in lines if line[:1].isdigit())
 
 
-def last_place(file: Path) -> str:
+def last_phase(file: Path) -> str:
     notes = read_flight(file)
     return notes[-1].partition(" ")[2].partition(" ")[2] if notes else ""
 

@@ -50,7 +50,7 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, flights: Path | None
         ranks, terminal = RankProcesses(Path(folder), flights), Terminal()
 
         def pass_on(number: int, _: object) -> None:
-            terminal.outlive()
+            terminal.discard_output_if_closed()
             ranks.signal(number)
 
         handlers = {number: signal.signal(number, pass_on) for number in stop_signals()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_rl.errors import EXIT_FAILURE
-from automodel_rl.launch.flight import last_place, left_flight
+from automodel_rl.launch.flight import last_phase, left_flight
 from automodel_rl.launch.lifeline import LIFELINE_VARIABLE
 from automodel_rl.launch.record import RECORD_FOLDER_VARIABLE, FailureRecord, first_cause, read_records
 
@@ -41,7 +41,7 @@ class NodeShare:
 
 
 @dataclass(frozen=True)
-class Ends:
+class RankFailures:
     """How the ranks of a failed job ended.
 
     Attributes:
@@ -135,19 +135,19 @@ class RankProcesses:
             return EXIT_FAILURE
         return 0 if all(code == 0 for code in codes) else None
 
-    def end(self) -> Ends:
+    def end(self) -> RankFailures:
         """Kills all ranks, after giving them `GRACE_SECONDS` to leave their records."""
         dead, noticed = self._dead(), time.time()
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
             time.sleep(0.05)
-            dead += [place for place in self._dead() if place not in dead]
+            dead += [index for index in self._dead() if index not in dead]
         self.kill()
         records = read_records(self.folder)
-        silent = [place for place in dead if self.share.first + place not in records]
-        return Ends(
+        silent = [index for index in dead if self.share.first + index not in records]
+        return RankFailures(
             [*records.values()],
-            [self._record_of(place) for place in silent],
+            [self._record_of(index) for index in silent],
             self._tail(silent[0]) if silent else "",
             bool(silent) and self.processes[silent[0]].returncode == -signal.SIGKILL,
             noticed,
@@ -161,16 +161,16 @@ class RankProcesses:
             process.wait()
 
     def _dead(self) -> list[int]:
-        return [place for place, process in enumerate(self.processes) if process.poll() not in (None, 0)]
+        return [index for index, process in enumerate(self.processes) if process.poll() not in (None, 0)]
 
-    def _tail(self, place: int) -> str:
-        log = self.log(self.share.first + place)
+    def _tail(self, index: int) -> str:
+        log = self.log(self.share.first + index)
         if not log.is_file():
             return ""
         return "".join(log.read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:])
 
-    def _record_of(self, place: int) -> FailureRecord:
-        rank, process = self.share.first + place, self.processes[place]
+    def _record_of(self, index: int) -> FailureRecord:
+        rank, process = self.share.first + index, self.processes[index]
         code = process.returncode
         if code < 0:
             remedy = "; the machine may have run out of memory" if -code == signal.SIGKILL else ""
@@ -182,7 +182,7 @@ class RankProcesses:
             rank,
             EXIT_FAILURE,
             f"error: {line}",
-            where="" if file is None else last_place(file),
+            where="" if file is None else last_phase(file),
             pid=process.pid,
             flight=str(file or ""),
         )

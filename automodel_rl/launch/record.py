@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from automodel_rl.errors import EXIT_FAILURE
-from automodel_rl.files import write_complete
+from automodel_rl.files import write_atomic
 from automodel_rl.launch.flight import flight
 
 RECORD_FOLDER_VARIABLE = "AUTOMODEL_RL_FAILURES"
@@ -80,7 +80,7 @@ def show(record: FailureRecord) -> None:
     print(record.block(), file=sys.stderr, flush=True)
     if record.flight:
         with contextlib.suppress(OSError):  # the disk itself may have failed
-            write_complete(Path(record.flight).with_name(FAILURE_FILE), record.block())
+            write_atomic(Path(record.flight).with_name(FAILURE_FILE), record.block())
 
 
 def from_json(text: str) -> FailureRecord:
@@ -88,7 +88,7 @@ def from_json(text: str) -> FailureRecord:
 
 
 def leave_record(folder: Path, record: FailureRecord) -> None:
-    write_complete(folder / f"rank_{record.rank}.json", record.to_json())
+    write_atomic(folder / f"rank_{record.rank}.json", record.to_json())
 
 
 def read_records(folder: Path) -> dict[int, FailureRecord]:

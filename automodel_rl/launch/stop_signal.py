@@ -11,7 +11,7 @@ class Terminal:
     def __init__(self) -> None:
         self._descriptors = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def outlive(self) -> None:
+    def discard_output_if_closed(self) -> None:
         """Discards all further output if the terminal has been closed."""
         for descriptor in self._descriptors:
             if not os.isatty(descriptor):
@@ -53,7 +53,7 @@ class StopSignal:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            self._terminal.outlive()
+            self._terminal.discard_output_if_closed()
         elif self.name is not None:
             raise KeyboardInterrupt
         if self.name is None:

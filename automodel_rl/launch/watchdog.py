@@ -24,7 +24,7 @@ from typing import Any
 
 from automodel_rl.errors import EXIT_FAILURE
 from automodel_rl.launch.attempt import is_started_by_agent
-from automodel_rl.launch.flight import flight, last_place, left_flight
+from automodel_rl.launch.flight import flight, last_phase, left_flight
 from automodel_rl.launch.record import (
     RECORD_FOLDER_VARIABLE,
     FailureRecord,
@@ -42,13 +42,13 @@ GRACE_SECONDS = 5.0
 SHOW_SECONDS = 2.0
 """Time rank 0 has to print the failure before another rank does."""
 
-FAREWELL_SECONDS = 3.0
+EXIT_WAIT_SECONDS = 3.0
 """Longest time the rank with the store waits for the others to end, in a process that is not guarded."""
 
-LONGEST_FAREWELL_SECONDS = 600.0
+GUARDED_EXIT_WAIT_SECONDS = 600.0
 """The same in a guarded process, whose watch notices every failure except the loss of a whole machine."""
 
-FAREWELL_POLL_SECONDS = 0.02
+EXIT_POLL_SECONDS = 0.02
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -162,10 +162,10 @@ class _Watch:
         """Waits for the other ranks, because the store ends with this one. The watch notices ranks that fail or
         hang."""
         left = [_key(f"left/{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))]
-        deadline = time.monotonic() + (LONGEST_FAREWELL_SECONDS if is_guarded else FAREWELL_SECONDS)
+        deadline = time.monotonic() + (GUARDED_EXIT_WAIT_SECONDS if is_guarded else EXIT_WAIT_SECONDS)
         with flight.phase("waiting for the other ranks to end"):
             while not self.store.check(left) and time.monotonic() < deadline:
-                time.sleep(FAREWELL_POLL_SECONDS)
+                time.sleep(EXIT_POLL_SECONDS)
             if is_guarded and not self.store.check(left):
                 print(
                     "warning: this rank is done, but not all others have reported that they are",
@@ -175,15 +175,15 @@ class _Watch:
 
     def _run(self) -> None:
         host = socket.gethostname()
-        warden = _Warden(self.store, host)
+        warden = _LivenessCheck(self.store, host)
         hang = _HangWatch()
         try:
             self.store.append(_key(f"host/{host}"), f"{own_rank()}:{os.getpid()} ")
             while not self.store.check([_key("failed")]):
                 if self._ends.wait(POLL_SECONDS):
                     return
-                warden.look()
-                hang.look()
+                warden.check()
+                hang.check()
             record = from_json(self.store.get(_key("failed")).decode())
         except RuntimeError:  # the rank or agent with the store has ended, perhaps because the job is done
             if is_guarded and not self._ends.wait(STORE_SECONDS):
@@ -203,14 +203,14 @@ class _Watch:
 _watch: _Watch | None = None
 
 
-class _Warden:
+class _LivenessCheck:
     """Checks whether this machine's ranks are alive. Only the first live rank does so."""
 
     def __init__(self, store: Any, host: str):
         self.store, self.host = store, host
         self.seen: dict[int, int] = {}
 
-    def look(self) -> None:
+    def check(self) -> None:
         ranks = [entry.split(":") for entry in self.store.get(_key(f"host/{self.host}")).decode().split()]
         if next((int(pid) for _, pid in ranks if _is_alive(int(pid))), None) != os.getpid():
             return
@@ -241,7 +241,7 @@ def _record_of_dead(rank: int, pid: int) -> FailureRecord:
         EXIT_FAILURE,
         f"error: rank {rank} exited without reporting an error; it was killed, perhaps because the machine ran out of "
         "memory",
-        where="" if file is None else last_place(file),
+        where="" if file is None else last_phase(file),
         pid=pid,
         flight=str(file or ""),
     )
@@ -254,7 +254,7 @@ class _HangWatch:
     def __init__(self) -> None:
         self.started = time.monotonic()
 
-    def look(self) -> None:
+    def check(self) -> None:
         if hang_seconds is None:
             return
         still = time.monotonic() - max(flight.last_note, self.started)  # imports may have taken long before

@@ -57,7 +57,7 @@ def _forward(linear: Any, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def begin_magnitudes(part: nn.Module) -> None:
+def initialise_magnitudes(part: nn.Module) -> None:
     """Initialises DoRA magnitudes to the row lengths of the checkpoint's weights."""
     for linear in adapted_layers(part):
         if has_magnitude(linear):

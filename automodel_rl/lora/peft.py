@@ -20,7 +20,7 @@ from automodel_rl.config.model import Base, LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import HEAD_IN_FILES, HEAD_IN_MODEL
 from automodel_rl.families.known import FAMILIES, CheckpointFamily
-from automodel_rl.files import complete_folder
+from automodel_rl.files import atomic_folder
 from automodel_rl.lora.experts import (
     ADAPTERS,
     EXPERTS,
@@ -280,7 +280,7 @@ def save_adapters(
         tensors: whole adapters and modules to save by name, each on one of the ranks.
     """
     of_ranks = gather_objects(tensors, world)
-    with complete_folder(folder, world) as unfinished:
+    with atomic_folder(folder, world) as unfinished:
         if dist.get_rank() == 0:
             write_adapters(unfinished, {k: v for of_rank in of_ranks for k, v in of_rank.items()}, origin)
             if tokenizer is not None:

@@ -48,17 +48,19 @@ def distill_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DistillL
         >>> sequence = TokenSequence(torch.tensor([5, 8]), torch.tensor([False, True]), values)
         >>> (microbatch,) = pack([sequence], capacity=8)
         >>> student = torch.tensor([[0.25, 0.25], [1.0, 1.0]]).log()  # at the place that predicts the second token
-        >>> loss = distill_loss(TokenOutputs(student[:, 0], at=student), microbatch, DistillLossConfig())
+        >>> loss = distill_loss(TokenOutputs(student[:, 0], ids_logprobs=student), microbatch, DistillLossConfig())
         >>> round(loss.sums["tokens"].item(), 4)  # 0.5 log(0.5 / 0.25), and 0.25 log(0.25 / 0.5) of all others
         0.1733
     """
-    if outputs.at is None or TEACHER not in microbatch.values:
+    if outputs.ids_logprobs is None or TEACHER not in microbatch.values:
         raise ValueError(
             f"distill_loss needs values {IDS!r} and {TEACHER!r}, and the student's log-probabilities of the former: "
             f"read them with Readout(ids={IDS!r})"
         )
     counted = microbatch.loss_mask
-    student, teacher = (_usable(logprobs.double(), microbatch) for logprobs in (outputs.at, microbatch.values[TEACHER]))
+    student, teacher = (
+        _usable(logprobs.double(), microbatch) for logprobs in (outputs.ids_logprobs, microbatch.values[TEACHER])
+    )
     divergence = DIVERGENCES[config.divergence](
         _completed(student, config.outside), _completed(teacher, config.outside), config.beta
     )

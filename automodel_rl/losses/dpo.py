@@ -21,8 +21,8 @@ def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfi
 
     Args:
         outputs: log-probabilities under the policy.
-        microbatch: packed with `together=2`. `values` has `ref_logprobs`, log-probabilities under the reference, if the
-            variant needs them.
+        microbatch: packed with `sequences_per_example=2`. `values` has `ref_logprobs`, log-probabilities under the
+            reference, if the variant needs them.
         config: variant and settings.
 
     Returns:
@@ -37,7 +37,7 @@ def dpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: DPOLossConfi
         >>> import torch
         >>> values = {"ref_logprobs": torch.zeros(3)}
         >>> sequence = TokenSequence(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]), values)
-        >>> (microbatch,) = pack([sequence, sequence], capacity=8, together=2)
+        >>> (microbatch,) = pack([sequence, sequence], capacity=8, sequences_per_example=2)
         >>> outputs = TokenOutputs(torch.tensor([-0.5, -1.5, 0.0, -0.5, -1.5, 0.0]))
         >>> round(dpo_loss(outputs, microbatch, DPOLossConfig()).sums["pairs"].item(), 4)  # log 2: no preference yet
         0.6931

@@ -61,7 +61,8 @@ class TokenOutputs:
         logprobs: log-probability of every target, [T], fp32 or float64; 0 where there is no target; [0] if scores were
             read.
         entropy: entropy of the model's distribution over the target in nats, [T]; 0 where there is no target.
-        at: log-probabilities of the tokens of `Readout.ids`, [T, K]; 0 where there is no such token or no target.
+        ids_logprobs: log-probabilities of the tokens of `Readout.ids`, [T, K]; 0 where there is no such token or no
+            target.
         scores: outputs of a linear head at every token itself, not at its predictor, [T, L].
         mtp: log-probability of the token after the next under the MTP layer, [T]; 0 where there is none.
 
@@ -73,7 +74,7 @@ class TokenOutputs:
 
     logprobs: Tensor
     entropy: Tensor | None = None
-    at: Tensor | None = None
+    ids_logprobs: Tensor | None = None
     scores: Tensor | None = None
     mtp: Tensor | None = None
 
@@ -85,8 +86,8 @@ class TokenOutputs:
             return cls(columns.new_zeros(0), scores=columns)
         end = columns.shape[1] - readout.entropy - readout.mtp
         entropy = columns[:, end] if readout.entropy else None
-        at = None if readout.ids is None else columns[:, 1:end]
-        return cls(columns[:, 0], entropy, at, mtp=columns[:, -1] if readout.mtp else None)
+        ids_logprobs = None if readout.ids is None else columns[:, 1:end]
+        return cls(columns[:, 0], entropy, ids_logprobs, mtp=columns[:, -1] if readout.mtp else None)
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class LossOutput:
             and ranks before the division.
         largest, smallest: name -> scalar tensor without gradient, whose maximum or minimum over microbatches and ranks
             is the metric.
-        beside: like `sums`, for an auxiliary objective that is trained but not part of the reported loss.
+        auxiliary: like `sums`, for an auxiliary objective that is trained but not part of the reported loss.
 
     Example:
         >>> import torch
@@ -114,7 +115,7 @@ class LossOutput:
     metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     largest: dict[str, Tensor] = field(default_factory=dict)
     smallest: dict[str, Tensor] = field(default_factory=dict)
-    beside: dict[Denominator, Tensor] = field(default_factory=dict)
+    auxiliary: dict[Denominator, Tensor] = field(default_factory=dict)
 
 
 LossFn = Callable[[TokenOutputs, Microbatch], LossOutput]
@@ -151,7 +152,7 @@ class LinearLoss:
     def __call__(self, outputs: TokenOutputs, microbatch: Microbatch) -> LossOutput:
         """Computes the loss from `outputs` of the `microbatch`."""
         weights = self._checked(microbatch).to(outputs.logprobs.dtype)
-        logprobs = outputs.logprobs if weights.ndim == 1 else _of_ids(weights, outputs.at)
+        logprobs = outputs.logprobs if weights.ndim == 1 else _of_ids(weights, outputs.ids_logprobs)
         return LossOutput(sums={self.denominator: torch.where(weights == 0, 0.0, weights * logprobs).sum()})
 
     def gradient(self, microbatch: Microbatch, counts: dict[Denominator, int], readout: Readout) -> Tensor:

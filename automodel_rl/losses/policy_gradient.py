@@ -9,18 +9,18 @@ from torch import Tensor
 
 from automodel_rl.batch import Microbatch, spread_over_tokens
 from automodel_rl.config.losses import CorrectionConfig, PolicyLossConfig
-from automodel_rl.losses.disagreement import (
+from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
+from automodel_rl.losses.rollout_mismatch import (
     MAX_ERROR,
     OUT_OF_BOUNDS,
     RATIO_MAX,
     RATIO_MIN,
     SQUARE_OF_WEIGHT,
     WEIGHT,
-    disagreement,
     largest_error,
     out_of_bounds,
+    rollout_mismatch,
 )
-from automodel_rl.losses.outputs import Denominator, LossOutput, TokenOutputs
 from automodel_rl.losses.surrogates import SURROGATES, Ratios
 from automodel_rl.losses.terms import (
     correction_weights,
@@ -54,7 +54,7 @@ def grpo_loss(outputs: TokenOutputs, microbatch: Microbatch, config: PolicyLossC
         Metrics: means over tokens of train/ratio_mean, train/clip_fraction, train/entropy, train/kl_ref,
             train/correction_weight and its square; train/ratio_max and train/ratio_min; the difference between
             generator and trainer in train/logprob_error, train/logprob_error_live and the metrics of
-            losses/disagreement.py.
+            losses/rollout_mismatch.py.
 
     Raises:
         ValueError: a required value is missing, or `normalise: constant` lacks its constant.
@@ -174,7 +174,7 @@ def _rollout_errors(old_logprobs: Tensor, values: dict[str, Tensor], microbatch:
     if "rollout_logprobs" not in values:
         return {}
     rollout = values["rollout_logprobs"]
-    errors = disagreement(old_logprobs, rollout, microbatch)
+    errors = rollout_mismatch(old_logprobs, rollout, microbatch)
     errors["train/logprob_error"] = errors["train/token_mult_prob_error"]
     if "live_logprobs" in values:
         live = torch.where(microbatch.loss_mask, rollout - values["live_logprobs"], 0.0)
@@ -192,7 +192,7 @@ def _check_values(microbatch: Microbatch, config: PolicyLossConfig) -> None:
     needs = {
         "advantages": "every policy loss",
         "old_logprobs": "" if config.on_policy is True else f"on_policy={config.on_policy}",
-        "rollout_logprobs": _who_compares_with_rollouts(config),
+        "rollout_logprobs": _setting_that_needs_rollout_logprobs(config),
         UNCERTAIN: "" if config.uncertain == 1 else f"uncertain={config.uncertain}",
         "ref_logprobs": (
             f"kl.coefficient={config.kl.coefficient}" if config.kl.coefficient and config.kl.where == "loss" else ""
@@ -203,7 +203,7 @@ def _check_values(microbatch: Microbatch, config: PolicyLossConfig) -> None:
             raise ValueError(f"{who} needs values['{name}'] in the microbatch, which has {sorted(microbatch.values)}")
 
 
-def _who_compares_with_rollouts(config: PolicyLossConfig) -> str:
+def _setting_that_needs_rollout_logprobs(config: PolicyLossConfig) -> str:
     """Returns the setting that needs the generator's log-probabilities; empty if none does."""
     if config.off_policy_bound is not None:
         return f"off_policy_bound={config.off_policy_bound}"

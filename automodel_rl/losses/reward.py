@@ -29,7 +29,7 @@ def reward_loss(outputs: TokenOutputs, microbatch: Microbatch, config: RewardLos
     Example:
         >>> import torch
         >>> rows = [TokenSequence(torch.tensor([5, 6, token]), torch.ones(3, dtype=torch.bool)) for token in (7, 8)]
-        >>> (microbatch,) = pack(rows, capacity=8, together=2)
+        >>> (microbatch,) = pack(rows, capacity=8, sequences_per_example=2)
         >>> scores = torch.tensor([[0.0], [0.0], [2.0], [0.0], [0.0], [1.0]])  # after the last tokens: 2 and 1
         >>> loss = reward_loss(TokenOutputs(torch.zeros(0), scores=scores), microbatch, RewardLossConfig())
         >>> round(loss.sums["pairs"].item(), 4)  # -log sigmoid(1)

@@ -142,5 +142,5 @@ def check_pairs(microbatch: Microbatch) -> None:
     if len(order) % 2 or any(chosen % 2 or rejected != chosen + 1 for chosen, rejected in pairs):
         raise ValueError(
             f"a microbatch holds the packed sequences {list(order)}, which are not whole pairs: use pack(..., "
-            "together=2), with every chosen completion before its rejected one"
+            "sequences_per_example=2), with every chosen completion before its rejected one"
         )

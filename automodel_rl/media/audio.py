@@ -27,15 +27,15 @@ class ClipSizes(Protocol):
     """Sizes of a model's audio clips.
 
     Attributes:
-        least_tokens: minimum tokens of a clip.
-        least_frames: minimum frames of a clip with that many tokens.
+        min_tokens: minimum tokens of a clip.
+        min_frames: minimum frames of a clip with that many tokens.
     """
 
     @property
-    def least_tokens(self) -> int: ...
+    def min_tokens(self) -> int: ...
 
     @property
-    def least_frames(self) -> int: ...
+    def min_frames(self) -> int: ...
 
     def num_tokens(self, num_frames: int) -> int:
         """Returns the number of tokens of a clip with `num_frames` frames, silent padding excluded."""
@@ -72,9 +72,9 @@ class AudioReader(ABC):
                 "WhisperFeatureExtractor: use the preprocessor_config.json that belongs to the model"
             )
         self.rate, self.hop = extractor.sampling_rate, extractor.hop_length
-        self.most_frames = extractor.nb_max_frames
-        made = (extractor.feature_size, self.most_frames)
-        taken = sizes.spectrogram(config, self.most_frames)
+        self.max_frames = extractor.nb_max_frames
+        made = (extractor.feature_size, self.max_frames)
+        taken = sizes.spectrogram(config, self.max_frames)
         if made != taken:
             raise InputError(
                 f"model.path={folder}: the feature extractor makes {made[0]} mels of {made[1]} frames, but the encoder "
@@ -87,12 +87,12 @@ class AudioReader(ABC):
             raise InputError(f"{where}: audio is a {type(source).__name__}: use the path of a file, or its bytes")
         num_frames = -(-self._num_samples(source, where) // self.hop)
         seconds = num_frames * self.hop / self.rate
-        if num_frames > self.most_frames:
-            most = self.most_frames * self.hop / self.rate
+        if num_frames > self.max_frames:
+            most = self.max_frames * self.hop / self.rate
             raise InputError(f"{where}: audio of {seconds:.1f} s, but the model takes at most {most:g} s: cut the file")
-        if num_frames < self.sizes.least_frames:
+        if num_frames < self.sizes.min_frames:
             raise InputError(
-                f"{where}: audio of {seconds:.2f} s is shorter than {self.sizes.least_tokens} tokens: remove it"
+                f"{where}: audio of {seconds:.2f} s is shorter than {self.sizes.min_tokens} tokens: remove it"
             )
         features = functools.partial(self.load, source, where)
         return Audio(0, self.sizes.num_tokens(num_frames), num_frames, features, source)

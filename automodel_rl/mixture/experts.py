@@ -16,11 +16,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from automodel_rl.compat.modules import apply_gate
 from automodel_rl.families.family import Family
-from automodel_rl.few_bits.stack import GROUPED_MULTIPLE, frozen_grouped_product, grouped_product
-from automodel_rl.few_bits.weight import few_bits_weight_of
 from automodel_rl.lora.experts import adapter_of
 from automodel_rl.mixture.expert_exchange import ADDED, SumRows, TakeRows, send, send_back
 from automodel_rl.parallel.sharding import local_tensor
+from automodel_rl.quantized.stack import GROUPED_MULTIPLE, frozen_grouped_product, grouped_product
+from automodel_rl.quantized.weight import quantized_weight_of
 
 EXPERTS = "automodel_rl"
 """Name of `experts_forward` in transformers' registry."""
@@ -129,7 +129,7 @@ def _through_adapter(adapter: Any, inputs: Tensor, counts_e: Tensor) -> Tensor:
 
 
 def _grouped_linear(inputs: Tensor, module: Any, name: str, counts_e: Tensor) -> Tensor:
-    held = few_bits_weight_of(module, name)
+    held = quantized_weight_of(module, name)
     if held is None:
         weight = local_tensor(getattr(module, name))
         output = grouped_product(inputs, weight if module.is_transposed else weight.mT, counts_e)

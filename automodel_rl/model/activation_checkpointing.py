@@ -11,8 +11,8 @@ from torch.nn.attention import varlen  # noqa: F401 (registers its operator)
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from automodel_rl.config.model import Recomputed
-from automodel_rl.few_bits import linear, stack  # noqa: F401 (likewise)
 from automodel_rl.model import flash_sinks  # noqa: F401 (likewise)
+from automodel_rl.quantized import linear, stack  # noqa: F401 (likewise)
 
 OF_ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
@@ -30,8 +30,8 @@ KEPT = (
     "aten::addmm",
     "aten::_grouped_mm",
     *OF_ATTENTION,
-    "automodel_rl::few_bits_product",
-    "automodel_rl::few_bits_grouped_product",
+    "automodel_rl::quantized_product",
+    "automodel_rl::quantized_grouped_product",
 )
 """Operators whose results selective checkpointing keeps: matrix products and attention, which dominate the cost."""
 

@@ -80,36 +80,36 @@ def set_attention_of_heads(model: Any, head_dim: int, name: str) -> None:
             set_attention(attention.config, name)
 
 
-def choose_attention(asked: Combination, device: torch.device, dtype: torch.dtype, compiled: bool) -> str:
+def choose_attention(combination: Combination, device: torch.device, dtype: torch.dtype, compiled: bool) -> str:
     """Returns the registered name for the config's `attention`. `auto` takes the fastest backend that runs here and,
     for compiled layers, can be traced.
 
     Raises:
         InputError: the backend cannot run here.
     """
-    requested, description = asked.model.attention, asked.description
+    requested, description = combination.model.attention, combination.description
     if requested == "auto":
         candidates = [name for name in FASTEST_FIRST if ATTENTION[name].is_traceable or not compiled]
         slow = "eager" if description.lacks_sdpa else "sdpa"
-        return _registered(next((name for name in candidates if not _obstacle(name, asked, device, dtype)), slow))
-    obstacle = _obstacle(requested, asked, device, dtype)
+        return _registered(next((name for name in candidates if not _obstacle(name, combination, device, dtype)), slow))
+    obstacle = _obstacle(requested, combination, device, dtype)
     if obstacle:
         raise InputError(f"model.attention={requested} {obstacle}: use model.attention=auto")
     return _registered(requested)
 
 
-def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: torch.dtype) -> str | None:
+def _obstacle(name: Attention, combination: Combination, device: torch.device, dtype: torch.dtype) -> str | None:
     """Returns why a backend cannot run here; None if it can."""
-    limits, description = ATTENTION[name], asked.description
+    limits, description = ATTENTION[name], combination.description
     if limits.needs_cuda and device.type != "cuda":
         return "needs CUDA, but this rank has none"
     if limits.needs_cuda and dtype != torch.bfloat16:
         return f"computes in bfloat16, not {dtype}"
     if description.has_softcap and not limits.has_softcap:
         return "does not support a soft cap"
-    if asked.family.has_sinks and not limits.has_sinks:
+    if combination.family.has_sinks and not limits.has_sinks:
         return "does not support sinks"
-    if asked.parallel.gathers_keys and description.has_windows and not limits.has_windows_over_cp:
+    if combination.parallel.gathers_keys and description.has_windows and not limits.has_windows_over_cp:
         return "does not support sliding windows with context parallelism"
     if description.is_bidirectional_in_images and not limits.has_bidirectional_images:
         return "computes causal attention only, but tokens of an image attend to each other both ways"
@@ -118,7 +118,7 @@ def _obstacle(name: Attention, asked: Combination, device: torch.device, dtype: 
     dims = (description.head_dim, description.value_dim)
     if name == "fa3" and (obstacle := flash_attention_3.obstacle(*dims, device)):
         return obstacle
-    return _failure(name, dims, asked.family.has_sinks, device) if limits.needs_cuda else None
+    return _failure(name, dims, combination.family.has_sinks, device) if limits.needs_cuda else None
 
 
 def _failure(name: Attention, dims: tuple[int, int], has_sinks: bool, device: torch.device) -> str | None:

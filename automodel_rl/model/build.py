@@ -21,7 +21,6 @@ from automodel_rl.families.known import (
     language_family,
     multimodal_family,
 )
-from automodel_rl.few_bits.formats import Kept
 from automodel_rl.mixture.experts import EXPERTS, register_experts, transpose_experts
 from automodel_rl.mixture.routers import routers_of
 from automodel_rl.model.attention import register_attention
@@ -29,6 +28,7 @@ from automodel_rl.model.encoder import EncoderPart, language_model, split_module
 from automodel_rl.model.mtp import add_mtp_layer
 from automodel_rl.model.part_forward import numbered_layers
 from automodel_rl.model.token_mixers.known import set_decays_apart
+from automodel_rl.quantized.formats import QuantizedFormat
 from automodel_rl.support.description import describe_model, experts_per_token
 
 
@@ -45,7 +45,7 @@ class EmptyModel:
     config: PretrainedConfig
     language: Any
     encoders: dict[str, EncoderPart]
-    base: Mapping[str, Kept] = field(default_factory=dict)
+    base: Mapping[str, QuantizedFormat] = field(default_factory=dict)
 
     @property
     def parts(self) -> list[Any]:

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from automodel_rl.compat.compilation import compile_for_any_size
-from automodel_rl.support.capabilities import goes_with_all
+from automodel_rl.support.capabilities import is_compatible
 from automodel_rl.support.combination import Combination
 from automodel_rl.support.features import COMPILED
 
 
-def are_compiled(asked: Combination, device: torch.device, dtype: torch.dtype) -> bool:
+def are_compiled(combination: Combination, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether to compile layers: as requested or, for `auto`, where compilation works and pays off. The
-    support table has accepted `asked`."""
-    if asked.memory.compile != "auto":
-        return asked.memory.compile
-    return device.type == "cuda" and dtype == torch.bfloat16 and goes_with_all(COMPILED, asked)
+    support table has accepted `combination`."""
+    if combination.memory.compile != "auto":
+        return combination.memory.compile
+    return device.type == "cuda" and dtype == torch.bfloat16 and is_compatible(COMPILED, combination)
 
 
 def compile_layers(layers: Iterable[Any]) -> None:

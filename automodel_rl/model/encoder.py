@@ -50,7 +50,7 @@ class EncoderPart(nn.Module):
 
         Args:
             loaded: results of `Media.load`, on the device and in the compute dtype; a single one if the family
-                `takes_one`.
+                `is_unbatched`.
 
         Returns:
             [m, H] in the compute dtype, or [m, (1 + D) * H] if features follow each embedding (batch/media.py).

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.compat.fsdp import keep_gradients
-from automodel_rl.compat.process_groups import forget_meshes
+from automodel_rl.compat.process_groups import clear_mesh_caches
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.components import ComponentsConfig
 from automodel_rl.config.model import LoraConfig, MemoryConfig
 from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import CheckpointFamily, checkpoint_family, language_family, num_deepstack
-from automodel_rl.few_bits.base import few_bits_weights
 from automodel_rl.hf.buckets import Source, whole_tensors
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.hf.read import Checkpoint, read_whole_config
@@ -46,6 +45,7 @@ from automodel_rl.parallel.gradients import tied_embedding
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout, Meshes, build_meshes
 from automodel_rl.parallel.sharding import gather_whole, local_tensor, release_gathered
+from automodel_rl.quantized.base import quantized_weights
 from automodel_rl.support.combination import Combination
 from automodel_rl.support.description import ModelDescription, describe_model
 
@@ -192,20 +192,20 @@ class ModelHandle:
         """
         opened = opened.with_weights()
         files, config, model, description = opened.files, opened.whole, opened.model, opened.description
-        asked = Combination(description, model, parallel, memory, components)
+        combination = Combination(description, model, parallel, memory, components)
         device = join_process_group(parallel.world_size if components is None else components.world_size)
         meshes = build_meshes(parallel, components, device, [*description.encoders])
         dtypes = dtypes_of(model)
         compute, wide = dtypes.compute, dtypes.gradient
-        compiled = are_compiled(asked, device, compute)
-        attention = choose_attention(asked, device, compute, compiled)
+        compiled = are_compiled(combination, device, compute)
+        attention = choose_attention(combination, device, compute, compiled)
         if model.fp8 is not None:
             check_float8(model.fp8, device)
         memory = memory.model_copy(update={"compile": compiled})
         has_mtp = model.mtp is not None and is_trained
         empty = build_empty_model(config, model.implementation, wide, attention, parallel.pp > 1, has_mtp)
         for head_dim in description.other_head_dims:
-            of_kind = replace(asked, description=replace(description, head_dim=head_dim, value_dim=head_dim))
+            of_kind = replace(combination, description=replace(description, head_dim=head_dim, value_dim=head_dim))
             set_attention_of_heads(empty.language, head_dim, choose_attention(of_kind, device, compute, compiled))
         checkpoint = Checkpoint(files, config, model.pickled_weights)
         for part in empty.parts:
@@ -221,7 +221,7 @@ class ModelHandle:
             for part in empty.parts:
                 part.requires_grad_(False)
         if lora is not None:
-            empty = replace(empty, base=checkpoint.base_in_few_bits(lora.base, empty.language))
+            empty = replace(empty, base=checkpoint.quantized_base(lora.base, empty.language))
         handle = cls(empty, meshes, model.model_copy(update={"lora": lora}), memory, checkpoint.family)
         handle._name = files.name
         handle._checkpoint, handle.unused_tensors = checkpoint, unused
@@ -232,7 +232,7 @@ class ModelHandle:
         """Destroys this model's process groups, with their threads and connections. A collective: every rank calls it
         after the last use of the model. Process exit does the same. Threads end once nothing refers to the model."""
         self.meshes.close()
-        forget_meshes()
+        clear_mesh_caches()
         gc.collect()  # modules and hooks of closed models form reference cycles
 
     def __enter__(self) -> "ModelHandle":
@@ -308,14 +308,14 @@ class ModelHandle:
         return name.startswith(f"model.layers.{self.config.num_hidden_layers}.")
 
     @property
-    def trains_apart(self) -> bool:
+    def trains_auxiliary(self) -> bool:
         """Whether any parameters are trained without effect on the model's own output."""
         return self.model.indexer is not None or (self.model.mtp is not None and self.model.mtp.detached)
 
-    def is_apart(self, name: str) -> bool:
+    def is_auxiliary(self, name: str) -> bool:
         """Returns whether training the parameter called `name` leaves the model's own output unchanged, as for
         indexers and a detached MTP layer. Such gradients have a norm of their own."""
-        return self.trains_apart and (".indexer." in name or self.is_mtp(name))
+        return self.trains_auxiliary and (".indexer." in name or self.is_mtp(name))
 
     def check_mtp(self, *, is_read: bool) -> None:
         """Raises InputError, alike on every rank, if `is_read` and the model has no MTP layer."""
@@ -363,7 +363,7 @@ class ModelHandle:
         self,
         path: str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        ends: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
         pads_with: int | None = None,
     ) -> None:
         """Writes a Hugging Face checkpoint in the compute dtype, or PEFT files if adapters are trained. A collective.
@@ -372,7 +372,8 @@ class ModelHandle:
         Args:
             path: the folder to write, on a file system shared by all ranks; replaced if it exists.
             tokenizer: a tokenizer to save with the model.
-            ends: stop tokens besides those of the checkpoint's generation_config.json, which adapters do not have.
+            stop_token_ids: stop tokens besides those of the checkpoint's generation_config.json, which adapters do not
+                have.
             pads_with: padding token in the config of a model with a linear head; None keeps the checkpoint's.
         """
         self.check_on_device()
@@ -393,7 +394,7 @@ class ModelHandle:
         if pads_with is not None:
             config.pad_token_id = pads_with
         world = self.layout.world_control
-        save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, world, ends)
+        save_hf_checkpoint(Path(path), of_components, config, tokenizer, self.source, world, stop_token_ids)
 
     def _trained_tensors(self) -> dict[str, Tensor]:
         """Returns the whole trained tensors of this rank's stages, on the host; empty on all but one rank of a stage.
@@ -412,7 +413,7 @@ class ModelHandle:
             for name in self.unused_tensors:
                 yield name, self._checkpoint.read_untrained(name, self.dtype)
 
-    def let_read(self, hold: Callable[[], None]) -> None:
+    def add_reader(self, hold: Callable[[], None]) -> None:
         """Registers a reader of the weights that runs while the model computes.
 
         Args:
@@ -420,7 +421,7 @@ class ModelHandle:
         """
         self._readers.append(hold)
 
-    def before_change(self) -> None:
+    def wait_for_readers(self) -> None:
         """Waits for readers. Call it before any change of the weights or of the optimizer's state."""
         while self._readers:
             self._readers.pop()()
@@ -432,7 +433,7 @@ class ModelHandle:
         Returns:
             Bytes freed, as `Offload.to_host`.
         """
-        self.before_change()
+        self.wait_for_readers()
         self.zero_grad()
         for part in self.parts:
             release_gathered(part)
@@ -495,7 +496,7 @@ class ModelHandle:
         does."""
         yield from ((name, local_tensor(parameter)) for name, parameter in self.named_parameters())
         for part in self.parts:
-            yield from ((name, of) for name, held, _ in few_bits_weights(part) for of in held.numbers())
+            yield from ((name, of) for name, held, _ in quantized_weights(part) for of in held.numbers())
 
     def _check_finite(self) -> None:
         bad = next((name for name, tensor in self._finite_if_weights_are() if not tensor.isfinite().all()), None)

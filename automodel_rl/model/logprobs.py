@@ -18,7 +18,7 @@ from automodel_rl.batch.tensors import LOGPROB_GRADIENT, READ_IDS
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.losses import Readout
 from automodel_rl.model.head import Head, accurate, accurate_matmul, add_matmul
-from automodel_rl.model.softmax import Given, Softmax, cap
+from automodel_rl.model.softmax import BackwardInputs, Softmax, cap
 from automodel_rl.parallel.collectives import all_gather
 
 
@@ -70,7 +70,7 @@ class _TargetReadout(torch.autograd.Function):
         for tokens, chunks in work.groups:
             for chunk in chunks:
                 of_entropy = () if entropy is None or d_entropy is None else (entropy[chunk], d_entropy[chunk])
-                given = Given(logsumexp[chunk], d_logprobs[chunk], *of_entropy)
+                given = BackwardInputs(logsumexp[chunk], d_logprobs[chunk], *of_entropy)
                 sums.put(work.products(chunk), chunk, tokens.start, given)
             sums.add(tokens)
         return sums.d_hidden, sums.for_autograd(), None, None, None
@@ -90,7 +90,7 @@ class _LinearLossReadout(torch.autograd.Function):
             for chunk in chunks:
                 products = work.products(chunk)
                 scores.put(chunk, work.score(products, chunk, False))
-                sums.put(products, chunk, tokens.start, Given(scores.logsumexp[chunk], known[chunk]))
+                sums.put(products, chunk, tokens.start, BackwardInputs(scores.logsumexp[chunk], known[chunk]))
                 del products  # before the next chunk allocates its own
             sums.add(tokens)
         ctx.save_for_backward(sums.d_hidden, sums.for_autograd())
@@ -166,7 +166,7 @@ class _GradientSums:
         if for_autograd:
             self._d_weight = torch.zeros(weight.shape, dtype=accurate(weight.dtype), device=weight.device)
 
-    def put(self, products: Tensor, chunk: slice, first: int, given: Given) -> None:
+    def put(self, products: Tensor, chunk: slice, first: int, given: BackwardInputs) -> None:
         """Computes the gradient of a chunk's products. `first` is the first token of its group."""
         out = self._d_products[chunk.start - first : chunk.stop - first]
         self.work.softmax.gradient(products, self.work.places[chunk], given, out)

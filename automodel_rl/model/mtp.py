@@ -65,7 +65,7 @@ def with_mtp(loss_fn: LossFn, weight: float) -> LossFn:
         total = -torch.where(trained, outputs.mtp, 0.0).sum()
         of_mtp = (total.detach(), trained.sum().to(total.dtype))
         metrics = {**output.metrics, "train/mtp_loss": of_mtp}
-        return dataclasses.replace(output, beside={"tokens": weight * total}, metrics=metrics)
+        return dataclasses.replace(output, auxiliary={"tokens": weight * total}, metrics=metrics)
 
     return loss
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PretrainedConfig
 
 from automodel_rl.batch.microbatch_scope import MicrobatchScope
-from automodel_rl.compat.modules import hand_on_arguments
+from automodel_rl.compat.modules import pass_all_arguments
 from automodel_rl.compat.versions import TORCH
 from automodel_rl.config import ModelConfig
 from automodel_rl.config.model import MemoryConfig
@@ -19,8 +19,6 @@ from automodel_rl.errors import InputError
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.family import Family
 from automodel_rl.families.known import FAMILIES, num_deepstack, padded_ids
-from automodel_rl.few_bits.base import keep_in_few_bits
-from automodel_rl.few_bits.formats import Kept
 from automodel_rl.lora.layers import install_adapters
 from automodel_rl.lora.split import split_adapters
 from automodel_rl.mixture.experts import experts_of
@@ -39,6 +37,8 @@ from automodel_rl.model.token_mixers.known import install_token_mixers
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import Unit, shard_parameter, wrap_fsdp
 from automodel_rl.parallel.tensor_parallel import TensorParallel, split_part, styles_of
+from automodel_rl.quantized.base import quantize_layers
+from automodel_rl.quantized.formats import QuantizedFormat
 
 
 class Dtypes(NamedTuple):
@@ -111,7 +111,7 @@ class PartInProgress:
         model: ModelConfig,
         memory: MemoryConfig,
         whole: PretrainedConfig,
-        base: Mapping[str, Kept],
+        base: Mapping[str, QuantizedFormat],
     ):
         self.base = base
         self.part, self.layout, self.model, self.memory, self.whole = part, layout, model, memory, whole
@@ -122,7 +122,7 @@ class PartInProgress:
         self.tp = TensorParallel(layout.tp_group, layout.parallel.sequence_parallel)
         self.partial: list[tuple[nn.Module, str]] = []
         self.counts = bool(routers_of(self.layers, self.family)) or model.indexer is not None
-        self.scope = MicrobatchScope(tells_first=self.counts)
+        self.scope = MicrobatchScope(tracks_first=self.counts)
         sharing = [group for group in (layout.cp_group, layout.tp_group) if group is not None]
         routed = {number: layer for number, layer in self.layers.items() if number < part.config.num_hidden_layers}
         self.watch = RouterWatch(routed, self.family, self.scope, model.moe, sharing)
@@ -167,11 +167,11 @@ def replace_indexers(work: PartInProgress) -> None:
 
 def replace_layer_forwards(work: PartInProgress) -> None:
     """Replaces layer forwards that would not pass the microbatch to attention."""
-    if not work.family.hands_on_arguments:
-        hand_on_arguments(work.layers.values())
+    if not work.family.passes_all_arguments:
+        pass_all_arguments(work.layers.values())
 
 
-def keep_base_in_few_bits(work: PartInProgress) -> None:
+def quantize_base(work: PartInProgress) -> None:
     """Quantizes frozen linear layers and experts of decoder layers, if the base is to be quantized.
 
     Raises:
@@ -180,10 +180,10 @@ def keep_base_in_few_bits(work: PartInProgress) -> None:
     if work.base:
         if work.layout.parallel.fsdp_size > 1 and TORCH < (2, 13):  # checked with 2.13; 2.11 casts them
             raise InputError(
-                "a base in few bits with parallel.dp_shard x cp of 2 or more: FSDP of this torch cannot gather bytes: "
+                "a quantized base with parallel.dp_shard x cp of 2 or more: FSDP of this torch cannot gather bytes: "
                 "use torch 2.13 or newer, base=plain, or parallel.pp"
             )
-        keep_in_few_bits(work.layers, work.base)
+        quantize_layers(work.layers, work.base)
 
 
 def add_float8_and_adapters(work: PartInProgress) -> None:
@@ -251,7 +251,7 @@ STEPS: tuple[Callable[[PartInProgress], None], ...] = (
     replace_token_mixers,
     replace_indexers,
     replace_layer_forwards,
-    keep_base_in_few_bits,
+    quantize_base,
     add_float8_and_adapters,
     compute_mlps_in_tiles,
     replace_part_forward,
@@ -269,7 +269,7 @@ def parallelise(
     model: ModelConfig,
     memory: MemoryConfig,
     whole: PretrainedConfig,
-    base: Mapping[str, Kept],
+    base: Mapping[str, QuantizedFormat],
 ) -> Extras:
     """Lays out a causal language model, or a part of one, in place. The arguments are those of `PartInProgress`."""
     work = PartInProgress(part, layout, model, memory, whole, base)
@@ -290,9 +290,9 @@ def _context(work: PartInProgress) -> ForwardContext:
         embedding_factor=family.factor_of_embeddings(values),
         logit_factor=values.get(family.logit_factor, 1.0) / values.get(family.logit_divisor, 1.0),
         num_deepstack=num_deepstack(work.whole),
-        leaves_keys=family.leaves_keys,
+        shares_kv=family.shares_kv,
         has_indexer=bool(family.index_rotary),
-        hands_on=family.hands_on,
+        carried_argument=family.carried_argument,
         mtp_kind=family.mtp_kinds[0] if family.rotary_by_layer_type else None,
         detaches_mtp=work.model.mtp is None or work.model.mtp.detached,
         has_layer_embeddings=bool(values.get("hidden_size_per_layer_input")),

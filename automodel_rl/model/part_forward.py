@@ -35,9 +35,9 @@ class ForwardContext:
         rotary_by_layer_type: whether rotary embeddings differ between kinds of layers.
         embedding_factor, logit_factor: the model's multipliers of embeddings and logits.
         num_deepstack: number of first layers after which image features are added (batch/media.py).
-        leaves_keys: whether layers pass keys and values to later layers.
+        shares_kv: whether layers pass keys and values to later layers.
         has_indexer: whether attention has an indexer, which slices the mask.
-        hands_on: the argument by which a layer gets what the previous one returns besides hidden states.
+        carried_argument: the argument by which a layer gets what the previous one returns besides hidden states.
         mtp_kind: the MTP layer's kind, if rotary embeddings differ between kinds.
         detaches_mtp: whether the MTP loss sends no gradient to the model.
         has_layer_embeddings: whether every layer has its own embeddings (Gemma 4's per-layer embeddings).
@@ -53,9 +53,9 @@ class ForwardContext:
     embedding_factor: float = 1.0
     logit_factor: float = 1.0
     num_deepstack: int = 0
-    leaves_keys: bool = False
+    shares_kv: bool = False
     has_indexer: bool = False
-    hands_on: str = ""
+    carried_argument: str = ""
     mtp_kind: str | None = None
     detaches_mtp: bool = True
     has_layer_embeddings: bool = False
@@ -118,7 +118,7 @@ def part_forward(
         "microbatch": microbatch,
         "cp_group": context.cp_group,
     }
-    if context.leaves_keys:
+    if context.shares_kv:
         of_all["shared_kv_states"] = UserDict()  # FSDP hands layers copies of plain dicts
     turn = functools.cache(functools.partial(_rotary, body, hidden, microbatch, context.rotary_axes))
     layers = numbered_layers(part)
@@ -127,8 +127,8 @@ def part_forward(
         kind = part.config.layer_types[number] if context.rotary_by_layer_type else None
         output = layer(hidden, position_embeddings=turn(kind), **of_all, **entered.of_layer.get(number, {}))
         hidden, *others = output if isinstance(output, tuple) else (output,)
-        if context.hands_on:
-            (of_all[context.hands_on],) = others
+        if context.carried_argument:
+            (of_all[context.carried_argument],) = others
         if number < context.num_deepstack:
             hidden = microbatch.media.add_to(hidden, features.pop(0))
     following = entered.following

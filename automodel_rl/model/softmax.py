@@ -35,7 +35,7 @@ class Softmax:
         picked, logsumexp, mean = zip(*pieces, strict=True)
         return torch.cat(picked), torch.cat(logsumexp), torch.cat(mean) if with_mean else None
 
-    def gradient(self, products_CV: Tensor, places_CK: Tensor, given: "Given", out_CV: Tensor) -> None:
+    def gradient(self, products_CV: Tensor, places_CK: Tensor, given: "BackwardInputs", out_CV: Tensor) -> None:
         """Writes the gradient of the products to `out_CV`.
 
         The derivative of log p(index) by the logits is one-hot(index) - p. That of the entropy is -p * (log p +
@@ -51,7 +51,7 @@ class Softmax:
 
 
 @dataclass(frozen=True)
-class Given:
+class BackwardInputs:
     """Per-token values of a chunk that the gradient needs.
 
     Attributes:

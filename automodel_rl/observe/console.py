@@ -29,13 +29,23 @@ COLUMNS = {
 }
 """Metrics on the progress line, if the step has them, with their formats."""
 
+DISPENSABLE = (
+    "perf/mfu",
+    "perf/tokens_per_second",
+    "train/grad_norm",
+    "rollout/completion_tokens_mean",
+    "train/kl_ref",
+)
+"""Metrics that a narrow terminal does not show, the first to go first."""
+
 
 SECONDS_BETWEEN_LINES = 5.0
 """Seconds between progress lines about work without steps."""
 
 
 class Progress:
-    """Context manager that shows the newest step. `first_step` is the number of steps done before this run."""
+    """Context manager that shows the steps, a line each, and on a terminal what the run is doing below them.
+    `first_step` is the number of steps done before this run."""
 
     def __init__(self, total_steps: int, first_step: int):
         self.total_steps, self.first_step = total_steps, first_step
@@ -50,19 +60,40 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self.live:
+            self.live.update("")
             self.live.stop()
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def phase(self, text: str) -> None:
+        """Shows what the run is doing until the next step."""
+        self.say(text)
+        self._show_bar(self.first_step, text)
+
     def show(self, record: dict[str, Any]) -> None:
-        line = f"step {record['step']}/{self.total_steps}  {_numbers(record)}  eta {self._eta(record['step'])}"
+        """Prints a step. On a terminal, numbers that do not fit into a line are left out, the least important first."""
+        step, numbers = record["step"], _numbers(record)
+        head, eta = f"step {step}/{self.total_steps}", f"eta {self._eta(step)}"
+        while self.live and len(numbers) > 1 and len("  ".join([head, *numbers.values()])) > self.console.width:
+            del numbers[
+                next(name for name in DISPENSABLE if name in numbers)
+                if {*DISPENSABLE} & numbers.keys()
+                else [*numbers][-1]
+            ]
         if self.live is None:
-            print(line, file=self.console.file, flush=True)
+            print("  ".join([head, *numbers.values(), eta]), file=self.console.file, flush=True)
             return
-        grid = Table.grid(padding=(0, 1))
-        grid.add_row(ProgressBar(total=self.total_steps, completed=record["step"], width=24), line)
-        self.live.update(grid)
+        self.say("  ".join([head, *numbers.values()]))
+        self._show_bar(step, eta)
+
+    def _show_bar(self, step: int, text: str) -> None:
+        if self.live:
+            grid = Table.grid(padding=(0, 1))
+            grid.add_row(
+                ProgressBar(total=self.total_steps, completed=step, width=24), f"{step}/{self.total_steps}", text
+            )
+            self.live.update(grid)
 
     def _eta(self, step: int) -> str:
         elapsed = time.monotonic() - self.started
@@ -110,13 +141,20 @@ class _Outlived:
         return getattr(self._stream, name)
 
 
-def _numbers(record: dict[str, Any]) -> str:
-    shown = [template.format(record[key]) for key, template in COLUMNS.items() if record.get(key) is not None]
+def _numbers(record: dict[str, Any]) -> dict[str, str]:
+    """Returns the texts of a step's line, by metric."""
+    shown = {key: _text(template, record[key]) for key, template in COLUMNS.items() if record.get(key) is not None}
     if record.get(MEASURED, record["step"]) != record["step"]:
-        shown.append(f"(validation of step {record[MEASURED]})")
+        shown[MEASURED] = f"(validation of step {record[MEASURED]})"
     nothing = record.get("train/nothing_to_train", 0)
     if record.get("train/skipped", 0) > nothing:
-        shown.append("skipped: not finite")
+        shown["train/skipped"] = "skipped: not finite"
     if nothing:
-        shown.append("skipped: no trained token")
-    return "  ".join(shown)
+        shown["train/nothing_to_train"] = "skipped: no trained token"
+    return shown
+
+
+def _text(template: str, value: float) -> str:
+    """Formats a number, without the sign of a negative one that is rounded to zero."""
+    text = template.format(value)
+    return text.replace("-", "") if value < 0 and not any(digit in text for digit in "123456789") else text

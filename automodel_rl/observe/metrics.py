@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from automodel_rl.files import write_complete
+from automodel_rl.files import write_atomic
 
 MEASURED = "val/step"
 """Metric with the step of a record's validation, which may be earlier than the record's step."""
@@ -30,7 +30,7 @@ class MetricsFile:
         self.path = path
         # A new run measures step 0, the untrained model, again.
         kept = [record for record in read_lines(path) if record["step"] <= first_step] if first_step else []
-        write_complete(path, "".join(map(_line, kept)))
+        write_atomic(path, "".join(map(_line, kept)))
         self._waiting: list[str] = []
 
     def write(self, record: dict[str, Any]) -> None:
@@ -74,4 +74,4 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def write_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Writes a file with a line per record, replacing that of an earlier attempt at the step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_complete(path, "".join(json.dumps(record) + "\n" for record in records))
+    write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))

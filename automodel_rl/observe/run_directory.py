@@ -16,7 +16,7 @@ from automodel_rl.checkpoint.folder import is_complete, read_marker
 from automodel_rl.config import RunConfig, completed, differing_keys, dump_config
 from automodel_rl.config.strict_yaml import parse_yaml, read_yaml
 from automodel_rl.errors import InputError
-from automodel_rl.files import check_place, write_complete
+from automodel_rl.files import check_writable, write_atomic
 from automodel_rl.observe.metrics import read_lines
 from automodel_rl.observe.run_files import RunFiles, read_number, step_of
 from automodel_rl.observe.run_lock import JOB_VARIABLE, RunLock, check_free
@@ -113,7 +113,7 @@ class RunDirectory(RunFiles):
             self.check_length(config.length.steps)
 
     def _check_place(self) -> None:
-        check_place(self.folder, f"output={self.folder}")
+        check_writable(self.folder, f"output={self.folder}")
 
     def _check_free(self) -> None:
         deadline = time.monotonic() + (EXIT_WAIT_SECONDS if self.is_started_again else 0)
@@ -210,7 +210,7 @@ class RunDirectory(RunFiles):
     def note_finished(self, total_steps: int) -> None:
         """Records in the folder that the run's model and report have been written."""
         with contextlib.suppress(OSError):  # without this file, resuming writes model and report again
-            write_complete(self.finished_file, str(total_steps))
+            write_atomic(self.finished_file, str(total_steps))
 
     def _is_without_results(self) -> bool:
         """Whether a run started here but finished no step: it has no metrics of a step, no model, and no checkpoint,
@@ -237,12 +237,12 @@ class RunDirectory(RunFiles):
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock()
-            write_complete(self.config_file, self.config_text)
-            write_complete(self.total_steps_file, str(total_steps))
-            write_complete(self.versions, json.dumps(versions(), indent=2))
+            write_atomic(self.config_file, self.config_text)
+            write_atomic(self.total_steps_file, str(total_steps))
+            write_atomic(self.versions, json.dumps(versions(), indent=2))
             self.failure.unlink(missing_ok=True)
             if AGENT_VARIABLE in os.environ:
-                write_complete(self.folder / AGENT_FILE, os.environ[AGENT_VARIABLE])
+                write_atomic(self.folder / AGENT_FILE, os.environ[AGENT_VARIABLE])
         except OSError as error:
             raise InputError(f"output={self.folder}: cannot write there ({error.strerror}): choose another") from None
 

@@ -31,6 +31,11 @@ class RunFiles:
         return self.folder / "metrics.jsonl"
 
     @property
+    def phase(self) -> Path:
+        """What the run is doing, in words."""
+        return self.folder / "phase.txt"
+
+    @property
     def report(self) -> Path:
         return self.folder / "report.html"
 

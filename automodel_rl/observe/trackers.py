@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from automodel_rl.config.run import ObserveConfig, TrackerName
 from automodel_rl.config.strict_yaml import parse_yaml
 from automodel_rl.errors import InputError
-from automodel_rl.files import write_complete
+from automodel_rl.files import write_atomic
 from automodel_rl.observe.metrics import step_of_metric
 from automodel_rl.observe.run_directory import RunDirectory
 
@@ -99,5 +99,5 @@ def _kept_name(directory: RunDirectory) -> str:
     """The run's name for trackers: the folder's name with a random suffix, generated once and stored in a file."""
     file: Path = directory.folder / "tracked_as"
     if not file.is_file():
-        write_complete(file, f"{directory.folder.absolute().name}-{uuid.uuid4().hex[:8]}")
+        write_atomic(file, f"{directory.folder.absolute().name}-{uuid.uuid4().hex[:8]}")
     return file.read_text()

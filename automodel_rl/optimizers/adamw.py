@@ -20,7 +20,7 @@ from automodel_rl.optimizers.description import (
     trained_parameters,
 )
 from automodel_rl.optimizers.observed_uses import observed_uses
-from automodel_rl.optimizers.own_steps import Noise, names_for_rounding, numbers_of, step_in_parts, write_weight
+from automodel_rl.optimizers.own_steps import Noise, names_for_rounding, step_in_row_blocks, step_scalars, write_weight
 from automodel_rl.optimizers.roles import roles_of
 from automodel_rl.parallel.sharding import by_mesh
 from automodel_rl.parallel.whole_matrices import GroupOf
@@ -45,9 +45,9 @@ class RoundingAdamW(torch.optim.AdamW):
                     state.update(STATE.empty(parameter))
                 state[COUNT] += 1
                 steps = int(state[COUNT].item())
-                numbers = numbers_of(group, steps, parameter.device, parameter.grad.dtype)
+                numbers = step_scalars(group, steps, parameter.device, parameter.grad.dtype)
                 moments, place = [state[name] for name in STATE.tensors], (steps, self.names[parameter])
-                step_in_parts(step_of_rows, parameter, moments, place, numbers)
+                step_in_row_blocks(step_of_rows, parameter, moments, place, numbers)
 
 
 def step_of_rows(

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits.dynamic_codes import BLOCK, decode, encode, thresholds
 from automodel_rl.optimizers.adamw import STATE as FULL_STATE
 from automodel_rl.optimizers.adamw import adamw_groups, adamw_of
 from automodel_rl.optimizers.adamw_8bit_reference import reference
@@ -26,10 +25,11 @@ from automodel_rl.optimizers.description import (
     StateNames,
     trained_parameters,
 )
-from automodel_rl.optimizers.own_steps import Noise, names_for_rounding, numbers_of, step_in_parts, write_weight
+from automodel_rl.optimizers.own_steps import Noise, names_for_rounding, step_in_row_blocks, step_scalars, write_weight
 from automodel_rl.optimizers.roles import roles_of
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.whole_matrices import GroupOf
+from automodel_rl.quantized.dynamic_codes import BLOCK, decode, encode, thresholds
 
 FIRST, ROOT = "exp_avg", "exp_avg_sq_root"
 STATE = StateNames((FIRST, ROOT), counts=True, in_8_bits=True)
@@ -50,7 +50,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Takes one step. Parameters without a gradient are unchanged."""
         for group in self.param_groups:
-            numbers = functools.cache(functools.partial(numbers_of, group))
+            numbers = functools.cache(functools.partial(step_scalars, group))
             for parameter in (parameter for parameter in group["params"] if parameter.grad is not None):
                 state = self.state[parameter]
                 if not state:
@@ -59,7 +59,7 @@ class AdamW8bit(torch.optim.Optimizer):
                 steps, device, dtype = int(state[COUNT].item()), parameter.device, parameter.grad.dtype
                 moments = [state[name] for name in STATE.tensors]
                 place, above = (steps, self.names[parameter]), thresholds(steps).to(device, dtype)
-                step_in_parts(step_of_rows, parameter, moments, place, numbers(steps, device, dtype), above=above)
+                step_in_row_blocks(step_of_rows, parameter, moments, place, numbers(steps, device, dtype), above=above)
 
 
 def step_of_rows(

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automodel_rl.config import OptimizerConfig
-from automodel_rl.few_bits.dynamic_codes import BLOCK, value_bytes
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.parallel.whole_matrices import GroupOf
+from automodel_rl.quantized.dynamic_codes import BLOCK, value_bytes
 
 COUNT = "step"
 """Key in an optimizer's state: number of steps that a parameter has taken, fp32 []."""
@@ -31,7 +31,7 @@ class StateNames:
 
     Attributes:
         moments: tensors of the parameter's shape and layout, in its gradient's dtype.
-        in_8_bits: whether moments are codes instead, uint8, with scales (few_bits/dynamic_codes.py).
+        in_8_bits: whether moments are codes instead, uint8, with scales (quantized/dynamic_codes.py).
     """
 
     moments: tuple[str, ...]

@@ -129,14 +129,14 @@ def _build(part: nn.Module, config: OptimizerConfig, group_of: GroupOf) -> list[
     names = _matrix_names(roles)
     matrices: Named = [(name, parameter) for name, parameter in named if name in names]
     others: Named = [(name, parameter) for name, parameter in named if name not in names]
-    turned = {name for name in names if roles[name] is Role.TURNED_MATRIX}
-    muon = [Muon(matrices, config, group_of, turned)] if matrices else []
+    transposed = {name for name in names if roles[name] is Role.TRANSPOSED_MATRIX}
+    muon = [Muon(matrices, config, group_of, transposed)] if matrices else []
     return [*muon, *adamw_of(others, roles.keys(), config)]
 
 
 def _matrix_names(roles: dict[str, Role]) -> set[str]:
     """Returns the names of the weights that Muon trains, if they are trained at all."""
-    return {name for name, role in roles.items() if role in (Role.MATRIX, Role.TURNED_MATRIX)}
+    return {name for name, role in roles.items() if role in (Role.MATRIX, Role.TRANSPOSED_MATRIX)}
 
 
 def _state_names(part: nn.Module) -> dict[str, StateNames]:

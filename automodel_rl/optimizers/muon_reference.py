@@ -59,7 +59,7 @@ def reference(model: nn.Module, config: OptimizerConfig, run: RunPlain) -> list[
     settings = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
     optimizer = PlainMuon(
         [parameter for parameter in model.parameters() if parameter in uses.matrices],
-        uses.turned,
+        uses.transposed,
         lr=muon.lr or config.lr,
         weight_decay=config.weight_decay,
         adjust_lr_fn=muon.adjust_lr_fn,

@@ -31,7 +31,7 @@ class Uses:
     """Parameters by use.
 
     Attributes:
-        turned: factors stored as [inputs, outputs].
+        transposed: factors stored as [inputs, outputs].
         vectors: factors with a single output.
         looked_up: embeddings and convolution weights.
         choosers: those whose products are compared with each other to choose some.
@@ -39,7 +39,7 @@ class Uses:
     """
 
     factors: set[nn.Parameter] = field(default_factory=set)
-    turned: set[nn.Parameter] = field(default_factory=set)
+    transposed: set[nn.Parameter] = field(default_factory=set)
     vectors: set[nn.Parameter] = field(default_factory=set)
     looked_up: set[nn.Parameter] = field(default_factory=set)
     choosers: set[nn.Parameter] = field(default_factory=set)
@@ -103,7 +103,7 @@ class _UseWatch(OperationWatch):
         found = self._parameters(factor)
         self.uses.factors |= found
         if factor.stride(-1) == 1 and factor.stride(-2) != 1:  # not transposed for the product
-            self.uses.turned |= found
+            self.uses.transposed |= found
         if product.shape[-1] == 1:
             self.uses.vectors |= found
         return found

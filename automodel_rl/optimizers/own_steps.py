@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from automodel_rl.compat.compilation import compile_for_any_size
-from automodel_rl.few_bits.stochastic_rounding import hashed_rows, random_bits, round_to_bfloat16
 from automodel_rl.optimizers.description import Named
 from automodel_rl.parallel.sharding import local_box, local_tensor
+from automodel_rl.quantized.stochastic_rounding import hashed_rows, random_bits, round_to_bfloat16
 
 MAX_VALUES = 1 << 24
 """Maximum number of values for which a step holds unquantized results at a time."""
@@ -26,7 +26,7 @@ StepOfRows = Callable[..., None]
 """An in-place step of some rows: weight, gradient and state, each [rows, ...], with noise and numbers."""
 
 
-def numbers_of(group: dict[str, Any], steps: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def step_scalars(group: dict[str, Any], steps: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Returns AdamW's numbers for a step, [8]: the weight's factor, rate, each beta followed by 1 minus it, divisor
     of the second moment's root, and eps. A tensor, because the compiler would make a graph per value of a Python
     number.
@@ -40,7 +40,7 @@ def numbers_of(group: dict[str, Any], steps: int, device: torch.device, dtype: t
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-def step_in_parts(
+def step_in_row_blocks(
     step: StepOfRows,
     parameter: nn.Parameter,
     state: Sequence[Tensor],

@@ -27,7 +27,7 @@ class Role(Enum):
     norm weights, biases, sinks and decays of linear attention."""
 
     MATRIX = "matrix of a hidden layer: of a linear layer, of an adapter, or of every expert of a stack"
-    TURNED_MATRIX = "the same, stored as [inputs, outputs]"
+    TRANSPOSED_MATRIX = "the same, stored as [inputs, outputs]"
     ROWS = "rows or filters by themselves: of tokens and places (embeddings, head), of experts (routers), of channels"
 
 
@@ -43,7 +43,7 @@ def roles_of(part: nn.Module) -> dict[str, Role]:
             found[prefix + name] = Role.ROWS if in_rows else role
         for name, _ in module.named_parameters(recurse=False):
             if (prefix + name).endswith(BARE_MATRICES):
-                found[prefix + name] = Role.TURNED_MATRIX
+                found[prefix + name] = Role.TRANSPOSED_MATRIX
             elif (prefix + name).endswith(BARE_TABLES) or (id(module) in routers and name == "weight"):
                 found[prefix + name] = Role.ROWS
     return found
@@ -60,7 +60,9 @@ def _own_roles(path: str, module: Any) -> dict[str, Role]:
     if path.rpartition(".")[2] == EXPERTS:
         own = dict(module.named_parameters(recurse=False))
         return {
-            name: Role.TURNED_MATRIX if module.is_transposed else Role.MATRIX for name in (*STACKED, UP) if name in own
+            name: Role.TRANSPOSED_MATRIX if module.is_transposed else Role.MATRIX
+            for name in (*STACKED, UP)
+            if name in own
         }
     return {}
 

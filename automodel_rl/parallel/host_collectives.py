@@ -15,7 +15,7 @@ from automodel_rl.parallel.layout import Layout
 T = TypeVar("T")
 
 
-def from_last_stage(value: Any, layout: Layout) -> Any:
+def broadcast_from_last_stage(value: Any, layout: Layout) -> Any:
     """Returns the last stage's object on every stage of its data rank. An outsider keeps its own."""
     if layout.parallel.pp == 1 or layout.is_outsider:
         return value
@@ -24,7 +24,7 @@ def from_last_stage(value: Any, layout: Layout) -> Any:
     return box[0]
 
 
-def share_with_outsiders(value: T, layout: Layout) -> T:
+def broadcast_to_outsiders(value: T, layout: Layout) -> T:
     """Sends the object shared by the component's ranks to its outsiders, whose own is ignored."""
     if layout.outsiders_control is None:
         return value
@@ -35,7 +35,7 @@ def share_with_outsiders(value: T, layout: Layout) -> T:
 
 def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
     """Returns the last stage's tensor on every stage of its data rank, on that stage's device."""
-    kind = from_last_stage(None if tensor is None else (tensor.shape, tensor.dtype), layout)
+    kind = broadcast_from_last_stage(None if tensor is None else (tensor.shape, tensor.dtype), layout)
     if tensor is None:
         tensor = torch.empty(kind[0], dtype=kind[1], device=layout.device)
     if layout.parallel.pp > 1:
@@ -44,7 +44,7 @@ def tensor_from_last_stage(tensor: Tensor | None, layout: Layout) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TreePlace:
+class TreeNode:
     """A rank's node in a binomial tree of a group's ranks. The subtree of a child holds the ranks from it up to the
     next child.
 
@@ -59,7 +59,7 @@ class TreePlace:
     end: int
 
     @classmethod
-    def of(cls, rank: int, size: int) -> "TreePlace":
+    def of(cls, rank: int, size: int) -> "TreeNode":
         reach, children = 1, []
         while reach < size and not rank & reach:
             children += [rank + reach] if rank + reach < size else []
@@ -78,7 +78,7 @@ def combine(tensor: Tensor, group: dist.ProcessGroup, how: Callable[[Tensor, Ten
     Numbers go up and down a binomial tree: 2 log2(n) successive messages, and at most log2(n) peers per rank. gloo's
     own sums take 2 (n - 1) messages around a ring. `how` combines two ranks' numbers, in the order of ranks.
     """
-    place = TreePlace.of(group.rank(), group.size())
+    place = TreeNode.of(group.rank(), group.size())
     for child in place.children:
         other = torch.empty_like(tensor)
         dist.recv(other, group=group, group_src=child)
@@ -109,7 +109,7 @@ def gather_pieces(own: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
 def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T] | None:
     """Gathers picklable objects on rank 0 of a gloo group, for data too large for all ranks; the others get None. A
     collective along the same tree."""
-    rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
+    rank, place = group.rank(), TreeNode.of(group.rank(), group.size())
     pieces = [_pickled(value)]
     for child, end in place.branches:
         pieces += _receive(end - child, child, group)
@@ -123,7 +123,7 @@ def gather_to_first(value: T, group: dist.ProcessGroup) -> list[T] | None:
 def scatter_from_first(values: Sequence[T] | None, group: dist.ProcessGroup) -> T:
     """Returns this rank's element of rank 0's `values`, one picklable object per rank (None on other ranks). A
     collective along the same tree."""
-    rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
+    rank, place = group.rank(), TreeNode.of(group.rank(), group.size())
     if place.parent is None:
         assert values is not None
         pieces = [_pickled(value) for value in values]
@@ -158,7 +158,7 @@ def _pickled(value: object) -> Tensor:
 
 def _gather(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Concatenates all ranks' tensors, whose lengths every rank knows."""
-    rank, place = group.rank(), TreePlace.of(group.rank(), group.size())
+    rank, place = group.rank(), TreeNode.of(group.rank(), group.size())
     starts = [0, *itertools.accumulate(lengths)]
     whole = own.new_empty(starts[-1])
     whole[starts[rank] : starts[rank + 1]] = own
@@ -168,7 +168,7 @@ def _gather(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> Te
     return whole
 
 
-def _hand_on(mine: Tensor, whole: Tensor, place: TreePlace, group: dist.ProcessGroup) -> None:
+def _hand_on(mine: Tensor, whole: Tensor, place: TreeNode, group: dist.ProcessGroup) -> None:
     """Sends this subtree's data up the tree, and receives the whole back."""
     if place.parent is not None:
         dist.send(mine, group=group, group_dst=place.parent)

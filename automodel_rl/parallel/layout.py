@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from automodel_rl.batch import DataShare
-from automodel_rl.compat.process_groups import limit_waits
+from automodel_rl.compat.process_groups import set_timeouts
 from automodel_rl.config import ParallelConfig
 from automodel_rl.config.components import ComponentsConfig, one_layout
 from automodel_rl.launch.process_group import longest_wait
@@ -227,7 +227,7 @@ def build_layout(parallel: ParallelConfig, device: torch.device, ranks: Sequence
 def _mesh(device: torch.device, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)
     if dist.get_rank() in ranks:
-        limit_waits(mesh.get_all_groups(), longest_wait())
+        set_timeouts(mesh.get_all_groups(), longest_wait())
     return mesh
 
 

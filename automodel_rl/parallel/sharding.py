@@ -76,7 +76,7 @@ def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     return tuple(box)
 
 
-def give_storage(parameter: nn.Parameter, device: torch.device) -> None:
+def allocate_storage(parameter: nn.Parameter, device: torch.device) -> None:
     """Allocates a parameter on a device in place, since tied modules share it."""
     local = torch.empty_like(local_tensor(parameter.detach()), device=device)
     if isinstance(parameter, DTensor):

@@ -223,7 +223,7 @@ Part = Callable[[Tensor], Tensor]
 
 
 def _plain_product(linear: nn.Linear, hidden: Tensor, bias: Tensor | None = None, own: Part = local_tensor) -> Tensor:
-    """Multiplies tokens by a rank's part of the weight. Quantized weights use another product (few_bits/linear.py)."""
+    """Multiplies tokens by a rank's part of the weight. Quantized weights use another product (quantized/linear.py)."""
     return F.linear(hidden, own(linear.weight), bias)
 
 

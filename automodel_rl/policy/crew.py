@@ -21,7 +21,7 @@ import torch.distributed as dist
 from automodel_rl.errors import InputError, JobEndedError, RolloutError, TrainingDivergedError
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
-from automodel_rl.parallel.host_collectives import TreePlace, gather_objects
+from automodel_rl.parallel.host_collectives import TreeNode, gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.policy.shares import Share
 
@@ -160,12 +160,12 @@ class TreeCrew(Crew):
         self.is_intact = True
         on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         self.host = "localhost" if on_machine == self.size else os.environ["MASTER_ADDR"]
-        self._told = False
+        self._has_reported_stop = False
 
     @property
     def _children(self) -> list[int]:
         """This rank's children in the tree, largest subtree first."""
-        return [*reversed(TreePlace.of(self.rank, self.size).children)]
+        return [*reversed(TreeNode.of(self.rank, self.size).children)]
 
     def _behind(self, child: int) -> range:
         """The ranks in a child's subtree."""
@@ -222,8 +222,8 @@ class TreeCrew(Crew):
             share = pickle.loads(shares[mine]) if shares and mine is not None else None
             with flight.top_phase(where or call.method):
                 answers = self._answers(call, share)
-            if stop is not None and stop.name is not None and not self._told:
-                self._told = True
+            if stop is not None and stop.name is not None and not self._has_reported_stop:
+                self._has_reported_stop = True
                 answers.signals.append(stop.name)
             self._collect(answers)
             self._send(self._parent, _pickled(answers), {})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automodel_rl.batch import Batch, Packing, RoutesAt, StepSize, TokenSequence
+from automodel_rl.batch import Batch, Packing, RoutesRef, StepSize, TokenSequence
 from automodel_rl.engine import TrainOutput
 from automodel_rl.engine.engine import LOGPROBS
 from automodel_rl.engine.parameter_groups import Settings
@@ -54,25 +54,25 @@ class Policy:
     def __init__(self, crew: Crew, packing: Packing, vocab_size: int, name: str = POLICY):
         self.crew, self.packing, self.vocab_size, self.name = crew, packing, vocab_size, name
         self._dealt: weakref.WeakKeyDictionary[Batch, list[Dealt]] = weakref.WeakKeyDictionary()
-        self._routes_at: dict[RoutesAt, int] = {}
+        self._routes_at: dict[RoutesRef, int] = {}
         self.total_steps: int | None = None
         self.is_on_host = False
 
     def begin(
-        self, optimizer: Settings | None = None, total_steps: int | None = None, not_finite: Path | None = None
+        self, optimizer: Settings | None = None, total_steps: int | None = None, diverged_folder: Path | None = None
     ) -> None:
         """Creates the optimizer. Must be called first.
 
         Args:
             optimizer: its settings, or one per component, {"vision": ..., ...}; None for a constant rate.
             total_steps: number of optimizer steps of the run; required if the learning rate decays.
-            not_finite: folder for the microbatches of the step at which training diverged; None keeps none.
+            diverged_folder: folder for the microbatches of the step at which training diverged; None keeps none.
 
         Raises:
             InputError: the learning rate decays and `total_steps` is missing.
         """
         self.total_steps = total_steps
-        self._ask("begin", optimizer, total_steps, not_finite)
+        self._ask("begin", optimizer, total_steps, diverged_folder)
 
     def train_step(
         self,
@@ -81,7 +81,7 @@ class Policy:
         readout: Readout = LOGPROBS,
         *,
         replay: bool = False,
-        place: float | None = None,
+        step_index: float | None = None,
     ) -> TrainOutput:
         """Takes one optimizer step.
 
@@ -90,15 +90,15 @@ class Policy:
             loss: returns sums over a microbatch. It is sent to all ranks.
             readout: per-token outputs that the loss reads.
             replay: follow the routes of the rows.
-            place: position in the learning-rate schedule, as in `Engine.train_step`.
+            step_index: position in the learning-rate schedule, as in `Engine.train_step`.
 
         Raises:
             InputError: the rows do not fit the model or a microbatch. Nothing was trained.
             MicrobatchError, TrainingDivergedError: as `Engine.train_step`.
         """
         self._check_ids(batch, readout.ids)
-        agreed, shares = self.shares(batch, replay, of_one_part=True)
-        output: TrainOutput = self._ask("train_step", loss, readout, agreed, replay, place, shares=shares)
+        global_batch, shares = self.shares(batch, replay, single_part=True)
+        output: TrainOutput = self._ask("train_step", loss, readout, global_batch, replay, step_index, shares=shares)
         return output
 
     def forward_backward(
@@ -118,9 +118,9 @@ class Policy:
             counts: divisors of the loss's sums; None for the counts of this batch, `UNDIVIDED` for none.
         """
         self._check_ids(batch, readout.ids)
-        agreed, shares = self.shares(batch, replay, of_one_part=True)
+        global_batch, shares = self.shares(batch, replay, single_part=True)
         result: tuple[float, dict[str, float]] = self._ask(
-            "forward_backward", loss, readout, agreed, counts, replay, shares=shares
+            "forward_backward", loss, readout, global_batch, counts, replay, shares=shares
         )
         return result
 
@@ -148,8 +148,10 @@ class Policy:
             loss, readout, counts: as in `forward_backward`.
         """
         self._check_ids(batch, readout.ids)
-        agreed, shares = self.shares(batch)
-        result: tuple[float, dict[str, float]] = self._ask("evaluate", loss, readout, agreed, counts, shares=shares)
+        global_batch, shares = self.shares(batch)
+        result: tuple[float, dict[str, float]] = self._ask(
+            "evaluate", loss, readout, global_batch, counts, shares=shares
+        )
         return result
 
     def logprobs(
@@ -166,8 +168,8 @@ class Policy:
                 log-probabilities are returned instead, [n, K].
         """
         self._check_ids(batch, ids)
-        agreed, shares = self.shares(batch, replay)
-        return self._of_rows(batch, "logprobs", temperature, agreed, replay, ids, shares=shares)
+        global_batch, shares = self.shares(batch, replay)
+        return self._of_rows(batch, "logprobs", temperature, global_batch, replay, ids, shares=shares)
 
     def entropies(self, batch: Batch, temperature: float = 1.0, *, replay: bool = False) -> list[Tensor]:
         """Returns the entropy of the distribution over each token of each row, in nats, [n], fp32 or float64; the
@@ -176,8 +178,8 @@ class Policy:
         Args:
             batch, temperature, replay: as in `logprobs`.
         """
-        agreed, shares = self.shares(batch, replay)
-        return self._of_rows(batch, "entropies", temperature, agreed, replay, shares=shares)
+        global_batch, shares = self.shares(batch, replay)
+        return self._of_rows(batch, "entropies", temperature, global_batch, replay, shares=shares)
 
     def scores(self, batch: Batch) -> list[Tensor]:
         """Returns the outputs of a linear head for each token of each row, [n, L], fp32 or float64.
@@ -186,8 +188,8 @@ class Policy:
         of the state in which token i is chosen. Several parts of `batch` are packed separately. Raises InputError if
         the model has a vocabulary head.
         """
-        agreed, shares = self.shares(batch)
-        return self._of_rows(batch, "scores", agreed, shares=shares)
+        global_batch, shares = self.shares(batch)
+        return self._of_rows(batch, "scores", global_batch, shares=shares)
 
     def top_logits(self, batch: Batch, k: int) -> list[tuple[Tensor, Tensor]]:
         """Returns the `k` largest logits for each token of each row of `batch`, [n, k], fp32 or float64, largest
@@ -201,8 +203,8 @@ class Policy:
         return self._top(batch, k, normalised=True, temperature=temperature)
 
     def _top(self, batch: Batch, k: int, *, normalised: bool, temperature: float = 1.0) -> list[tuple[Tensor, Tensor]]:
-        agreed, shares = self.shares(batch)
-        answers = self.crew.gather(self.name, "top_logits", k, agreed, normalised, temperature, shares=shares)
+        global_batch, shares = self.shares(batch)
+        answers = self.crew.gather(self.name, "top_logits", k, global_batch, normalised, temperature, shares=shares)
         logits, ids = ([answer[place] for answer in answers] for place in (0, 1))
         return [*zip(_in_order(logits, len(batch)), _in_order(ids, len(batch)), strict=True)]
 
@@ -217,9 +219,9 @@ class Policy:
         """Returns the most likely token after each of `sequences`, which may have any length."""
         longest = max(map(len, sequences), default=0)
         roomy = dataclasses.replace(self.packing, capacity=max(self.packing.capacity, longest))
-        agreed, shares = self.shares(Batch(sequences), packing=roomy)
+        global_batch, shares = self.shares(Batch(sequences), packing=roomy)
         found: dict[int, int] = {}
-        for of_rank in self.crew.gather(self.name, "next_tokens", agreed, shares=shares):
+        for of_rank in self.crew.gather(self.name, "next_tokens", global_batch, shares=shares):
             found |= of_rank
         return [found[row] for row in range(len(sequences))]
 
@@ -234,25 +236,25 @@ class Policy:
 
     def with_weights(self, name: str) -> AbstractContextManager[None]:
         """Computes with the weights kept as `name` in the block, then restores the model's own, bit for bit."""
-        return self._with_others("use_weights", name)
+        return self._with_other_weights("use_weights", name)
 
     def with_changed_weights(self) -> AbstractContextManager[None]:
         """Computes with altered weights of the same size, which belong to no checkpoint, in the block, then restores
         the model's own, bit for bit."""
-        return self._with_others("use_changed_weights")
+        return self._with_other_weights("use_changed_weights")
 
     def with_rounding_noise(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Computes in the block with noise in every layer's input, of the size of rounding to `dtype`."""
-        return self._with_others("use_rounding_noise", dtype)
+        return self._with_other_weights("use_rounding_noise", dtype)
 
     @contextlib.contextmanager
-    def _with_others(self, method: str, *arguments: Any) -> Iterator[None]:
+    def _with_other_weights(self, method: str, *arguments: Any) -> Iterator[None]:
         self._ask(method, *arguments)
         try:
             yield
         finally:
             if self.crew.is_intact:
-                self._ask("use_weights_before")
+                self._ask("restore_weights")
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
@@ -308,9 +310,9 @@ class Policy:
         note: str = self._ask("save_model", Path(folder).absolute())
         return note
 
-    def keep_notes(self, folder: Path) -> None:
+    def record_flight_in(self, folder: Path) -> None:
         """Writes each rank's flight recorder to a file in `folder`, which survives however the rank ends."""
-        self._ask("keep_notes", folder)
+        self._ask("record_flight_in", folder)
 
     def size(self, batch: Batch) -> StepSize:
         """Returns the size of a `batch` in tokens, microbatches and floating-point operations.
@@ -325,20 +327,20 @@ class Policy:
         return sum(sizes[1:], sizes[0])
 
     def shares(
-        self, batch: Batch, replay: bool = False, of_one_part: bool = False, packing: Packing | None = None
+        self, batch: Batch, replay: bool = False, single_part: bool = False, packing: Packing | None = None
     ) -> tuple[GlobalBatch, list[Share]]:
         """Returns the size of a batch, and the share of each data rank, for a call.
 
         Args:
             batch: the rows.
             replay: send ranks the routes of their rows.
-            of_one_part: refuse a batch of several parts.
+            single_part: refuse a batch of several parts.
             packing: how rows become microbatches; None for the policy's own packing.
 
         Raises:
             InputError: rows do not fit the model or a microbatch.
         """
-        if of_one_part and len(batch.parts) != 1:
+        if single_part and len(batch.parts) != 1:
             raise ValueError(f"the batch has {len(batch.parts)} parts, one per optimizer step: split() it first")
         of_parts = self._deal(batch, packing)
         of_ranks = [[places for dealt in of_parts for places in dealt[rank]] for rank in range(self.packing.num_shares)]
@@ -365,7 +367,9 @@ class Policy:
             self._check_tokens(batch)
             of_parts = []
             for part in batch.parts:
-                dealt = (packing or self.packing).deal([len(batch.sequences[row]) for row in part], batch.together)
+                dealt = (packing or self.packing).deal(
+                    [len(batch.sequences[row]) for row in part], batch.sequences_per_example
+                )
                 of_parts.append([[[part[place] for place in places] for places in share] for share in dealt])
             self._dealt[batch] = of_parts
         return self._dealt[batch]

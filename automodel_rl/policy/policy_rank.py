@@ -12,20 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from automodel_rl.batch import Microbatch, RoutesAt, unpack
-from automodel_rl.checkpoint.load import check_whole, load_checkpoint, newest_whole
+from automodel_rl.batch import Microbatch, RoutesRef, unpack
+from automodel_rl.checkpoint.load import check_intact, load_checkpoint, newest_intact
 from automodel_rl.checkpoint.saver import CheckpointSaver
-from automodel_rl.data.ends import new_ends
 from automodel_rl.data.padding import padding_of
+from automodel_rl.data.stop_tokens import new_stop_tokens
 from automodel_rl.engine import Engine, TrainOutput
 from automodel_rl.engine.parameter_groups import Settings
 from automodel_rl.engine.reference_weights import ReferenceWeights
 from automodel_rl.errors import JobEndedError
-from automodel_rl.files import is_of_files
+from automodel_rl.files import is_io_error
 from automodel_rl.launch.flight import flight, flight_file
 from automodel_rl.losses import Denominator, LossFn, Readout
-from automodel_rl.model.changed_weights import changed_weights
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.perturbed_weights import perturbed_weights
 from automodel_rl.model.rounding_noise import rounding_noise
 from automodel_rl.optimizers import AdamWSettings
 from automodel_rl.policy.routes import RouteStore
@@ -34,7 +34,7 @@ from automodel_rl.step.agreement import GlobalBatch
 
 
 @dataclass(frozen=True)
-class Settled:
+class CheckpointStatus:
     """State of the last checkpoint.
 
     Attributes:
@@ -75,9 +75,9 @@ class PolicyRank:
     def ping(self) -> None:
         """Does nothing; shows that this rank is alive."""
 
-    def begin(self, optimizer: Settings | None, total_steps: int | None, keep_microbatches_in: Path | None) -> None:
+    def begin(self, optimizer: Settings | None, total_steps: int | None, microbatch_dump_folder: Path | None) -> None:
         self.engine = Engine(self.handle, optimizer, total_steps)
-        self.engine.keep_microbatches_in = keep_microbatches_in
+        self.engine.microbatch_dump_folder = microbatch_dump_folder
 
     def to_host(self) -> None:
         self.engine.moments_to_host()
@@ -96,22 +96,22 @@ class PolicyRank:
         share: Share | None,
         loss: LossFn,
         readout: Readout,
-        agreed: GlobalBatch,
+        global_batch: GlobalBatch,
         replay: bool = False,
-        place: float | None = None,
+        step_index: float | None = None,
     ) -> TrainOutput:
-        return self.engine.train_step(self._microbatches(share, replay), loss, readout, agreed, place)
+        return self.engine.train_step(self._microbatches(share, replay), loss, readout, global_batch, step_index)
 
     def forward_backward(
         self,
         share: Share | None,
         loss: LossFn,
         readout: Readout,
-        agreed: GlobalBatch,
+        global_batch: GlobalBatch,
         counts: dict[Denominator, int] | None,
         replay: bool = False,
     ) -> tuple[float, dict[str, float]]:
-        return self.engine.forward_backward(self._microbatches(share, replay), loss, readout, counts, agreed)
+        return self.engine.forward_backward(self._microbatches(share, replay), loss, readout, counts, global_batch)
 
     def optimizer_step(self, settings: AdamWSettings | None = None) -> TrainOutput:
         return self.engine.optimizer_step(settings)
@@ -124,51 +124,56 @@ class PolicyRank:
         share: Share | None,
         loss: LossFn,
         readout: Readout,
-        agreed: GlobalBatch,
+        global_batch: GlobalBatch,
         counts: dict[Denominator, int] | None,
     ) -> tuple[float, dict[str, float]]:
-        return self.engine.evaluate(self._microbatches(share), loss, readout, counts, agreed)
+        return self.engine.evaluate(self._microbatches(share), loss, readout, counts, global_batch)
 
     def logprobs(
-        self, share: Share | None, temperature: float, agreed: GlobalBatch, replay: bool = False, ids: str | None = None
+        self,
+        share: Share | None,
+        temperature: float,
+        global_batch: GlobalBatch,
+        replay: bool = False,
+        ids: str | None = None,
     ) -> RowValues | None:
         """Log-probability of each token of each row, [n]; or of the tokens in the rows' values `ids`, [n, K]."""
         microbatches = self._microbatches(share, replay)
-        scored = self.engine.add_logprobs(microbatches, "logprobs", temperature, agreed, ids)
+        scored = self.engine.add_logprobs(microbatches, "logprobs", temperature, global_batch, ids)
         # Unpacked separately, as the rows may bring a value of this name.
         return self._of_rows(scored, [piece for one in scored for piece in unpack(one.values["logprobs"], one)])
 
     def entropies(
-        self, share: Share | None, temperature: float, agreed: GlobalBatch, replay: bool = False
+        self, share: Share | None, temperature: float, global_batch: GlobalBatch, replay: bool = False
     ) -> RowValues | None:
         """Entropy of the distribution over each token of each row, [n]."""
         microbatches = self._microbatches(share, replay)
-        found = self.engine.entropies(microbatches, temperature, agreed)
+        found = self.engine.entropies(microbatches, temperature, global_batch)
         return self._of_rows(microbatches, [piece.cpu() for piece in found])
 
-    def scores(self, share: Share | None, agreed: GlobalBatch) -> RowValues | None:
+    def scores(self, share: Share | None, global_batch: GlobalBatch) -> RowValues | None:
         """Outputs of a linear head for each token of each row, [n, L]."""
         microbatches = self._microbatches(share)
-        return self._of_rows(microbatches, [piece.cpu() for piece in self.engine.scores(microbatches, agreed)])
+        return self._of_rows(microbatches, [piece.cpu() for piece in self.engine.scores(microbatches, global_batch)])
 
     def top_logits(
-        self, share: Share | None, k: int, agreed: GlobalBatch, normalised: bool = False, temperature: float = 1.0
+        self, share: Share | None, k: int, global_batch: GlobalBatch, normalised: bool = False, temperature: float = 1.0
     ) -> tuple[RowValues, RowValues] | None:
         """The k largest logits for each token of each row, [n, k], and their ids; if `normalised`, log-probabilities
         instead."""
         microbatches = self._microbatches(share)
         if normalised:
-            found = self.engine.top_logprobs(microbatches, k, temperature, agreed)
+            found = self.engine.top_logprobs(microbatches, k, temperature, global_batch)
         else:
-            found = self.engine.top_logits(microbatches, k, agreed)
+            found = self.engine.top_logits(microbatches, k, global_batch)
         logits = self._of_rows(microbatches, [of_row[0].cpu() for of_row in found])
         ids = self._of_rows(microbatches, [of_row[1].cpu() for of_row in found])
         return None if logits is None or ids is None else (logits, ids)
 
-    def next_tokens(self, share: Share | None, agreed: GlobalBatch) -> dict[int, int] | None:
+    def next_tokens(self, share: Share | None, global_batch: GlobalBatch) -> dict[int, int] | None:
         """Most likely token after each row, by row."""
         microbatches = self._microbatches(share)
-        tokens = self.engine.next_tokens(microbatches, agreed).tolist()
+        tokens = self.engine.next_tokens(microbatches, global_batch).tolist()
         if not self.handle.layout.is_first_of_data_rank:
             return None
         return dict(zip(_rows(microbatches), tokens, strict=True))
@@ -182,18 +187,18 @@ class PolicyRank:
         self._kept[name] = ReferenceWeights(self.handle, lends_memory=lends_memory)
 
     def use_weights(self, name: str) -> None:
-        """Computes with kept weights until `use_weights_before`."""
+        """Computes with kept weights until `restore_weights`."""
         self._use(self._kept[name].in_place())
 
     def use_changed_weights(self) -> None:
-        """Computes with altered weights until `use_weights_before`."""
-        self._use(changed_weights(self.handle))
+        """Computes with altered weights until `restore_weights`."""
+        self._use(perturbed_weights(self.handle))
 
     def use_rounding_noise(self, dtype: torch.dtype) -> None:
-        """Computes with noise of the size of rounding to a dtype until `use_weights_before`."""
+        """Computes with noise of the size of rounding to a dtype until `restore_weights`."""
         self._use(rounding_noise(self.handle, dtype))
 
-    def use_weights_before(self) -> None:
+    def restore_weights(self) -> None:
         """Undoes the last call of `use_weights`, `use_changed_weights` or `use_rounding_noise`."""
         self._in_use.pop().close()
 
@@ -202,7 +207,7 @@ class PolicyRank:
         stack.enter_context(others)
         self._in_use.append(stack)
 
-    def move_routes(self, pieces: list[tuple[RoutesAt, int]]) -> None:
+    def move_routes(self, pieces: list[tuple[RoutesRef, int]]) -> None:
         """Sends routes from the ranks that have them to those that train on their rows. `pieces` are pieces of rows,
         each with the row's data rank."""
         self.routes.move(pieces)
@@ -223,26 +228,26 @@ class PolicyRank:
         """
         return self._saver.save(folder, progress, state if dist.get_rank() == 0 else {})
 
-    def settle_checkpoint(self, waits: bool) -> Settled:
+    def checkpoint_status(self, waits: bool) -> CheckpointStatus:
         """Returns the state of the last checkpoint. With `waits`, waits until it is done."""
         if not (waits or self._saver.is_done):
-            return Settled(False, None, self._saver.seconds)
-        return Settled(True, self._saver.wait(), self._saver.seconds)
+            return CheckpointStatus(False, None, self._saver.seconds)
+        return CheckpointStatus(True, self._saver.wait(), self._saver.seconds)
 
     def newest_checkpoint(self, folders: list[Path]) -> tuple[Path | None, list[str]]:
         """Returns the newest of these folders with a complete checkpoint, and a warning about each newer one."""
         warnings: list[str] = []
-        return newest_whole(folders, self.handle.layout.world_control, warnings.append), warnings
+        return newest_intact(folders, self.handle.layout.world_control, warnings.append), warnings
 
     def check_checkpoint(self, folder: Path) -> None:
-        check_whole(folder, self.handle.layout.world_control)
+        check_intact(folder, self.handle.layout.world_control)
 
     def load_checkpoint(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Restores a checkpoint. Returns the stored progress and program state."""
         return load_checkpoint(self.engine, folder)
 
-    def keep_notes(self, folder: Path) -> None:
-        flight.keep_in(flight_file(folder, dist.get_rank()))
+    def record_flight_in(self, folder: Path) -> None:
+        flight.record_in(flight_file(folder, dist.get_rank()))
 
     def save_model(self, folder: Path) -> str:
         """Writes a Hugging Face checkpoint. Returns a line about the model's end tokens; "" if there is nothing to
@@ -253,10 +258,12 @@ class PolicyRank:
                 padding = padding_of(handle.whole_config, self.tokenizer, self.variables)
                 handle.save_pretrained(folder, padding.tokenizer, pads_with=padding.token)
                 return padding.note
-            ends = new_ends(handle.source, handle.whole_config, self.tokenizer, self.variables, adapters=is_adapters)
+            ends = new_stop_tokens(
+                handle.source, handle.whole_config, self.tokenizer, self.variables, adapters=is_adapters
+            )
             handle.save_pretrained(folder, self.tokenizer, ends.ids)
         except Exception as error:
-            if not is_of_files(error):
+            if not is_io_error(error):
                 raise
             # Other ranks may be waiting for this rank's part of the folder, so the job must end.
             raise JobEndedError(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from automodel_rl.batch import Routes, RoutesAt
+from automodel_rl.batch import Routes, RoutesRef
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.parallel.host_collectives import gather_objects
 
@@ -27,7 +27,7 @@ class RouteStore:
         self.handle = handle
         self._own: dict[tuple[int, int], tuple[int, Routes]] = {}
         self._forgotten: set[int] = set()
-        self.arrived: dict[RoutesAt, Routes] = {}
+        self.arrived: dict[RoutesRef, Routes] = {}
         self._ranks: list[tuple[int | None, tuple[int, ...]]] = []
 
     def keep(self, key: tuple[int, int], start: int, routes: Routes) -> None:
@@ -49,7 +49,7 @@ class RouteStore:
                 del self._own[key]
         self.arrived = {at: routes for at, routes in self.arrived.items() if at.key[0] not in rollouts}
 
-    def move(self, moves: Sequence[tuple[RoutesAt, int]]) -> None:
+    def move(self, moves: Sequence[tuple[RoutesRef, int]]) -> None:
         """Sends routes to the ranks that train on their rows. A collective.
 
         Args:
@@ -73,7 +73,7 @@ class RouteStore:
         for at, piece in arrived:
             self.arrived[at] = Routes(layers, piece.view(at.stop - at.start, len(layers), top_k))
 
-    def _piece(self, at: RoutesAt) -> Routes:
+    def _piece(self, at: RoutesRef) -> Routes:
         start, routes = self._own[at.key]
         return Routes(routes.layers, routes.experts[at.start - start : at.stop - start])
 

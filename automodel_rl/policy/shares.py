@@ -14,7 +14,7 @@ from automodel_rl.batch import (
     Media,
     Microbatch,
     Routes,
-    RoutesAt,
+    RoutesRef,
     TokenSequence,
     empty_microbatch,
     join_routes,
@@ -39,7 +39,7 @@ class Share:
     microbatches: list[list[int]]
     rows: dict[int, TokenSequence]
     like: TokenSequence | None
-    routes: dict[int, Sequence[RoutesAt]]
+    routes: dict[int, Sequence[RoutesRef]]
 
     @classmethod
     def of(cls, batch: Batch, microbatches: list[list[int]]) -> "Share":
@@ -48,7 +48,7 @@ class Share:
         routes = {row: batch.routes[row] for row in rows} if batch.routes else {}
         return cls(microbatches, rows, batch.sequences[0] if len(batch) else None, routes)
 
-    def pack(self, routes: Mapping[RoutesAt, Routes] | None = None) -> list[Microbatch]:
+    def pack(self, routes: Mapping[RoutesRef, Routes] | None = None) -> list[Microbatch]:
         """Packs the microbatches. `routes` are the pieces for a mixture that follows routes; None if its routers
         choose."""
         like = None if self.like is None else pack_microbatch([self.like])
@@ -105,7 +105,7 @@ def _joined(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def _unflattened(
-    microbatches: list[list[int]], numbers: list[int], flat: _Flat, routes: dict[int, Sequence[RoutesAt]]
+    microbatches: list[list[int]], numbers: list[int], flat: _Flat, routes: dict[int, Sequence[RoutesRef]]
 ) -> Share:
     def split(array: np.ndarray) -> Sequence[Tensor]:
         return torch.from_numpy(array).split(flat.lengths)

@@ -48,10 +48,10 @@ class ActorCrew(Crew):
         self._check_open()
         sent, placed = ray.put(call), [ray.put(share) for share in shares]
         of_ranks = [None if rank is None or not shares else placed[rank] for rank in self.data_ranks]
-        answers = self.of_actors("do", *zip(*((sent, share) for share in of_ranks), strict=True))
+        answers = self.call_actors("do", *zip(*((sent, share) for share in of_ranks), strict=True))
         return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
 
-    def of_actors(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
+    def call_actors(self, method: str, *arguments: Sequence[Any]) -> list[Any]:
         """Calls a method of each actor. `arguments` are lists with one value per rank. Any failure ends the group,
         except a refusal by all ranks."""
         self._check_open()
@@ -69,7 +69,7 @@ class ActorCrew(Crew):
                 failures = [ActorFailure(f"only some ranks refused their input: {refusal}")]
             for failure in failures:
                 if failure.refusal is None:
-                    self._lose()
+                    self._close_group()
                     raise PolicyLostError(f"the group has ended because a rank failed: {failure.text}")
                 refusal = failure.refusal
         if refusal is not None:
@@ -85,9 +85,9 @@ class ActorCrew(Crew):
                 futures = [actor.answer.remote("do", last, None) for actor in self._ranks]
                 ray.wait(futures, num_returns=len(futures), timeout=GRACE_SECONDS)
         finally:
-            self._lose()
+            self._close_group()
 
-    def _lose(self) -> None:
+    def _close_group(self) -> None:
         self._ranks, self.is_intact = [], False
         self._held.close()
 

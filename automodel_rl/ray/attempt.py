@@ -13,13 +13,13 @@ from ray.exceptions import RayError
 
 from automodel_rl.config.launch import RayConfig
 from automodel_rl.errors import EXIT_FAILURE, InputError
-from automodel_rl.launch.flight import last_place, left_flight
-from automodel_rl.launch.rank_processes import Ends, NodeShare
+from automodel_rl.launch.flight import last_phase, left_flight
+from automodel_rl.launch.rank_processes import NodeShare, RankFailures
 from automodel_rl.launch.record import FailureRecord, show
 from automodel_rl.launch.stop_signal import Terminal
 from automodel_rl.ray.cluster import Nodes, environment_for_nodes, reserved
 from automodel_rl.ray.joined_generators import JoinedGenerators
-from automodel_rl.ray.node_agent import NodeAgent, Place
+from automodel_rl.ray.node_agent import NodeAgent, NodeLocation
 
 POLL_SECONDS = 0.1
 
@@ -63,7 +63,7 @@ class StopRequests:
         self._terminal = Terminal()
 
     def receive(self, number: int, _: object) -> None:
-        self._terminal.outlive()
+        self._terminal.discard_output_if_closed()
         self.signals.append(number)
         if not self.ranks_work or len(self.signals) > MAX_SIGNALS:
             raise KeyboardInterrupt
@@ -123,8 +123,8 @@ class _Attempt:
         self.nodes, self.flights = nodes, flights
         self.started, self.is_at_work, self.has_failed = time.time(), True, False
         self.agents = {n: ray.remote(NodeAgent).options(**nodes.options(n)).remote() for n in range(nodes.count)}
-        self.places: dict[int, Place] = {}
-        self.lost: list[Ends] = []
+        self.locations: dict[int, NodeLocation] = {}
+        self.lost: list[RankFailures] = []
 
     def start(self, command: Sequence[str], world_size: int, *, needs_host: bool) -> None:
         """Starts the ranks.
@@ -133,12 +133,12 @@ class _Attempt:
             command: Python arguments that run a rank.
             needs_host: whether generators on other nodes join at the first node's address.
         """
-        self.places = self._ask(lambda agent, _: agent.place.remote())
+        self.locations = self._ask(lambda agent, _: agent.location.remote())
         if self.lost:
             self.is_at_work, self.has_failed = False, True
             return
-        per_node, first = self.nodes.ranks_per_node, self.places[0]
-        hosts = ", ".join(place.host for place in self.places.values())
+        per_node, first = self.nodes.ranks_per_node, self.locations[0]
+        hosts = ", ".join(location.host for location in self.locations.values())
         print(f"starting {world_size} ranks, {per_node} on each of {self.nodes.count} nodes ({hosts}) ...", flush=True)
         if needs_host:
             command = [*command, f"--rollout.generator.host={first.address}"]
@@ -150,7 +150,7 @@ class _Attempt:
         )
         for node, refusal in refusals.items():
             if refusal:
-                raise InputError(f"node {self.places[node].host}: {refusal}")
+                raise InputError(f"node {self.locations[node].host}: {refusal}")
 
     def poll(self, signals: Sequence[int]) -> None:
         """Prints rank 0's new output, forwards signals, and checks whether ranks have ended."""
@@ -166,14 +166,14 @@ class _Attempt:
         sys.stdout.flush()
         return [one.exit_code for one in progress.values()]
 
-    def end(self) -> Ends:
+    def end(self) -> RankFailures:
         """Ends all ranks. A node that does not report how its ranks ended counts as lost."""
         ended = self._ask(lambda agent, _: agent.end.remote(), LOST_SECONDS)
         self._show()
         found = [*ended.values(), *self.lost]
         found.sort(key=lambda ends: ends.noticed)
         silent = [ends for ends in found if ends.silent]
-        return Ends(
+        return RankFailures(
             [record for ends in found for record in ends.records],
             [record for ends in silent for record in ends.silent],
             silent[0].tail if silent else "",
@@ -197,24 +197,24 @@ class _Attempt:
                 try:
                     answers[node] = ray.get(future, timeout=0)
                 except (RayError, TimeoutError) as error:
-                    self._lose(node, error)
+                    self._mark_lost(node, error)
             if not done:
                 break
         return dict(sorted(answers.items()))
 
-    def _lose(self, node: int, error: Exception) -> None:
+    def _mark_lost(self, node: int, error: Exception) -> None:
         del self.agents[node]
         first = node * self.nodes.ranks_per_node
         last = first + self.nodes.ranks_per_node - 1
-        place = self.places.get(node, Place("a node", "", 0))
+        location = self.locations.get(node, NodeLocation("a node", "", 0))
         file = left_flight(self.flights, first, self.started)
         record = FailureRecord(
             first,
             EXIT_FAILURE,
-            f"error: {place.host}, with ranks {first} to {last}, was lost: Ray cannot reach the node or its agent",
-            where="" if file is None else last_place(file),
-            host=place.host,
+            f"error: {location.host}, with ranks {first} to {last}, was lost: Ray cannot reach the node or its agent",
+            where="" if file is None else last_phase(file),
+            host=location.host,
             pid=0,
             flight=str(file or ""),
         )
-        self.lost.append(Ends([], [record], f"{' '.join(str(error).split())[:400]}\n", True, time.time()))
+        self.lost.append(RankFailures([], [record], f"{' '.join(str(error).split())[:400]}\n", True, time.time()))

@@ -15,7 +15,7 @@ from automodel_rl.config import RunConfig
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.config.launch import RayConfig
 from automodel_rl.errors import EXIT_FAILURE, EXIT_OK
-from automodel_rl.launch.door import LOCAL
+from automodel_rl.launch.listener import LOCAL
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.observe.run_files import FLIGHTS, RunFiles
 from automodel_rl.observe.run_lock import JOB_VARIABLE
@@ -113,7 +113,7 @@ def _run_until_done(config: RunConfig, settings: RayConfig, arguments: list[str]
             return record.exit_code
         place = reached or "the beginning"
         print(f"restarting from {place}, {failures} of at most {settings.restarts} times ...", flush=True)
-        given = _again(arguments, bool(reached), (time.monotonic() - began) / 60)
+        given = _restart_arguments(arguments, bool(reached), (time.monotonic() - began) / 60)
 
 
 def _newest_checkpoint(config: RunConfig) -> str:
@@ -121,7 +121,7 @@ def _newest_checkpoint(config: RunConfig) -> str:
     return folders[-1].name if folders else ""
 
 
-def _again(arguments: list[str], has_checkpoint: bool, minutes: float) -> list[str]:
+def _restart_arguments(arguments: list[str], has_checkpoint: bool, minutes: float) -> list[str]:
     """Returns the command line of a restarted run.
 
     Args:
@@ -129,11 +129,11 @@ def _again(arguments: list[str], has_checkpoint: bool, minutes: float) -> list[s
             if any.
         minutes: time since its first start.
     """
-    began_with, rest = _take(arguments, "--resume")
+    initial_resume, rest = _take(arguments, "--resume")
     limit, rest = _take(rest, "--max-minutes")
-    is_own = has_checkpoint or began_with in (None, "auto", "never")
+    is_own = has_checkpoint or initial_resume in (None, "auto", "never")
     left = [] if limit is None else ["--max-minutes", f"{max(float(limit) - minutes, 0.1):.2f}"]
-    return [*rest, "--resume", "auto" if is_own else str(began_with), *left]
+    return [*rest, "--resume", "auto" if is_own else str(initial_resume), *left]
 
 
 def _take(arguments: list[str], name: str) -> tuple[str | None, list[str]]:

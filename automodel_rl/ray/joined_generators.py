@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import RayError
 
 from automodel_rl.config.launch import RayConfig
-from automodel_rl.errors import innermost
-from automodel_rl.generators.joined import OwnChoice, generate
-from automodel_rl.generators.run_places import SharedFolder
+from automodel_rl.errors import describe_root_cause
+from automodel_rl.generators.joined import JoinOptions, generate
+from automodel_rl.generators.run_locations import SharedFolder
 from automodel_rl.ray.cluster import environment_for_nodes
 
 MAX_MOVES = 20
@@ -32,7 +32,9 @@ MIN_WAIT = 30.0
 class GeneratorActor:
     """A generator on a node. It ends with its actor."""
 
-    def write(self, folder: Path, choice: OwnChoice, minutes: float, environment: Mapping[str, str], cwd: str) -> None:
+    def write(
+        self, folder: Path, choice: JoinOptions, minutes: float, environment: Mapping[str, str], cwd: str
+    ) -> None:
         """Generates for the run that publishes to a folder, until the run ends.
 
         Args:
@@ -69,7 +71,11 @@ class JoinedGenerators:
                 self._failures += 1
                 again = self._failures <= self.settings.restarts
                 what = "starting another one" if again else "not starting another one (launch.ray.restarts)"
-                print(f"warning: a generator has exited ({innermost(error)}); {what}", file=sys.stderr, flush=True)
+                print(
+                    f"warning: a generator has exited ({describe_root_cause(error)}); {what}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 if again:
                     self._start()
 
@@ -80,7 +86,7 @@ class JoinedGenerators:
 
     def _start(self) -> None:
         actor: Any = ray.remote(GeneratorActor).options(**self._options).remote()
-        choice = OwnChoice(self.settings.generator_python)
+        choice = JoinOptions(self.settings.generator_python)
         minutes = max(MIN_WAIT, self.settings.wait_minutes)
         task = actor.write.remote(self.folder, choice, minutes, environment_for_nodes(), str(Path.cwd()))
         self._working[task] = actor

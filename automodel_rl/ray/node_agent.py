@@ -12,7 +12,7 @@ import ray
 
 from automodel_rl.files import TemporaryFolder
 from automodel_rl.launch.local import free_port
-from automodel_rl.launch.rank_processes import Ends, NodeShare, RankProcesses
+from automodel_rl.launch.rank_processes import NodeShare, RankFailures, RankProcesses
 from automodel_rl.launch.stop_signal import stop_signals
 from automodel_rl.ray.cluster import device_order
 
@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeLocation:
     """Network location of a node. `port` is a free port."""
 
     host: str
@@ -48,8 +48,8 @@ class NodeAgent:
     def __init__(self) -> None:
         self._folder = TemporaryFolder()
 
-    def place(self) -> Place:
-        return Place(socket.gethostname(), ray.util.get_node_ip_address(), free_port())
+    def location(self) -> NodeLocation:
+        return NodeLocation(socket.gethostname(), ray.util.get_node_ip_address(), free_port())
 
     def start(
         self, command: Sequence[str], share: NodeShare, environment: dict[str, str], cwd: str, flights: Path | None
@@ -86,7 +86,7 @@ class NodeAgent:
             self._shown += len(output)
         return AgentProgress(output, None if len(output) == MAX_BYTES else exit_code)
 
-    def end(self) -> Ends:
+    def end(self) -> RankFailures:
         return self._ranks.end()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from automodel_rl.policy.shares import Share
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankLocation:
     """Machine and GPU of an actor.
 
     Attributes:
@@ -76,9 +76,9 @@ class PolicyActor:
         except Exception as error:
             return ActorFailure(describe(error))
 
-    def place(self) -> RankPlace:
+    def location(self) -> RankLocation:
         devices = [str(number) for number in ray.get_gpu_ids()]
-        return RankPlace(
+        return RankLocation(
             socket.gethostname(), ray.util.get_node_ip_address(), free_port(), devices[0] if devices else None
         )
 

@@ -11,7 +11,7 @@ from automodel_rl.generators.fleet import Fleet
 from automodel_rl.policy.policy import Policy
 from automodel_rl.ray.actor_crew import ActorCrew
 from automodel_rl.ray.cluster import Nodes, connected, device_order, environment_for_nodes, reserved
-from automodel_rl.ray.policy_actor import PolicyActor, RankFacts, RankPlace
+from automodel_rl.ray.policy_actor import PolicyActor, RankFacts, RankLocation
 
 KEEP_DEVICES = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Makes all GPUs of a node visible to its actors, so that all ranks number them alike."""
@@ -49,7 +49,7 @@ class PolicyGroup(Policy):
                     "rollout.generator.place: devices are not supported with a PolicyGroup: use shared or servers"
                 )
             crew = _started(held.enter_context(reserved(settings, config.world_size)), held)
-            facts: list[RankFacts] = crew.of_actors("open", [config] * config.world_size)
+            facts: list[RankFacts] = crew.call_actors("open", [config] * config.world_size)
             crew.data_ranks = [of_rank.data_rank for of_rank in facts]
             super().__init__(crew, facts[0].packing, facts[0].vocab_size)
             self.begin(config.optimizer, total_steps)
@@ -89,11 +89,11 @@ def _started(nodes: Nodes, held: contextlib.ExitStack) -> ActorCrew:
         for node in range(nodes.count)
         for _ in range(per_node)
     ]
-    places: list[RankPlace] = ActorCrew(actors, held).of_actors("place")
+    places: list[RankLocation] = ActorCrew(actors, held).call_actors("location")
     # Ray assigns GPUs in any order; adjacent ranks should use adjacent GPUs.
     order = sorted(range(len(actors)), key=lambda place: (place // per_node, device_order(places[place].device or "0")))
     actors, places = [actors[place] for place in order], [places[place] for place in order]
-    meeting = {
+    rendezvous = {
         "WORLD_SIZE": str(len(actors)),
         "LOCAL_WORLD_SIZE": str(per_node),
         "MASTER_ADDR": places[0].address,
@@ -105,6 +105,6 @@ def _started(nodes: Nodes, held: contextlib.ExitStack) -> ActorCrew:
         devices = ",".join(place.device for place in of_node if place.device is not None)
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)}
         own |= {"CUDA_VISIBLE_DEVICES": devices} if devices else {}
-        joined.append(actor.join.remote(environment_for_nodes(), meeting | own))
+        joined.append(actor.join.remote(environment_for_nodes(), rendezvous | own))
     ray.get(joined)
     return ActorCrew(actors, held)

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from automodel_rl.files import write_complete
+from automodel_rl.files import write_atomic
 from automodel_rl.report.run_data import read_run
 
 SCRIPTS = ("charts.js", "steps.js", "samples.js", "timeline.js", "summary.js", "page.js")
@@ -25,7 +25,7 @@ def write_report(path: Path, folders: Sequence[Path], status: str | None = None)
         InputError: a folder holds no run.
     """
     data = {"written": time.time(), "runs": [read_run(folder, status=status) for folder in folders]}
-    write_complete(path, page(data))
+    write_atomic(path, page(data))
 
 
 def page(data: dict[str, Any] | None) -> str:

@@ -46,6 +46,7 @@ def read_run(folder: Path, *, status: str | None = None, rollouts: bool = True) 
         "algorithm": config["algorithm"],
         "status": status or _status(files, failure, step),
         "failure": failure,
+        "phase": _text(files.phase),
         "step": step,
         "total_steps": total,
         "config": files.config_file.read_text(),

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from automodel_rl.errors import InputError
 from automodel_rl.observe.metrics import read_lines
 from automodel_rl.observe.run_files import RunFiles
-from automodel_rl.origins import why_foreign
+from automodel_rl.origins import foreign_page_error
 from automodel_rl.report.page import page
 from automodel_rl.report.rollouts import groups_of
 from automodel_rl.report.run_data import read_run
@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Serves the page at /, all runs at /data, a step's groups at /rollouts?run=R&step=N, and its lanes at
         /timeline?run=R&step=N."""
-        why = why_foreign(ADDRESS, self.headers.get("Host", ""), self.headers.get("Origin"))
+        why = foreign_page_error(ADDRESS, self.headers.get("Host", ""), self.headers.get("Origin"))
         if why:
             self.send_error(403, why)
             return

@@ -215,8 +215,8 @@ def rollout_metrics(groups: Sequence[Group], rewards: Sequence[str], policy_vers
         **{f"rollout/reward_{name}": sum(scores) / len(scores) for name, scores in scored.items() if scores},
         **{f"rollout/error_rate_{name}": rate for name, rate in error_rates(all_scores(groups), rewards).items()},
         **{f"rollout/{name}": mean for name, mean in metric_means(all_scores(groups), rewards).items()},
-        **conversation_metrics([one for one in conversations_of(groups) if not one.is_of_agent]),
-        **agent_metrics([one for one in conversations_of(groups) if one.is_of_agent]),
+        **conversation_metrics([one for one in conversations_of(groups) if not one.is_agent_episode]),
+        **agent_metrics([one for one in conversations_of(groups) if one.is_agent_episode]),
     }
 
 
@@ -235,7 +235,7 @@ def _conversation_record(conversation: Conversation | None) -> dict[str, Any]:
         "end": conversation.end,
         "sampled": sum(sampled.count(True) for sampled in (conversation.sampled, *(b.sampled for b in branches))),
         "turns": conversation.metrics,
-        **({"tree": conversation.tree, "forks": conversation.forks} if conversation.is_of_agent else {}),
+        **({"tree": conversation.tree, "forks": conversation.forks} if conversation.is_agent_episode else {}),
     }
 
 
@@ -243,7 +243,7 @@ def _prompt_ids(prompt: Promptlike, rollout: Rollout) -> list[int]:
     """Returns the prompt for a record, with an environment's first messages. For agents, which may begin differently,
     it is the group's."""
     conversation = rollout.completion.conversation
-    return prompt.token_ids if conversation is None or conversation.is_of_agent else conversation.prompt
+    return prompt.token_ids if conversation is None or conversation.is_agent_episode else conversation.prompt
 
 
 def _media_record(prompt: Promptlike) -> dict[str, Any]:

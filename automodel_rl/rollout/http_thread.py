@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from automodel_rl.chat_api.values import check_depth
 from automodel_rl.errors import InputError
-from automodel_rl.origins import OwnPagesOnly
+from automodel_rl.origins import SameOriginMiddleware
 
 MAX_BYTES = 2**25
 KEEP_ALIVE_SECONDS = 600
@@ -44,7 +44,7 @@ class HttpThread:
             raise InputError(f"{what}={host}: cannot listen there ({error.strerror})") from None
         self.url = f"http://{host}:{self._listener.getsockname()[1]}"
         config = uvicorn.Config(
-            OwnPagesOnly(Starlette(routes=list(routes)), host),
+            SameOriginMiddleware(Starlette(routes=list(routes)), host),
             log_level="critical",
             access_log=False,
             lifespan="off",

@@ -25,6 +25,7 @@ from automodel_rl.generators.media_inputs import prompt_media
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.launch.background import then
 from automodel_rl.launch.timeline import REWARDS
+from automodel_rl.observe.console import SlowWork
 from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.protocol import Promptlike, Rollout
@@ -42,6 +43,7 @@ class _Pending:
         in_flight: futures of submitted completions; empty once waited for.
         scorings: scores that are already being computed.
         episodes: conversations that have begun.
+        shown: shows how many are written, once they are waited for.
     """
 
     asked: list[tuple[Promptlike, int]]
@@ -52,6 +54,7 @@ class _Pending:
     done: dict[int, Completion] = field(default_factory=dict)
     scorings: dict[int, Scoring] = field(default_factory=dict)
     episodes: dict[int, Any] = field(default_factory=dict)
+    shown: SlowWork | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -102,11 +105,12 @@ class Rollouts:
         template: ChatTemplate,
         logs: Path,
         worked: Callable[[str, float], None] = lambda lane, began: None,
+        say: Callable[[str], None] = lambda text: None,
     ):
         self.config, self.fleet, self.tokenizer = config, fleet, template.tokenizer
         self.schemas: tuple[dict[str, object], ...] = ()
         self.warning = ""
-        self._worked = worked
+        self._worked, self._say = worked, say
         self._numbers, self._pending = 0, dict[int, _Pending]()
         self._taken: set[int] = set()
         self.conversations: Conversations | Agents | None = None
@@ -169,7 +173,7 @@ class Rollouts:
         ]
         pending = self._pending[self._numbers] = _Pending(asked, requests, group_size, fleet or self.fleet)
         # Environments do not begin before their generators can answer.
-        if self.conversations is None or pending.fleet.works_alone:
+        if self.conversations is None or pending.fleet.writes_in_background:
             self._submit_missing(pending)
         return self._numbers
 
@@ -184,6 +188,7 @@ class Rollouts:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
         pending = self._pending.pop(number)
+        pending.shown = SlowWork(self._say, "completions", str(len(pending.requests)))
         self._finish(pending)
         if any(request.rollouts is not None for request in pending.requests):
             self._taken.add(number)
@@ -242,6 +247,8 @@ class Rollouts:
             example = scored_example(pending.asked[index][0], completion)
             pending.scorings[index] = self._scoring(self._text(completion), example)
         pending.done[index] = completion
+        if pending.shown is not None:
+            pending.shown.note(len(pending.done))
 
     def _finish(self, pending: _Pending) -> None:
         """Waits until all completions are written, and restarts lost generators up to `rollout.retries` times. Those
@@ -259,14 +266,15 @@ class Rollouts:
             if not lost and not pending.missing:
                 return
             losses.update(lost.keys())
-            problems = fleet.given_up | lost
+            problems = fleet.postponed | lost
             if lost and attempt < retries:
                 fleet.restart()
-        fleet.give_up()
+        fleet.postpone_restarts()
         self._wait_for_missing(pending)
         if pending.missing and not problems:
             raise RolloutError(
-                fleet.nobody or "no generator is available for the missing completions: resume with --resume auto"
+                fleet.no_member_error
+                or "no generator is available for the missing completions: resume with --resume auto"
             )
         if pending.missing:
             rank = max(problems, key=lambda rank: losses[rank])
@@ -298,7 +306,7 @@ class Rollouts:
             assert completion.writer is not None
             del pending.done[index]
             text = f"the generator used weights {age} policy versions old, more than rollout.max_staleness={most}"
-            pending.fleet.lose(completion.writer, text)
+            pending.fleet.mark_lost(completion.writer, text)
 
     def _scoring(self, text: str, example: Mapping[str, Any]) -> Scoring:
         """Starts to score a completion."""

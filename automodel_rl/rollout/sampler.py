@@ -79,7 +79,7 @@ def _complete(
             show()
             fleet.restart()
             if fleet.can_write:  # others take over the requests of those still lost
-                fleet.give_up()
+                fleet.postpone_restarts()
         try:
             completions = iter(fleet.write(requests))
         except RolloutError as error:

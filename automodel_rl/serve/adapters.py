@@ -41,8 +41,8 @@ class Adapters:
         for name, parameter in self.engine.handle.named_parameters():
             if parameter.requires_grad:
                 initialise(name, parameter, shape.seed, shape.rows)
-        weights = self.engine.take_state().weights
-        self.engine.put_state(TrainedState(weights, {}, {}))
+        weights = self.engine.snapshot_state().weights
+        self.engine.restore_state(TrainedState(weights, {}, {}))
 
     def enter(self, shape: RunShape) -> None:
         self.scale = self._scale(shape)
@@ -63,7 +63,7 @@ class Adapters:
     def join(self, states: list[TrainedState]) -> None:
         """Loads the adapters and gradients of several runs without a common row, for one pass."""
         first, *others = states
-        self.engine.put_state(TrainedState(first.weights, first.gradients, {}))
+        self.engine.restore_state(TrainedState(first.weights, first.gradients, {}))
         for state in others:
             state.add(self.engine.handle)
 

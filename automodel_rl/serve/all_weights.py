@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_rl.checkpoint.folder import CONFIG, CheckpointError
-from automodel_rl.checkpoint.load import check_whole, load_checkpoint
+from automodel_rl.checkpoint.load import check_intact, load_checkpoint
 from automodel_rl.checkpoint.saver import CheckpointSaver
 from automodel_rl.config import config_of_model, dump_config
 from automodel_rl.engine import Engine
@@ -27,7 +27,7 @@ class AllWeights:
     def __init__(self, engine: Engine):
         self.engine = engine
         self.whole, self.scale = RunShape(0), 1.0
-        self._first = TrainedState(engine.take_state().weights, {}, {})
+        self._first = TrainedState(engine.snapshot_state().weights, {}, {})
         self._saver = CheckpointSaver(engine, {}, in_background=False)
         model, parallel = engine.handle.model, engine.handle.layout.parallel
         config = config_of_model(model.path, []).model_copy(update={"model": model, "parallel": parallel})
@@ -35,7 +35,7 @@ class AllWeights:
 
     def begin(self, shape: RunShape) -> None:
         """Resets the model to its initial weights, without gradients and moments."""
-        self.engine.put_state(self._first)
+        self.engine.restore_state(self._first)
 
     def enter(self, shape: RunShape) -> None:
         """Does nothing."""
@@ -54,9 +54,9 @@ class AllWeights:
         """Loads the weights of a checkpoint. Raises InputError on every rank if it is damaged."""
         self.begin(shape)  # a checkpoint has no gradients: drop the current ones
         try:
-            check_whole(folder, self.engine.handle.layout.world_control)
+            check_intact(folder, self.engine.handle.layout.world_control)
             load_checkpoint(self.engine, folder)
         except CheckpointError as error:
             raise InputError(f"the saved weights are damaged ({error})") from None
         if not with_optimizer:
-            self.engine.put_state(TrainedState(self.engine.take_state().weights, {}, {}))
+            self.engine.restore_state(TrainedState(self.engine.snapshot_state().weights, {}, {}))

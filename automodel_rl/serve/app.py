@@ -16,8 +16,8 @@ from starlette.routing import Route
 from automodel_rl.chat_api import chat_completions
 from automodel_rl.chat_api.openai_requests import ChatRequest, CompletionRequest
 from automodel_rl.config import ServeConfig
-from automodel_rl.errors import InputError, innermost
-from automodel_rl.origins import OwnPagesOnly
+from automodel_rl.errors import InputError, describe_root_cause
+from automodel_rl.origins import SameOriginMiddleware
 from automodel_rl.rollout.openai_answers import OpenAIAnswers, completion_events
 from automodel_rl.serve import requests
 from automodel_rl.serve.openai import Completions
@@ -53,7 +53,7 @@ class RanksAbsentError(Exception):
 
 
 def make_app(service: Service, config: ServeConfig, key: str) -> Starlette:
-    own_pages = Middleware(OwnPagesOnly, bound=config.host)
+    own_pages = Middleware(SameOriginMiddleware, bound=config.host)
     return Starlette(routes=_Routes(service, config, key).all(), middleware=[own_pages])
 
 
@@ -203,7 +203,7 @@ class _Routes:
         data = bytearray()
         async for part in request.stream():
             data += part
-            if len(data) > self.config.most_bytes:
+            if len(data) > self.config.max_bytes:
                 raise TooLargeError
         return bytes(data)
 
@@ -280,7 +280,7 @@ async def _answered(work: Callable[[Request], Awaitable[Response]], request: Req
         return _error(503, "the ranks have exited and are being restarted: jobs wait for them")
     except Exception as error:
         traceback.print_exc()
-        return _error(500, f"the server failed on this request ({innermost(error)})")
+        return _error(500, f"the server failed on this request ({describe_root_cause(error)})")
 
 
 def line_of(error: ValidationError) -> str:

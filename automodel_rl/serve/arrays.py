@@ -49,7 +49,7 @@ def array_of(
     shape: Sequence[int],
     positions: SparsePositions | None,
     unlisted: int,
-    most_bytes: int,
+    max_bytes: int,
     name: str,
 ) -> np.ndarray:
     """Returns the array in a message, with one or two dimensions.
@@ -59,7 +59,7 @@ def array_of(
         shape: empty for [len(values)].
         positions: positions of the listed values; None if the array is dense.
         unlisted: value of all other entries.
-        most_bytes: size limit of a sparse array once it is dense.
+        max_bytes: size limit of a sparse array once it is dense.
         name: the array's name, for errors.
 
     Raises:
@@ -71,7 +71,7 @@ def array_of(
         if shape and np.prod(shape, dtype=object) != len(values):
             raise InputError(f"{name} has {len(values)} values for the shape {list(shape)}")
         return values.reshape(tuple(shape)) if shape else values
-    if np.prod(shape, dtype=object) * values.itemsize > most_bytes:
+    if np.prod(shape, dtype=object) * values.itemsize > max_bytes:
         raise InputError(
             f"{name} has the shape {list(shape)}: arrays of a request are limited to limits.body_mib, including sparse "
             "ones"

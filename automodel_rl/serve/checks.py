@@ -168,7 +168,7 @@ def _check_shape(array: np.ndarray, datum: Datum, name: str, loss: str, begins: 
 
 def _check_width(data: list[Datum], config: ServeConfig) -> None:
     """Raises InputError if there are more targets than a body can hold, counting all datums as wide as the widest."""
-    width, most = max(datum.width for datum in data), config.most_bytes // BYTES_OF_TARGET
+    width, most = max(datum.width for datum in data), config.max_bytes // BYTES_OF_TARGET
     total = sum(map(len, data)) * width
     if total > most:
         raise InputError(
@@ -215,7 +215,7 @@ def prompt_of(body: SampleBody, config: ServeConfig, vocab_size: int) -> SampleP
         None if stop is None or texts else ids,
     )
     seed = secrets.randbelow(2**63) if params.seed is None else params.seed
-    scoring = _scoring_of(body, len(tokens), room, config.most_bytes, vocab_size)
+    scoring = _scoring_of(body, len(tokens), room, config.max_bytes, vocab_size)
     return SamplePrompt(tokens, body.num_samples, seed, sampling, scoring, body.topk_sample_logprobs or 0)
 
 
@@ -238,7 +238,7 @@ def check_scored(prompt: SamplePrompt, teacher: str) -> None:
         )
 
 
-def _scoring_of(body: SampleBody, length: int, room: int, most_bytes: int, vocab_size: int) -> PromptScoring:
+def _scoring_of(body: SampleBody, length: int, room: int, max_bytes: int, vocab_size: int) -> PromptScoring:
     """Returns the requested scores of a prompt. Raises InputError if they cannot be computed."""
     last, k, named = body.prompt_logprobs_last_n, body.topk_prompt_logprobs or 0, body.target_prompt_logprobs
     if last is not None and not (body.prompt_logprobs and 1 <= last < length):
@@ -249,7 +249,7 @@ def _scoring_of(body: SampleBody, length: int, room: int, most_bytes: int, vocab
     written = body.num_samples * (length + (body.sampling_params.max_tokens or room))
     of_samples = body.topk_sample_logprobs or 0
     for key, width, places in (("topk_prompt_logprobs", k, length), ("topk_sample_logprobs", of_samples, written)):
-        if 8 * width * places > most_bytes:
+        if 8 * width * places > max_bytes:
             raise InputError(f"{key}={width} for up to {places} tokens: the answer is limited to limits.body_mib")
     first = 1 if last is None else length - last
     if named is None:
@@ -260,7 +260,7 @@ def _scoring_of(body: SampleBody, length: int, room: int, most_bytes: int, vocab
             f"[{length - 1}, K], one row for each token but the first"
         )
     values = np.array(named.data, np.int64)
-    ids = array_of(values, named.shape, named.positions, -1, most_bytes, "target_prompt_logprobs")
+    ids = array_of(values, named.shape, named.positions, -1, max_bytes, "target_prompt_logprobs")
     if ids.size and ids.max() >= vocab_size:
         raise InputError(f"target_prompt_logprobs has token {ids.max()}: ids are 0 to {vocab_size - 1}, -1 for none")
     return PromptScoring(bool(body.prompt_logprobs), k, ids, first)

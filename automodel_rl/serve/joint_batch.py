@@ -98,7 +98,7 @@ def _own(logprobs: Tensor, width: int) -> Tensor:
 def _loss_of(job: RunPass, logprobs: list[Tensor]) -> float:
     microbatch = with_own_targets(pack_microbatch([_sequence(datum, {}, 0, job.width) for datum in job.data]))
     rows = torch.cat([functional.pad(_wide(values, job.width, 0.0), (0, 0, 0, 1)) for values in logprobs])
-    outputs = TokenOutputs(rows[:, 0], at=rows if job.width else None)
+    outputs = TokenOutputs(rows[:, 0], ids_logprobs=rows if job.width else None)
     return float(token_loss(job.loss, job.settings)(outputs, microbatch).sums["positions"])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from automodel_rl.chat_api.openai_requests import SamplingRequest
 from automodel_rl.config import ServeConfig
-from automodel_rl.data.ends import completion_ends
+from automodel_rl.data.stop_tokens import completion_stop_ids
 from automodel_rl.errors import InputError
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.rollout.openai_answers import OpenAIAnswers
@@ -36,7 +36,7 @@ class Completions:
         """Builder of answers. Opens the tokenizer at the first request."""
         model = OpenedModel.open(self.config.model)
         tokenizer = model.tokenizer()
-        return OpenAIAnswers(tokenizer, completion_ends(model.files.folder, model.whole, tokenizer), self._sample)
+        return OpenAIAnswers(tokenizer, completion_stop_ids(model.files.folder, model.whole, tokenizer), self._sample)
 
     @property
     def models(self) -> dict[str, Any]:

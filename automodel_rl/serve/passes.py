@@ -52,9 +52,9 @@ class Passes:
         """Returns the results of jobs in one pass; None if an overflow in one run may have corrupted others."""
         batch = JointBatch(asked)
         try:
-            agreed, shares = self.policy.shares(batch.rows)
+            global_batch, shares = self.policy.shares(batch.rows)
             runs = tuple(job.run for job in asked)
-            of_pass = Pass(runs, batch.run_of, batch.loss, batch.readout, asked[0].forward_only, agreed)
+            of_pass = Pass(runs, batch.run_of, batch.loss, batch.readout, asked[0].forward_only, global_batch)
             answers: list[PassResult] = self.crew.gather(RUNS, "run_pass", of_pass, shares=shares)
         except InputError:
             for job in asked:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automodel_rl.launch.authenticated import AuthenticatedConnection
-from automodel_rl.launch.door import Door
+from automodel_rl.launch.listener import AuthenticatedListener
 from automodel_rl.rollout.sampled import Refused
 from automodel_rl.serve.joining import answers_of, joined, take_batch
 from automodel_rl.serve.messages import CombinedPass, Done, Ready, ServiceJob, StopRequested
@@ -74,7 +74,7 @@ class Ranks:
         self._condition = threading.Condition()
         self._connection: AuthenticatedConnection | None = None
         self._connections: queue.SimpleQueue[AuthenticatedConnection] = queue.SimpleQueue()
-        self._listener = Door(host, 0, secrets.token_bytes(32), self._connections.put)
+        self._listener = AuthenticatedListener(host, 0, secrets.token_bytes(32), self._connections.put)
         write_address(self._listener.address)
         threading.Thread(target=self._serve, daemon=True, name="ranks").start()
 
@@ -107,7 +107,7 @@ class Ranks:
         with self._condition:
             connection = self._connection
         if connection is not None:
-            connection.hang_up()
+            connection.shutdown()
 
     def _serve(self) -> None:
         while True:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.serve.ranks import RanksLostError, RefusedError
 from automodel_rl.serve.tables import BusyError
 
@@ -51,11 +51,11 @@ class Results:
     Args:
         seconds: how long a result is kept.
         most: most entries, finished or not.
-        most_bytes: most bytes of all results and of waiting requests.
+        max_bytes: most bytes of all results and of waiting requests.
     """
 
-    def __init__(self, seconds: float, most: int, most_bytes: int):
-        self.seconds, self.most, self.most_bytes = seconds, most, most_bytes
+    def __init__(self, seconds: float, most: int, max_bytes: int):
+        self.seconds, self.most, self.max_bytes = seconds, most, max_bytes
         self._entries: dict[str, _Entry] = {}
         self._usage_by_session: dict[str, tuple[int, int]] = {}  # number and bytes of a session's entries
 
@@ -113,7 +113,7 @@ class Results:
         own, own_bytes = self._usage_by_session.get(session, (0, 0))
         share = 2 if is_early else 1
         free = self.most - len(self._entries) - 1
-        free_bytes = self.most_bytes - sum(num_bytes for _, num_bytes in self._usage_by_session.values()) - size
+        free_bytes = self.max_bytes - sum(num_bytes for _, num_bytes in self._usage_by_session.values()) - size
         return share * own <= free and share * (own_bytes + size) <= free_bytes
 
     def _count(self, session: str, entry: _Entry, sign: int) -> None:
@@ -168,6 +168,6 @@ async def finish(
     except RanksLostError:
         answer = failed(lost(), "server")
     except Exception as error:  # the client must not wait forever
-        answer = failed(innermost(error), "server")
+        answer = failed(describe_root_cause(error), "server")
     if not result.done():
         result.set_result(answer)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
-from automodel_rl.files import complete_folder
+from automodel_rl.files import atomic_folder
 from automodel_rl.lora.peft import AdapterFolder, write_adapters
 from automodel_rl.lora.rank import cut_to_rank, fill_up_to_rank
 from automodel_rl.parallel.host_collectives import gather_objects
@@ -59,7 +59,7 @@ def save_run(folder: Path, engine: Engine, shape: RunShape, for_training: bool, 
         (unfinished / ABOUT).write_text(json.dumps({**about, "step": engine.step}))
 
     try:
-        with complete_folder(folder, layout.world_control) as unfinished:
+        with atomic_folder(folder, layout.world_control) as unfinished:
             problem = ""
             if dist.get_rank() == 0:
                 try:

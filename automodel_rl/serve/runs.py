@@ -15,7 +15,7 @@ from automodel_rl.engine.trained_state import TrainedState, trained_parameters
 from automodel_rl.errors import InputError
 from automodel_rl.losses import UNDIVIDED, LinearLoss, LossFn, LossOutput, Readout, TokenOutputs
 from automodel_rl.optimizers import AdamWSettings
-from automodel_rl.parallel.host_collectives import any_rank, from_last_stage
+from automodel_rl.parallel.host_collectives import any_rank, broadcast_from_last_stage
 from automodel_rl.parallel.sharding import local_tensor
 from automodel_rl.policy.shares import RowValues, Share
 from automodel_rl.serve.adapters import Adapters
@@ -39,7 +39,7 @@ class Pass:
         run_of: index in `runs` of each row's run.
         loss: sum of their losses.
         readout: per-token outputs that it reads.
-        agreed: size of the global batch.
+        global_batch: size of the global batch.
     """
 
     runs: tuple[str, ...]
@@ -47,7 +47,7 @@ class Pass:
     loss: LossFn
     readout: Readout
     forward_only: bool
-    agreed: GlobalBatch
+    global_batch: GlobalBatch
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Runs:
         self._leave()
         self.trained.begin(shape)
         self.shapes[run] = shape
-        self._states[run] = self.engine.take_state()
+        self._states[run] = self.engine.snapshot_state()
 
     def run_pass(self, share: Share | None, asked: Pass) -> PassResult:
         """Accumulates the gradients of the runs' losses, or only computes the losses.
@@ -123,8 +123,8 @@ class Runs:
         packed = [] if share is None else share.pack()
         microbatches = [gated(with_own_targets(microbatch), gate, asked.run_of) for microbatch in packed]
         work = self.engine.evaluate if asked.forward_only else self.engine.forward_backward
-        total, _ = work(microbatches, recorded(asked.loss, found), asked.readout, UNDIVIDED, asked.agreed)
-        own = from_last_stage({row: values.cpu() for row, values in found.items()}, self.handle.layout)
+        total, _ = work(microbatches, recorded(asked.loss, found), asked.readout, UNDIVIDED, asked.global_batch)
+        own = broadcast_from_last_stage({row: values.cpu() for row, values in found.items()}, self.handle.layout)
         stands = self.handle.layout.is_first_of_data_rank
         return PassResult(total, RowValues.of([*own], [*own.values()]) if stands else None, is_finite=True)
 
@@ -178,13 +178,13 @@ class Runs:
         self.trained.load(Path(folder), shape, with_optimizer)
         self._check_weights("the saved run has")
         self.shapes[run] = shape
-        self._states[run] = self.engine.take_state()
+        self._states[run] = self.engine.snapshot_state()
 
     def keep(self, run: str, name: str) -> None:
         """Keeps a copy of a run's weights for sampling. Raises InputError on all ranks if they are not finite."""
         self._enter(run)
         self._check_weights("the run has")
-        state = self.engine.take_state()
+        state = self.engine.snapshot_state()
         self._kept[name] = (self.shapes[run], TrainedState(state.weights, {}, {}))
 
     def forget(self, runs: tuple[str, ...], kept: tuple[str, ...]) -> None:
@@ -204,7 +204,7 @@ class Runs:
                 raise InputError(GONE)
             shape, state = self._kept[kept]
             self.trained.enter(shape)
-            self.engine.put_state(state)
+            self.engine.restore_state(state)
         elif folder is not None:
             self.trained.load(Path(folder), shape or self.trained.whole, with_optimizer=False)
             self._check_weights("the saved run has")
@@ -234,13 +234,13 @@ class Runs:
         if run not in self._states:
             raise InputError(GONE)
         self.trained.enter(self.shapes[run])
-        self.engine.put_state(self._states[run])
+        self.engine.restore_state(self._states[run])
         self._active = run
 
     def _leave(self) -> None:
         """Saves the state of the active run from the model."""
         if self._active is not None:
-            self._states[self._active] = self.engine.take_state()
+            self._states[self._active] = self.engine.snapshot_state()
             self._active = None
 
 
@@ -273,7 +273,7 @@ def recorded(loss: LossFn, found: dict[int, Tensor]) -> LossFn:
 def _note(found: dict[int, Tensor], outputs: TokenOutputs, microbatch: Microbatch) -> None:
     if microbatch.is_empty:
         return
-    logprobs = outputs.logprobs if outputs.at is None else outputs.at
+    logprobs = outputs.logprobs if outputs.ids_logprobs is None else outputs.ids_logprobs
     pieces = logprobs.detach().split(microbatch.lengths)
     for place, piece in zip(microbatch.order, pieces, strict=True):
         found[place] = piece[:-1]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automodel_rl.config import LoraConfig
-from automodel_rl.errors import InputError, innermost
-from automodel_rl.files import write_complete
+from automodel_rl.errors import InputError, describe_root_cause
+from automodel_rl.files import write_atomic
 from automodel_rl.serve.messages import RunShape
 
 Kind = Literal["weights", "sampler_weights"]
@@ -188,10 +188,10 @@ class SavedWeights:
         self.set_expiry(path, seconds)
         try:
             values = json.loads((before.folder / ABOUT).read_text())
-            write_complete(before.folder / ABOUT, json.dumps({**values, "expires": self[path].expires}))
+            write_atomic(before.folder / ABOUT, json.dumps({**values, "expires": self[path].expires}))
         except (OSError, ValueError) as error:
             self._table[path] = before
-            raise UnwritableError(f"{path}: its expiry cannot be changed ({innermost(error)})") from None
+            raise UnwritableError(f"{path}: its expiry cannot be changed ({describe_root_cause(error)})") from None
 
     @property
     def all(self) -> list[Saved]:
@@ -253,5 +253,5 @@ def _read(file: Path) -> Saved | None:
         known = {key: values[key] for key in ("created", "expires", "user_metadata", "origin")}
         return Saved(path, file.parent, shape, **known)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"warning: {file}: is damaged ({innermost(error)}): its weights are ignored", file=sys.stderr)
+        print(f"warning: {file}: is damaged ({describe_root_cause(error)}): its weights are ignored", file=sys.stderr)
         return None

@@ -14,8 +14,8 @@ from typing import Any
 import uvicorn
 
 from automodel_rl.config import ServeConfig
-from automodel_rl.errors import EXIT_OK, InputError, innermost
-from automodel_rl.files import check_place, write_for_owner, written
+from automodel_rl.errors import EXIT_OK, InputError, describe_root_cause
+from automodel_rl.files import as_input_error, check_writable, write_private
 from automodel_rl.serve.app import make_app
 from automodel_rl.serve.ranks import Ranks
 from automodel_rl.serve.saved_weights import SavedWeights
@@ -48,7 +48,7 @@ def serve(config: ServeConfig, starter: RanksStarter) -> int:
         InputError: the address cannot be used, or the folder cannot be written.
     """
     folder = Path(config.output)
-    check_place(folder, f"output={folder}")
+    check_writable(folder, f"output={folder}")
     key = config.key or _own_key(folder)
     listener = _listen(config)
     server = Server(config, key, starter.host)
@@ -129,7 +129,7 @@ class Server:
                 self.service.record_snapshot(TIDY_SECONDS)
                 self.service.tidy()
             except Exception as error:  # retried at the next round
-                print(f"warning: {innermost(error)}", file=sys.stderr, flush=True)
+                print(f"warning: {describe_root_cause(error)}", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
         async def stop() -> None:
@@ -160,9 +160,9 @@ def _listen(config: ServeConfig) -> socket.socket:
 def _own_key(folder: Path) -> str:
     """Returns the key in the service's folder, which is created at the first start. Only the user can read it."""
     file = folder / "key"
-    with written(f"output={folder}"):
+    with as_input_error(f"output={folder}"):
         key = file.read_text().strip() if file.is_file() else ""
         if not key.startswith("tml-"):
             key = f"tml-{secrets.token_hex(16)}"
-            write_for_owner(file, f"{key}\n")
+            write_private(file, f"{key}\n")
     return key

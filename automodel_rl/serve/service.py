@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from automodel_rl.config import ServeConfig
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.serve import checks
 from automodel_rl.serve.history import ServiceHistory
 from automodel_rl.serve.lists import Lists
@@ -156,7 +156,7 @@ class Service:
 
         def work() -> Work:
             loss, settings = checks.loss_of(message)
-            data = checks.for_loss(read_data(message.data, self.config.limits.sequences, self.config.most_bytes), loss)
+            data = checks.for_loss(read_data(message.data, self.config.limits.sequences, self.config.max_bytes), loss)
             checks.check_data(data, loss, self.config, self.ranks.vocab_size)
             shape = self.runs[message.model_id].shape
             job = RunPass(message.model_id, loss, settings, data, message.forward_only, shape)
@@ -169,7 +169,7 @@ class Service:
 
         checks.check_numbers(message)
         body = message.SerializeToString(deterministic=True)
-        size = len(body) + min(bytes_of_arrays(message), self.config.most_bytes)  # larger requests are refused
+        size = len(body) + min(bytes_of_arrays(message), self.config.max_bytes)  # larger requests are refused
         return self._enqueue_in_order(
             message.model_id, message.seq_id, digest_of("forward_backward", body), checked, size
         )
@@ -271,7 +271,7 @@ class Service:
         name = f"{body.session_id}:train:{body.model_seq_id}"  # the client derives the same name
         request, digest = f"{name}:0", digest_of(type(body).__name__, body)
         if not self.results.repeats(request, digest):
-            alive, most = sum(not run.lost for run in self.runs.values()), self.config.most_runs
+            alive, most = sum(not run.lost for run in self.runs.values()), self.config.max_runs
             if alive >= most:
                 remedy = (
                     "because the server trains all weights"
@@ -337,7 +337,7 @@ class Service:
                 result.set_result(failed(str(error)))
                 return
             except Exception as error:  # the client must not wait forever
-                result.set_result(failed(innermost(error), "server"))
+                result.set_result(failed(describe_root_cause(error), "server"))
                 return
             self._watch(finish(result, self.ranks.submit(job), convert, lambda: run.lost))
 

@@ -116,35 +116,35 @@ def bytes_of_arrays(message: Any) -> int:
     return sum(8 * math.prod(array.shape) for array in arrays)
 
 
-def read_data(messages: Sequence[Any], most: int, most_bytes: int) -> list[Datum]:
+def read_data(messages: Sequence[Any], most: int, max_bytes: int) -> list[Datum]:
     """Decodes datums.
 
     Args:
         most: most datums.
-        most_bytes: most bytes of all arrays together, as sparse ones are small in messages.
+        max_bytes: most bytes of all arrays together, as sparse ones are small in messages.
 
     Raises:
         InputError: there are too many, or one is damaged, too large, or not text.
     """
     if len(messages) > most:
         raise InputError(f"{len(messages)} datums: a request has 1 to {most} (limits.sequences)")
-    found, left = [], most_bytes
+    found, left = [], max_bytes
     for message in messages:
         found.append(read_datum(message, left))
         left -= sum(array.nbytes for array in found[-1].inputs.values())
     return found
 
 
-def read_datum(message: Any, most_bytes: int) -> Datum:
-    """Decodes a datum, whose arrays may have at most `most_bytes` bytes each. Raises InputError as `read_data`."""
+def read_datum(message: Any, max_bytes: int) -> Datum:
+    """Decodes a datum, whose arrays may have at most `max_bytes` bytes each. Raises InputError as `read_data`."""
     if any(not chunk.HasField("text") for chunk in message.chunks):
         raise InputError("model_input has a chunk that is not text: images and sound are not supported")
     chunks = [_from_bytes(chunk.text.tokens, np.dtype(np.int32), "model_input") for chunk in message.chunks]
     tokens = np.concatenate([np.empty(0, np.int32), *chunks]).astype(np.int64)
-    return Datum(tokens, {name: _read_array(name, array, most_bytes) for name, array in message.inputs.items()})
+    return Datum(tokens, {name: _read_array(name, array, max_bytes) for name, array in message.inputs.items()})
 
 
-def _read_array(name: str, message: Any, most_bytes: int) -> np.ndarray:
+def _read_array(name: str, message: Any, max_bytes: int) -> np.ndarray:
     if message.dtype not in DTYPES:
         raise InputError(f"{name} has dtype {message.dtype}: must be float32 (1) or int64 (2)")
     dtype, positions = DTYPES[message.dtype], None
@@ -155,7 +155,7 @@ def _read_array(name: str, message: Any, most_bytes: int) -> np.ndarray:
         )
     values = _from_bytes(message.dense if positions is None else message.csr.values, dtype, name)
     # Targets and weights may list different entries; each is 0 elsewhere, as it was at the client.
-    return array_of(values, message.shape, positions, 0, most_bytes, name)
+    return array_of(values, message.shape, positions, 0, max_bytes, name)
 
 
 def _from_bytes(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 
 from automodel_rl.batch import Packing
 from automodel_rl.config import OptimizerConfig, ServeConfig
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.launch.authenticated import AuthenticatedConnection
@@ -124,11 +124,11 @@ class ServiceWorker:
 def _connect_to_server() -> AuthenticatedConnection:
     address = read_address()
     try:
-        return address.knock()
+        return address.connect()
     except (AuthenticationError, OSError, EOFError) as error:
         raise InputError(
-            f"the server at {address.host}:{address.port} cannot be reached ({innermost(error)}): allow the machines "
-            "of ranks to connect to it on any port"
+            f"the server at {address.host}:{address.port} cannot be reached ({describe_root_cause(error)}): allow the "
+            "machines of ranks to connect to it on any port"
         ) from None
 
 

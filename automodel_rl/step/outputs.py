@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automodel_rl.batch import LocalMicrobatch, Microbatch
-from automodel_rl.errors import MicrobatchError, first_in_chain
+from automodel_rl.errors import MicrobatchError, root_cause
 from automodel_rl.launch.flight import in_microbatch
 from automodel_rl.losses import Denominator, LinearLoss, LossFn, LossOutput, Readout, TokenOutputs
 from automodel_rl.model.head import OutputFn
@@ -59,7 +59,7 @@ class PPLossAdapter:
                 with in_microbatch("loss", self.stage, index):
                     return self._loss(TokenOutputs.from_columns(columns, self.readout), self.microbatches[index])
             except MicrobatchError as failure:
-                traceback.clear_frames(first_in_chain(failure).__traceback__)  # frees the loss's tensors
+                traceback.clear_frames(root_cause(failure).__traceback__)  # frees the loss's tensors
                 self.failure = failure
         return (columns * 0).sum()
 
@@ -91,7 +91,7 @@ class PPLossAdapter:
                 f"{', '.join(self.counts)}{_place(self.loss_fn)}"
             )
         # A global batch may have a count of 0; its sums are then 0.
-        everything = (*output.sums.items(), *output.beside.items())
+        everything = (*output.sums.items(), *output.auxiliary.items())
         loss = torch.stack([total / max(self.counts[name], 1) for name, total in everything]).sum()
         self.totals.add(output)
         return loss

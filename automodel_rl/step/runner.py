@@ -10,7 +10,7 @@ from automodel_rl.batch import LocalMicrobatch, Microbatch, empty_microbatch
 from automodel_rl.block_sizes import block_sizes
 from automodel_rl.compat.fsdp import reset_fsdp
 from automodel_rl.encoder.media_encoders import MediaEncoders, make_encoders
-from automodel_rl.errors import MicrobatchError, innermost
+from automodel_rl.errors import MicrobatchError, describe_root_cause
 from automodel_rl.losses import Denominator, LossFn, Readout
 from automodel_rl.mixture.router_replay import replay_metrics
 from automodel_rl.mixture.routers import global_loads, load_metric
@@ -57,17 +57,18 @@ class StepRunner:
         elif handle.stages:
             self._driver = SequentialDriver(handle.stages[0].part, self.layout.parallel)
 
-    def global_batch(self, microbatches: Sequence[Microbatch], agreed: GlobalBatch | None = None) -> GlobalBatch:
+    def global_batch(self, microbatches: Sequence[Microbatch], global_batch: GlobalBatch | None = None) -> GlobalBatch:
         """Checks `microbatches`, and returns their number and the denominators of losses, over all data ranks.
 
-        `agreed` is the result if one process has made and checked all ranks' microbatches. Ranks then need not agree.
+        `global_batch` is the result if one process has made and checked all ranks' microbatches. Ranks then need not
+        agree.
 
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
             RuntimeError: the weights are on the host.
         """
         self.handle.check_on_device()
-        return agreed or agree_on_batch(microbatches, self.handle.config.vocab_size, self.layout)
+        return global_batch or agree_on_batch(microbatches, self.handle.config.vocab_size, self.layout)
 
     def forward_backward(
         self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, counts: dict[Denominator, int]
@@ -113,7 +114,7 @@ class StepRunner:
         self,
         microbatches: Sequence[Microbatch],
         output_fn: OutputFn,
-        agreed: GlobalBatch | None = None,
+        global_batch: GlobalBatch | None = None,
         ids: str | None = None,
     ) -> list[Tensor]:
         """Runs `output_fn` on every microbatch, without gradients.
@@ -122,7 +123,7 @@ class StepRunner:
             microbatches: this data rank's microbatches, equally many on every data rank.
             output_fn: (final hidden states [t, H], `Head`, this rank's `LocalMicrobatch`) -> [t, ...], computed in
                 chunks to avoid materialising [t, V].
-            agreed: as for `global_batch`.
+            global_batch: as for `global_batch`.
             ids: `Readout.ids`, if `output_fn` uses such a readout.
 
         Returns:
@@ -131,7 +132,7 @@ class StepRunner:
         Raises:
             InputError: on every rank, if the microbatches do not fit the model or each other.
         """
-        num_microbatches = self.global_batch(microbatches, agreed).num_microbatches
+        num_microbatches = self.global_batch(microbatches, global_batch).num_microbatches
         return self._forward(microbatches, num_microbatches, output_fn, Readout(ids=ids))
 
     def _forward(
@@ -156,13 +157,13 @@ class StepRunner:
         return results
 
     def evaluate(
-        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, agreed: GlobalBatch
+        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, readout: Readout, global_batch: GlobalBatch
     ) -> LossTotals:
         """Computes the sums of a loss over this data rank's microbatches, without gradients.
 
         Args:
             microbatches, loss_fn, readout: as for `forward_backward`.
-            agreed: `global_batch(microbatches)`.
+            global_batch: `global_batch(microbatches)`.
 
         Returns:
             Undivided sums of this data rank, equal on all its stages.
@@ -170,21 +171,22 @@ class StepRunner:
         Raises:
             MicrobatchError: on every rank, if the loss raises on any.
         """
-        columns = self._forward(microbatches, agreed.num_microbatches, self._read(readout), readout)
+        columns = self._forward(microbatches, global_batch.num_microbatches, self._read(readout), readout)
         whole = [microbatch.to(self.layout.device) for microbatch in microbatches]
-        adapter = PPLossAdapter(loss_fn, whole, agreed.counts, readout, stage=self.layout.parallel.num_stages - 1)
+        adapter = PPLossAdapter(loss_fn, whole, global_batch.counts, readout, stage=self.layout.parallel.num_stages - 1)
         with torch.no_grad():
             for index, of_microbatch in enumerate(columns):
                 adapter(of_microbatch, index)
         raise_everywhere(adapter.failure, self.layout)
         return adapter.totals
 
-    def square_norm(self, *, of_apart: bool = False) -> Tensor:
+    def square_norm(self, *, auxiliary: bool = False) -> Tensor:
         """Returns this rank's summand of the squared global gradient norm, float64, of parameters trained apart if
-        `of_apart` (`ModelHandle.is_apart`), else of the others."""
+        `auxiliary` (`ModelHandle.is_auxiliary`), else of the others."""
         norms = [
             local_square_norm(
-                [p for name, p in self.handle.named_parameters(of) if self.handle.is_apart(name) == of_apart], of.layout
+                [p for name, p in self.handle.named_parameters(of) if self.handle.is_auxiliary(name) == auxiliary],
+                of.layout,
             )
             for of in self.handle.components
         ]
@@ -270,7 +272,7 @@ class StepRunner:
         """Raises on every rank if an encoder failed to read or encode media on any. A collective."""
         assert self._encoder is not None
         failure = self._encoder.failure
-        problem = None if failure is None else MicrobatchError("encoding of media", innermost(failure))
+        problem = None if failure is None else MicrobatchError("encoding of media", describe_root_cause(failure))
         try:
             raise_everywhere(problem, self.layout)
         except MicrobatchError:

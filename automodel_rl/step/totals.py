@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from automodel_rl.losses import Denominator, LossOutput
-from automodel_rl.parallel.host_collectives import combine, from_last_stage, share_with_outsiders
+from automodel_rl.parallel.host_collectives import broadcast_from_last_stage, broadcast_to_outsiders, combine
 from automodel_rl.parallel.layout import Layout
 
 
@@ -71,7 +71,7 @@ def share_totals(totals: LossTotals, square_norm: Tensor, layout: Layout) -> Glo
             {name: (next(values), next(values)) for name in totals.metrics},
             _extremes_of_ranks(compared, totals, layout),
         )
-    shared = share_with_outsiders(from_last_stage(mine, layout), layout)
+    shared = broadcast_to_outsiders(broadcast_from_last_stage(mine, layout), layout)
     return GlobalTotals(sums=shared[0], metrics=shared[1], extremes=shared[2], square_norm=norm.item())
 
 

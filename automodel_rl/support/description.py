@@ -62,7 +62,7 @@ class ModelDescription:
         num_mixer_heads: number of heads or channels to split in layers without attention scores, as a greatest common
             divisor if there are several; 0 if there are no such layers.
         shares_keys: whether layers use keys and values of earlier layers, or per-layer embeddings.
-        taking_layers: indices of layers that reuse the previous layer's choice of keys.
+        shared_index_layers: indices of layers that reuse the previous layer's choice of keys.
         has_softcap: whether attention scores are soft-capped.
         has_windows: whether some layers have sliding windows.
         is_bidirectional: whether attention is not causal.
@@ -89,7 +89,7 @@ class ModelDescription:
     shared_expert_size: int = 0
     num_mixer_heads: int = 0
     shares_keys: bool = False
-    taking_layers: tuple[int, ...] = ()
+    shared_index_layers: tuple[int, ...] = ()
     has_softcap: bool = False
     has_windows: bool = False
     is_bidirectional: bool = False
@@ -144,7 +144,7 @@ def describe_model(config: PretrainedConfig) -> ModelDescription:
         head_dim=_head_dim(values),
         other_head_dims=_other_head_dims(values),
         shares_keys=bool(values.get("num_kv_shared_layers") or values.get("hidden_size_per_layer_input")),
-        taking_layers=tuple(i for i, kind in enumerate(values.get("indexer_types") or ()) if kind == "shared"),
+        shared_index_layers=tuple(i for i, kind in enumerate(values.get("indexer_types") or ()) if kind == "shared"),
         value_dim=values.get("v_head_dim") or _head_dim(values),
         num_experts=_num_experts(values),
         shared_expert_size=_shared_expert_size(values),

@@ -10,10 +10,10 @@ from automodel_rl.support.model_rules import MOE_FAMILIES
 from automodel_rl.support.rule import Rule
 
 
-def _schedule(asked: Combination) -> str | None:
-    if asked.parallel.pp > 1:
-        return refuse_schedule(asked.parallel)
-    virtual_stages = asked.parallel.virtual_stages
+def _schedule(combination: Combination) -> str | None:
+    if combination.parallel.pp > 1:
+        return refuse_schedule(combination.parallel)
+    virtual_stages = combination.parallel.virtual_stages
     if virtual_stages == 1:
         return None
     return f"parallel.virtual_stages={virtual_stages} needs parallel.pp of at least 2: use virtual_stages=1"
@@ -26,8 +26,8 @@ SCHEDULE = Rule(
 )
 
 
-def _stages(asked: Combination) -> str | None:
-    return refuse_split(asked.description.num_layers, asked.parallel)
+def _stages(combination: Combination) -> str | None:
+    return refuse_split(combination.description.num_layers, combination.parallel)
 
 
 STAGES = Rule(
@@ -37,12 +37,12 @@ STAGES = Rule(
 )
 
 
-def _shared_keys(asked: Combination) -> str | None:
-    if asked.parallel.pp == 1 or not asked.description.shares_keys:
+def _shared_keys(combination: Combination) -> str | None:
+    if combination.parallel.pp == 1 or not combination.description.shares_keys:
         return None
     return (
-        f"parallel.pp={asked.parallel.pp}: layers of this {asked.description.family!r} model take keys and values of "
-        "earlier layers, or embeddings of their own, which are not sent between stages: use pp=1 and dp_shard"
+        f"parallel.pp={combination.parallel.pp}: layers of this {combination.description.family!r} model take keys and "
+        "values of earlier layers, or embeddings of their own, which are not sent between stages: use pp=1 and dp_shard"
     )
 
 
@@ -53,11 +53,11 @@ SHARED_KEYS = Rule(
 )
 
 
-def _chosen_keys(asked: Combination) -> str | None:
-    parallel, taking = asked.parallel, asked.description.taking_layers
+def _chosen_keys(combination: Combination) -> str | None:
+    parallel, taking = combination.parallel, combination.description.shared_index_layers
     if parallel.pp == 1 or not taking:
         return None
-    starts = [0, *itertools.accumulate(layers_per_stage(asked.description.num_layers, parallel))][:-1]
+    starts = [0, *itertools.accumulate(layers_per_stage(combination.description.num_layers, parallel))][:-1]
     cut = [start for start in starts if start in taking]
     if not cut:
         return None
@@ -89,9 +89,9 @@ RESHARDING = Rule(
 )
 
 
-def _replicas(asked: Combination) -> str | None:
-    replicas = asked.parallel.dp_replicate
-    if replicas == 1 or asked.parallel.fsdp_size > 1:
+def _replicas(combination: Combination) -> str | None:
+    replicas = combination.parallel.dp_replicate
+    if replicas == 1 or combination.parallel.fsdp_size > 1:
         return None
     return (
         f"parallel.dp_replicate={replicas} needs parallel.dp_shard x parallel.cp of at least 2: "
@@ -106,8 +106,8 @@ HSDP = Rule(
 )
 
 
-def _tensor(asked: Combination) -> str | None:
-    tp, description = asked.parallel.tp, asked.description
+def _tensor(combination: Combination) -> str | None:
+    tp, description = combination.parallel.tp, combination.description
     if tp == 1:
         return None
     sizes = {
@@ -131,8 +131,8 @@ TENSOR_PARALLEL = Rule(
 )
 
 
-def _sequence_parallel(asked: Combination) -> str | None:
-    if not asked.parallel.sequence_parallel or asked.parallel.tp > 1:
+def _sequence_parallel(combination: Combination) -> str | None:
+    if not combination.parallel.sequence_parallel or combination.parallel.tp > 1:
         return None
     return "parallel.sequence_parallel=true needs parallel.tp of at least 2: set it to false, or raise tp"
 
@@ -144,8 +144,8 @@ SEQUENCE_PARALLEL = Rule(
 )
 
 
-def _token_mixers(asked: Combination) -> str | None:
-    heads, ranks = asked.description.num_mixer_heads, asked.parallel.cp * asked.parallel.tp
+def _token_mixers(combination: Combination) -> str | None:
+    heads, ranks = combination.description.num_mixer_heads, combination.parallel.cp * combination.parallel.tp
     if heads == 0 or heads % ranks == 0:
         return None
     return (
@@ -162,14 +162,14 @@ CONTEXT_PARALLEL = Rule(
 )
 
 
-def _exchanged_heads(asked: Combination) -> str | None:
-    parallel, description = asked.parallel, asked.description
+def _exchanged_heads(combination: Combination) -> str | None:
+    parallel, description = combination.parallel, combination.description
     if parallel.cp_exchange == "all_gather":
         return None
     what = f"parallel.cp_exchange={parallel.cp_exchange}"
     if parallel.cp == 1:
         return f"{what} needs parallel.cp of at least 2: remove it, or raise cp"
-    if asked.family.index_rotary:
+    if combination.family.index_rotary:
         return f"{what}: indexers choose keys among all heads' tokens: use all_gather"
     ranks = parallel.cp * parallel.tp
     for name, heads in (("attention heads", description.num_heads), ("key-value heads", description.num_kv_heads)):
@@ -208,22 +208,22 @@ COMPILED = Rule(
 )
 
 
-def _experts(asked: Combination) -> str | None:
-    ep, description = asked.parallel.ep, asked.description
+def _experts(combination: Combination) -> str | None:
+    ep, description = combination.parallel.ep, combination.description
     if ep == 1:
         return None
     if not description.num_experts:
         return f"parallel.ep={ep}: a {description.family!r} model has no experts: use ep=1"
-    ranks = asked.parallel.expert_ranks
+    ranks = combination.parallel.expert_ranks
     if ranks % ep:
         return (
             f"parallel.ep={ep} must divide parallel.dp_shard x parallel.cp x parallel.tp = {ranks}, the ranks "
             "that share the experts: change one of them"
         )
-    if asked.parallel.tp > 1 and not asked.parallel.sequence_parallel:
+    if combination.parallel.tp > 1 and not combination.parallel.sequence_parallel:
         return (
-            f"parallel.ep={ep} with parallel.tp={asked.parallel.tp} needs parallel.sequence_parallel=true, so that "
-            "each rank sends its own tokens: set it, or use ep=1"
+            f"parallel.ep={ep} with parallel.tp={combination.parallel.tp} needs parallel.sequence_parallel=true, so "
+            "that each rank sends its own tokens: set it, or use ep=1"
         )
     if description.num_experts % ep:
         return f"parallel.ep={ep} must divide the model's {description.num_experts} experts: use another ep"

@@ -20,14 +20,14 @@ WITH_SINKS = tuple(name for name, limits in ATTENTION.items() if limits.has_sink
 WITHOUT_WINDOWS_OVER_CP = tuple(name for name, limits in ATTENTION.items() if not limits.has_windows_over_cp)
 
 
-def _family(asked: Combination) -> str | None:
-    implementation = asked.model.implementation
+def _family(combination: Combination) -> str | None:
+    implementation = combination.model.implementation
     known = tuple(TEXT_FAMILIES) if implementation == "transformers" else NEMO_FAMILIES
-    if asked.description.family in known or asked.description.multimodal is not None:
+    if combination.description.family in known or combination.description.multimodal is not None:
         return None
     return (
-        f"model.path: a {asked.description.family!r} model with implementation {implementation} is not supported: "
-        f"use one of {', '.join(known)}"
+        f"model.path: a {combination.description.family!r} model with implementation {implementation} is not "
+        f"supported: use one of {', '.join(known)}"
     )
 
 
@@ -52,8 +52,8 @@ NEMO = Rule(
 )
 
 
-def _quantized(asked: Combination) -> str | None:
-    method = asked.description.quantization
+def _quantized(combination: Combination) -> str | None:
+    method = combination.description.quantization
     if method in ("", *QUANTIZATIONS):
         return None
     return (
@@ -72,8 +72,8 @@ QUANTIZED = Rule(
 )
 
 
-def _noise(asked: Combination) -> str | None:
-    for name, size in asked.description.noise.items():
+def _noise(combination: Combination) -> str | None:
+    for name, size in combination.description.noise.items():
         return (
             f"model.path: config.json has {name}={size}, but training here is not random, so that log-probabilities "
             "are those that are trained: set it to 0"
@@ -88,8 +88,8 @@ NOISE = Rule(
 )
 
 
-def _bidirectional(asked: Combination) -> str | None:
-    if asked.description.is_bidirectional:
+def _bidirectional(combination: Combination) -> str | None:
+    if combination.description.is_bidirectional:
         return (
             "model.path: config.json has use_bidirectional_attention, but attention here is causal: use a causal model"
         )
@@ -103,9 +103,9 @@ BIDIRECTIONAL = Rule(
 )
 
 
-def _rotary(asked: Combination) -> str | None:
+def _rotary(combination: Combination) -> str | None:
     # As in transformers, "dynamic" may be a part of the name.
-    wrong = next((kind for kind in asked.description.rope_types if any(name in kind for name in BY_LENGTH)), None)
+    wrong = next((kind for kind in combination.description.rope_types if any(name in kind for name in BY_LENGTH)), None)
     if wrong is None:
         return None
     return (
@@ -121,18 +121,18 @@ ROTARY = Rule(
 )
 
 
-def _attention(asked: Combination) -> str | None:
-    name, dtype, cp = asked.model.attention, asked.model.dtype, asked.parallel.cp
+def _attention(combination: Combination) -> str | None:
+    name, dtype, cp = combination.model.attention, combination.model.dtype, combination.parallel.cp
     if name == "auto":
         return None
     limits = ATTENTION[name]
-    if asked.description.has_softcap and not limits.has_softcap:
+    if combination.description.has_softcap and not limits.has_softcap:
         return f"model.attention={name}: this model has a soft cap in its attention: use {' or '.join(WITH_SOFTCAP)}"
-    if asked.family.has_sinks and not limits.has_sinks:
+    if combination.family.has_sinks and not limits.has_sinks:
         return f"model.attention={name}: this model has sinks in its attention: use {' or '.join(WITH_SINKS)}"
     if limits.needs_cuda and dtype != "bfloat16":
         return f"model.attention={name} computes in bfloat16, not {dtype}: use model.attention=sdpa"
-    if asked.parallel.gathers_keys and asked.description.has_windows and not limits.has_windows_over_cp:
+    if combination.parallel.gathers_keys and combination.description.has_windows and not limits.has_windows_over_cp:
         return f"model.attention={name} with parallel.cp={cp}: it does not support sliding windows with cp: use varlen"
     return None
 
@@ -167,8 +167,8 @@ LINEAR_HEAD = Rule(
 )
 
 
-def _routers(asked: Combination) -> str | None:
-    moe, family, name = asked.model.moe, asked.family, asked.description.family
+def _routers(combination: Combination) -> str | None:
+    moe, family, name = combination.model.moe, combination.family, combination.description.family
     if moe.aux_loss and not (family.is_moe and not family.router_bias and family.router_gives_logits):
         return f"model.moe.aux_loss={moe.aux_loss}: a {name!r} model has no softmax router: set it to 0"
     if moe.bias_update_rate and not family.router_bias:
@@ -179,21 +179,20 @@ def _routers(asked: Combination) -> str | None:
     return None
 
 
-def _mtp(asked: Combination) -> str | None:
-    if asked.model.mtp is None:
+def _mtp(combination: Combination) -> str | None:
+    if combination.model.mtp is None:
         return None
     remedy = "remove model.mtp (exports keep its layers unchanged)"
-    if not asked.family.mtp_files:
-        return (
-            f"model.mtp: layers for multi-token prediction of {asked.description.family!r} cannot be trained: {remedy}"
-        )
-    if asked.model.lora is not None:
+    if not combination.family.mtp_files:
+        family = combination.description.family
+        return f"model.mtp: layers for multi-token prediction of {family!r} cannot be trained: {remedy}"
+    if combination.model.lora is not None:
         return f"model.mtp: its layer is trained in full, but model.lora freezes it: {remedy}"
-    if asked.model.implementation != "transformers":
+    if combination.model.implementation != "transformers":
         return f"model.mtp: only transformers' classes have its layer: {remedy}"
-    if asked.model.num_labels is not None:
+    if combination.model.num_labels is not None:
         return f"model.mtp: it needs the vocabulary head, which model.num_labels replaces: {remedy}"
-    if asked.description.multimodal is not None:
+    if combination.description.multimodal is not None:
         return f"model.mtp: it does not work with encoders: {remedy}, or train the text model with model.text_only=true"
     return None
 
@@ -206,12 +205,12 @@ MTP = Rule(
 )
 
 
-def _indexer(asked: Combination) -> str | None:
-    if asked.model.indexer is None:
+def _indexer(combination: Combination) -> str | None:
+    if combination.model.indexer is None:
         return None
-    if not asked.family.index_rotary:
-        return f"model.indexer: a {asked.description.family!r} model has no indexers: remove it"
-    if asked.model.lora is not None:
+    if not combination.family.index_rotary:
+        return f"model.indexer: a {combination.description.family!r} model has no indexers: remove it"
+    if combination.model.lora is not None:
         return "model.indexer: indexers are trained in full, but model.lora freezes them: remove model.indexer"
     return None
 
@@ -229,8 +228,8 @@ ROUTERS = Rule(
 )
 
 
-def _lora(asked: Combination) -> str | None:
-    lora = asked.model.lora
+def _lora(combination: Combination) -> str | None:
+    lora = combination.model.lora
     if lora is None:
         return None
     if "lm_head" in lora.targets:
@@ -249,20 +248,20 @@ LORA = Rule(
 )
 
 
-def _stored_base(asked: Combination) -> str | None:
-    lora = asked.model.lora
-    if lora is None or lora.base != "stored" or asked.description.quantization:
+def _stored_base(combination: Combination) -> str | None:
+    lora = combination.model.lora
+    if lora is None or lora.base != "stored" or combination.description.quantization:
         return None
     return "model.lora.base=stored: the checkpoint has no quantized weights: use plain, or nf4 to quantize them"
 
 
-BASE_IN_FEW_BITS = Rule(
-    "adapters on a base in few bits",
+QUANTIZED_BASE = Rule(
+    "adapters on a quantized base",
     "linear layers and experts of decoder layers, without routers and indexers: nf4, with rows of multiples of 64 "
     "values (weights published in nf4 with blocks of 64 keep their codes); or as they are stored in fp8 (scales of "
     "tensors, rows, or blocks of multiples of 128 columns), MXFP4 or nf4; with pp, cp, ep, dp, and tp where ranks "
     "have whole blocks",
     _stored_base,
-    features=(f.BASE_IN_FEW_BITS,),
+    features=(f.QUANTIZED_BASE,),
 )
 LORA_DROPOUT = Rule("dropout of adapters", "in training", features=(f.LORA_DROPOUT,))

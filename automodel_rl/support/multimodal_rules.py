@@ -9,28 +9,30 @@ from automodel_rl.support.combination import Combination
 from automodel_rl.support.rule import Rule
 
 
-def _multimodal(asked: Combination) -> str | None:
-    multimodal, model = asked.description.multimodal, asked.model
+def _multimodal(combination: Combination) -> str | None:
+    multimodal, model = combination.description.multimodal, combination.model
     if multimodal is None:
-        return _without_encoder(asked)
+        return _without_encoder(combination)
     family, name = MULTIMODAL_FAMILIES[multimodal], f"a {multimodal!r} model"
-    if asked.run is not None and _sets_pixels(asked.run) and not family.has_pixel_limits:
+    if combination.run is not None and _sets_pixels(combination.run) and not family.has_pixel_limits:
         return f"data.min_pixels and data.max_pixels: {name} has no image processor with limits: remove them"
-    if asked.description.family not in family.known_languages:
+    if combination.description.family not in family.known_languages:
         return (
-            f"model.path: {name} with a {asked.description.family!r} language model is not supported: use one with "
-            f"{', '.join(family.known_languages)}"
+            f"model.path: {name} with a {combination.description.family!r} language model is not supported: use one "
+            f"with {', '.join(family.known_languages)}"
         )
-    for component, encoder in asked.description.encoders.items():
+    for component, encoder in combination.description.encoders.items():
         known = family.model_types(component)
         if encoder.kind not in known:
             return f"model.path: {name} with a {encoder.kind!r} encoder is not supported: use {', '.join(known)}"
-    if problem := _names(asked, name):
+    if problem := _names(combination, name):
         return problem
-    if {*model.frozen} == {*asked.description.encoders, "projector", "language"}:
+    if {*model.frozen} == {*combination.description.encoders, "projector", "language"}:
         return "model.frozen: all parts are frozen and nothing is left to train: remove one"
-    layouts = {} if asked.components is None else asked.components.encoders
-    found = (_layout(asked, family, which, layouts[which].tp) for which in asked.description.encoders if layouts)
+    layouts = {} if combination.components is None else combination.components.encoders
+    found = (
+        _layout(combination, family, which, layouts[which].tp) for which in combination.description.encoders if layouts
+    )
     return next((problem for problem in found if problem), None)
 
 
@@ -38,27 +40,27 @@ def _sets_pixels(run: RunConfig) -> bool:
     return run.data.min_pixels is not None or run.data.max_pixels is not None
 
 
-def _names(asked: Combination, name: str) -> str | None:
+def _names(combination: Combination, name: str) -> str | None:
     """Refuses unknown encoder names, and layouts that omit an encoder."""
-    known = [*asked.description.encoders]
+    known = [*combination.description.encoders]
     for other in ("vision", "audio"):
         if other in known:
             continue
-        if other in asked.model.frozen:
+        if other in combination.model.frozen:
             return f"model.frozen: {name} has no encoder {other}: name {', '.join([*known, 'projector', 'language'])}"
-        if asked.model.lora is not None and other in asked.model.lora.targets:
+        if combination.model.lora is not None and other in combination.model.lora.targets:
             return f"model.lora.targets: {name} has no encoder {other}: remove it"
-    if asked.components is not None and [*asked.components.encoders] != known:
+    if combination.components is not None and [*combination.components.encoders] != known:
         return (
             f"components: {name} has {', '.join([*known, 'language'])}, but layouts are set for "
-            f"{', '.join([*asked.components.encoders, 'language'])}: set one for each"
+            f"{', '.join([*combination.components.encoders, 'language'])}: set one for each"
         )
     return None
 
 
-def _layout(asked: Combination, family: Multimodal, which: EncoderName, tp: int) -> str | None:
+def _layout(combination: Combination, family: Multimodal, which: EncoderName, tp: int) -> str | None:
     """Refuses a layout that an encoder does not support."""
-    encoder = asked.description.encoders[which]
+    encoder = combination.description.encoders[which]
     known = next(known for known in family.encoders[which] if encoder.kind in known.model_types)
     if tp > 1 and not known.tp_plan:
         return f"components.{which}.tp={tp}: {known.title} is not split over tp: use dp_shard"
@@ -67,16 +69,16 @@ def _layout(asked: Combination, family: Multimodal, which: EncoderName, tp: int)
     return None
 
 
-def _without_encoder(asked: Combination) -> str | None:
-    name = f"a {asked.description.family!r} model"
-    if asked.components is not None:
+def _without_encoder(combination: Combination) -> str | None:
+    name = f"a {combination.description.family!r} model"
+    if combination.components is not None:
         return f"components: {name} has one component: set its layout in parallel"
-    lora = asked.model.lora
+    lora = combination.model.lora
     if lora is not None and {"vision", "audio", "projector"} & {*lora.targets}:
         return f"model.lora.targets: {name} has no encoder: remove vision, audio and projector"
-    if asked.run is not None and _sets_pixels(asked.run):
+    if combination.run is not None and _sets_pixels(combination.run):
         return f"data.min_pixels and data.max_pixels: {name} reads no images: remove them"
-    return f"model.frozen: {name} has no encoder: remove it" if asked.model.frozen else None
+    return f"model.frozen: {name} has no encoder: remove it" if combination.model.frozen else None
 
 
 _VIDEOS = ", ".join(name for name, family in MULTIMODAL_FAMILIES.items() if family.reads_videos)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from automodel_rl.support.capabilities import without
+from automodel_rl.support.capabilities import incompatible_with
 from automodel_rl.support.combination import Combination
 from automodel_rl.support.features import Feature
 
@@ -28,5 +28,5 @@ class Rule:
     features: tuple[Feature, ...] = ()
 
     def __str__(self) -> str:
-        excluded = without(*self.features)
+        excluded = incompatible_with(*self.features)
         return f"| {self.feature} | {self.supported}{f'; not with {excluded}' if excluded else ''} |"

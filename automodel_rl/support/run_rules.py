@@ -6,11 +6,11 @@ from automodel_rl.support.model_rules import MOE_FAMILIES
 from automodel_rl.support.rule import Rule
 
 
-def _router_replay(asked: Combination) -> str | None:
-    run = asked.generation
-    if run is None or not run.router_replay.enabled or asked.description.num_experts:
+def _router_replay(combination: Combination) -> str | None:
+    run = combination.generation
+    if run is None or not run.router_replay.enabled or combination.description.num_experts:
         return None
-    name = asked.description.family
+    name = combination.description.family
     return f"router_replay.enabled=true: a {name!r} model has no routers: set it to false, or use a mixture"
 
 
@@ -26,8 +26,8 @@ JOINED = Rule("generators that join (grpo)", "every supported model", features=(
 SERVERS = Rule("vLLM servers (grpo)", "every supported model", features=(f.SERVERS,))
 
 
-def _rollout_length(asked: Combination) -> str | None:
-    run, context = asked.generation, asked.description.context
+def _rollout_length(combination: Combination) -> str | None:
+    run, context = combination.generation, combination.description.context
     if run is None or context is None:
         return None
     longest = run.longest_sequence
@@ -43,9 +43,9 @@ ROLLOUT_LENGTH = Rule(
 )
 
 
-def _rollout_offload(asked: Combination) -> str | None:
-    run = asked.run
-    if run is None or run.generation is not None or asked.memory.offload is None:
+def _rollout_offload(combination: Combination) -> str | None:
+    run = combination.run
+    if run is None or run.generation is not None or combination.memory.offload is None:
         return None
     return "memory.offload.during=rollout: only grpo and ppo have rollouts: remove memory.offload"
 
@@ -60,8 +60,8 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks for which vLLM allocates slots; other ranks take the next larger one."""
 
 
-def _adapters_alone(asked: Combination) -> str | None:
-    run, lora = asked.generation, asked.model.lora
+def _adapters_alone(combination: Combination) -> str | None:
+    run, lora = combination.generation, combination.model.lora
     if run is None or run.weight_sync.adapters != "alone":
         return None
     if lora is None:

@@ -6,7 +6,7 @@ config.
 
 from automodel_rl.errors import InputError
 from automodel_rl.support import layout_rules, model_rules, multimodal_rules, run_rules
-from automodel_rl.support.capabilities import refuse_pairs
+from automodel_rl.support.capabilities import refuse_incompatible_pairs
 from automodel_rl.support.combination import Combination
 
 RULES = (
@@ -41,7 +41,7 @@ RULES = (
     layout_rules.COMPILED,
     model_rules.LORA,
     model_rules.LORA_DROPOUT,
-    model_rules.BASE_IN_FEW_BITS,
+    model_rules.QUANTIZED_BASE,
     model_rules.FLOAT8,
     model_rules.NARROW_MASTERS,
     model_rules.ROUTERS,
@@ -60,16 +60,16 @@ RULES = (
 
 REFUSALS = (
     *(rule.refusal for rule in RULES[:2] if rule.refusal is not None),
-    refuse_pairs,
+    refuse_incompatible_pairs,
     *(rule.refusal for rule in RULES[2:] if rule.refusal is not None),
 )
 """Checks in the order in which they run. The first two ensure that the family is known, which the others rely on."""
 
 
-def check_supported(asked: Combination) -> None:
+def check_supported(combination: Combination) -> None:
     """Checks a combination against all rules. Raises InputError with the message of the first violated one."""
     for refusal in REFUSALS:
-        if (message := refusal(asked)) is not None:
+        if (message := refusal(combination)) is not None:
             raise InputError(message)
 
 

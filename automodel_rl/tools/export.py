@@ -15,13 +15,13 @@ from automodel_rl.checkpoint.state import BUFFER, WEIGHT
 from automodel_rl.checkpoint.storage import SafetensorsReader
 from automodel_rl.config import ModelConfig, RunConfig, load_config
 from automodel_rl.config.load import parse_overrides
-from automodel_rl.data.ends import NewEnds, new_ends
 from automodel_rl.data.padding import padding_of
+from automodel_rl.data.stop_tokens import NewStopTokens, new_stop_tokens
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import empty_parts
 from automodel_rl.families.classifier import is_classifier
 from automodel_rl.families.known import language_config
-from automodel_rl.files import check_place, new_folder
+from automodel_rl.files import check_writable, new_folder
 from automodel_rl.hf.adapter_pieces import adapter_pieces, one_by_one
 from automodel_rl.hf.find import ModelFiles, find_model
 from automodel_rl.hf.names import to_hf
@@ -65,7 +65,7 @@ def export(checkpoint: Path, out: Path, overrides: Sequence[str] = (), adapters:
     """
     if os.path.lexists(out):
         raise InputError(f"{out}: already exists; export creates its own folder, so name a new one")
-    check_place(out, str(out))
+    check_writable(out, str(out))
     checkpoint = _newest_in(checkpoint)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _export_adapters(checkpoint, out, overrides, adapters)
@@ -118,14 +118,14 @@ def _with_ends(
     variables: Mapping[str, Any] | None = None,
     *,
     adapters: bool,
-) -> tuple[PreTrainedTokenizerBase, NewEnds]:
+) -> tuple[PreTrainedTokenizerBase, NewStopTokens]:
     """Returns the tokenizer to save and the end tokens after training. Sets the padding token in a classifier's
     config."""
     if not is_classifier(whole):
-        return tokenizer, new_ends(folder, whole, tokenizer, variables, adapters=adapters)
+        return tokenizer, new_stop_tokens(folder, whole, tokenizer, variables, adapters=adapters)
     padding = padding_of(whole, tokenizer, variables)
     whole.pad_token_id = whole.pad_token_id if padding.token is None else padding.token
-    return padding.tokenizer, NewEnds((), padding.note)
+    return padding.tokenizer, NewStopTokens((), padding.note)
 
 
 def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[str] = ()) -> Checkpoint:
@@ -135,7 +135,7 @@ def open_weights(files: ModelFiles, config: PretrainedConfig, pickled: Sequence[
         pickled: names of pickled weight files that may be read.
     """
     weights = Checkpoint(files, config, pickled)
-    if weights.family.file_names.turns_experts:
+    if weights.family.file_names.files_transpose_experts:
         for part in empty_parts(config, torch.bfloat16, ModelConfig(path=str(files.folder))):
             weights.check(part)
     return weights
@@ -238,7 +238,7 @@ def _export_published(version: Path, out: Path, overrides: Sequence[str]) -> Non
     config = read_config(files.folder)
     tokenizer = load_tokenizer(files.tokenizer_folder, language_config(config).vocab_size)
     tensors: dict[str, Tensor] = {}
-    number = PublishedWeights(version.parent).bring(tensors, int(version.name))
+    number = PublishedWeights(version.parent).load_version(tensors, int(version.name))
     dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     weights = open_weights(files, config)
     foreign = weights.unused(empty_parts(config, dtype, ModelConfig(path=str(files.folder))))

@@ -43,11 +43,11 @@ _TRAIN = (
     "[--dotted.key value ...]",
     TRAINING,
 )
-_OF_TRAINING = ("--resume", "--launcher", "--max-minutes", "--show", "--help")
+_TRAINING_OPTIONS = ("--resume", "--launcher", "--max-minutes", "--show", "--help")
 
 
 def _training(brief: str) -> Command:
-    return Command(_TRAIN[0], brief, _TRAIN[1], _OF_TRAINING)
+    return Command(_TRAIN[0], brief, _TRAIN[1], _TRAINING_OPTIONS)
 
 
 COMMANDS: dict[str, Command] = {
@@ -79,6 +79,14 @@ COMMANDS: dict[str, Command] = {
         "It looks at the data's columns and lengths, the model's chat template, and the GPUs of this machine or those "
         "that you name. The config is checked before it is written.",
         ("--out", "--gpus", "--device"),
+    ),
+    "convert": Command(
+        "FILE [--out converted.yaml] [--algorithm sft|dpo|kto|reward|grpo|ppo] [--gpus N]",
+        "writes a config from a config or script of TRL, axolotl, LLaMA-Factory, verl or NeMo RL",
+        "FILE is YAML, JSON or a shell script. Settings without a counterpart are listed with the reason, on screen "
+        "and at the end of the config. --algorithm says what to train if the file does not; --gpus how many GPUs the "
+        "run had, by which batch sizes per device are multiplied.",
+        ("--out", "--algorithm", "--gpus"),
     ),
     "verify": Command(
         "CONFIG.yaml | --config MODEL_FOLDER [--family-like NAME] [--launcher ray|local] [--json] "

@@ -20,11 +20,11 @@ from automodel_rl.data.records import READERS, Text, chats_of
 from automodel_rl.data.sources import open_source
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.fit import GIB, fit_to_device
-from automodel_rl.files import check_place, write_complete, written
+from automodel_rl.files import as_input_error, check_writable, write_atomic
 from automodel_rl.hf.opened_model import OpenedModel
 from automodel_rl.tools.plan.devices import find_device
 
-MAX_LOOKED_AT = 200
+MAX_SAMPLED_RECORDS = 200
 """Number of records measured."""
 
 MIN_ON_CPU = 2048
@@ -70,7 +70,7 @@ ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "t
 LEARNING_RATES = {"sft": 1e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-5, "grpo": 1e-6, "ppo": 1e-6}
 """Peak learning rates for full training of a model whose hidden size is `WIDTH`."""
 
-OF_ADAPTERS = 10
+ADAPTER_LR_FACTOR = 10
 """Learning-rate factor for adapters (Schulman et al., "LoRA without regret", thinkingmachines.ai/blog/lora)."""
 
 WIDTH = 2048
@@ -97,7 +97,7 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
         )
     if os.path.lexists(out):
         raise InputError(f"{out}: already exists: pass another file to --out")
-    check_place(out.parent, f"--out {out}")
+    check_writable(out.parent, f"--out {out}")
     opened_model = OpenedModel.open(ModelConfig(path=model))
     source = SourceConfig(path=data)
     opened = open_source(source)
@@ -125,9 +125,9 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     values["optimizer"]["lr"] = peak_learning_rate(algorithm, opened_model.language.hidden_size, has_adapters)
     config: RunConfig = check_config(ALGORITHMS[algorithm], values)
     notes += [f"warning: {warning}" for warning in check_chats(config, opened_model, check_data(config))]
-    with written(f"--out {out}"):
+    with as_input_error(f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_complete(out, _text(values, [f"{len(opened):,} records, {lengths.said}", *notes]))
+        write_atomic(out, _text(values, [f"{len(opened):,} records, {lengths.said}", *notes]))
     print(f"{out}: a config for {algorithm} of {model} on {data}")
     for note in notes:
         print(note)
@@ -140,7 +140,7 @@ def _size_of_batch(algorithm: str) -> str:
 
 def peak_learning_rate(algorithm: str, width: int, has_adapters: bool) -> float:
     """Returns the default peak learning rate for a model of hidden size `width`, rounded to one digit."""
-    rate = LEARNING_RATES[algorithm] * (OF_ADAPTERS if has_adapters else 1) * max(1.0, WIDTH / width)
+    rate = LEARNING_RATES[algorithm] * (ADAPTER_LR_FACTOR if has_adapters else 1) * max(1.0, WIDTH / width)
     return float(f"{rate:.0e}")
 
 
@@ -224,9 +224,9 @@ def _lengths_of_records(algorithm: str, values: dict[str, Any], model: OpenedMod
     config = check_config(ALGORITHMS[algorithm], trial)
     (source,) = config.data.train
     chat, opened = open_chat_tokenizer(config, model), open_source(source)
-    write = chat.opening if READS[algorithm] == "prompts" else chat
+    write = chat.generation_prompt if READS[algorithm] == "prompts" else chat
     records = []
-    for number in range(min(MAX_LOOKED_AT, len(opened))):
+    for number in range(min(MAX_SAMPLED_RECORDS, len(opened))):
         where = opened.where(number)
         held = READERS[READS[algorithm]](opened[number], source, where)
         if isinstance(held, Text):

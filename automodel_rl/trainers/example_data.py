@@ -7,11 +7,11 @@ from typing import cast
 from automodel_rl.batch import Batch
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.algorithms import DistillConfig, DPOConfig, KTOConfig, RewardModelConfig, SFTConfig
-from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.examples import DATASETS, ExampleDataset
 from automodel_rl.data.loader import ExampleLoader, LoadedStep
 from automodel_rl.data.sampler import Order
 from automodel_rl.data.show import ShownExample, examples_of
+from automodel_rl.data.stop_tokens import completion_stop_ids
 from automodel_rl.errors import InputError
 from automodel_rl.trainers.left_out import LeftOut
 from automodel_rl.trainers.run import Run
@@ -37,7 +37,7 @@ class ExampleData:
         self.left_out = LeftOut(run.say)
         self.config = cast(SFTConfig | DPOConfig | KTOConfig | RewardModelConfig | DistillConfig, run.config)
         config = self.config
-        self.kind = DATASETS[config.reads]
+        self.kind = DATASETS[config.record_type]
         self.train = self._loader(config.data.train, config.seed if config.data.shuffle else None, config.length.epochs)
         self.total_steps = config.length.steps or len(self.train.sampler)
         if self.total_steps == 0:
@@ -82,7 +82,7 @@ class ExampleData:
         for step in loaded:
             parts.append([*itertools.islice(rows, len(step.batch))])
         sequences = [sequence for step in loaded for sequence in step.batch.sequences]
-        return Batch(sequences, together=self.kind.together, parts=parts)
+        return Batch(sequences, sequences_per_example=self.kind.sequences_per_example, parts=parts)
 
     def every_record(self, sources: Sequence[SourceConfig]) -> Iterator[LoadedStep]:
         """Loads every record of some sources once, ignoring the sources' weights."""
@@ -103,7 +103,7 @@ class ExampleData:
         # A prompt is empty if the chat starts with the assistant; it may exceed the size of a microbatch.
         fitting = [(prompt, expected) for prompt, expected in prompts if 0 < len(prompt) < config.batch.capacity]
         handle, variables = run.handle, config.data.chat_template_kwargs
-        ends = completion_ends(handle.source, handle.whole_config, run.tokenizer, variables)
+        ends = completion_stop_ids(handle.source, handle.whole_config, run.tokenizer, variables)
         return greedy_samples(run.policy, run.tokenizer, fitting, config.observe.sample_tokens, ends, run.say)
 
     def _dataset(self, sources: Sequence[SourceConfig]) -> ExampleDataset:
@@ -113,7 +113,7 @@ class ExampleData:
     def _loader(self, sources: Sequence[SourceConfig], seed: int | None, epochs: float | None) -> ExampleLoader:
         return ExampleLoader(
             self._dataset(sources),
-            self.config.sequences_per_step // self.kind.together,
+            self.config.sequences_per_step // self.kind.sequences_per_example,
             Order(seed, epochs),
             num_workers=self._num_workers,
         )

@@ -63,7 +63,7 @@ def grpo(policy: Policy, fleet: Fleet, run: Run) -> Path:
             parts = [part for epoch in epochs for part in epoch.split()]
             replay, places = bool(batch.routes), online.places(step, len(parts))
             outputs = [
-                policy.train_step(part, loss, readout, replay=replay, place=place)
+                policy.train_step(part, loss, readout, replay=replay, step_index=place)
                 for part, place in zip(parts, places, strict=True)
             ]
         online.end(step, outputs, epochs)

@@ -15,8 +15,8 @@ from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.weight_probe import WeightProbe
 from automodel_rl.losses import LossFn, grpo_loss
-from automodel_rl.losses.disagreement import effective_sample_size
 from automodel_rl.losses.policy_gradient import UNCERTAIN, uncertain_tokens
+from automodel_rl.losses.rollout_mismatch import effective_sample_size
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.groups import Group
 from automodel_rl.trainers.rollout_batch import counted, details_of

@@ -54,7 +54,7 @@ def ppo(policy: Policy, fleet: Fleet, run: Run) -> Path:
             with step.time("critic"):
                 places = online.places(step, len(parts))
                 of_critic = [
-                    critic.train_step(part, critic_loss, SCORES, place=place)
+                    critic.train_step(part, critic_loss, SCORES, step_index=place)
                     for part, place in zip(parts, places, strict=True)
                 ]
         online.write_details(step, groups, batch, torch.stack([one.mean() for one in batch["advantages"]]))
@@ -63,7 +63,7 @@ def ppo(policy: Policy, fleet: Fleet, run: Run) -> Path:
             with step.time("train"):
                 replay, places = bool(batch.routes), online.places(step, len(parts), warmup_steps)
                 outputs = [
-                    policy.train_step(part, loss, readout, replay=replay, place=place)
+                    policy.train_step(part, loss, readout, replay=replay, step_index=place)
                     for part, place in zip(parts, places, strict=True)
                 ]
         record_critic(step, of_critic)

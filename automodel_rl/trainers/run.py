@@ -17,6 +17,7 @@ from automodel_rl.data.checks import reader_of
 from automodel_rl.data.prompts import PromptStream
 from automodel_rl.data.show import ShownExample
 from automodel_rl.errors import JobEndedError, StoppedError
+from automodel_rl.files import write_atomic
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
@@ -157,7 +158,13 @@ class Run:
             InputError: a tool, the environment or a reward cannot be started.
         """
         rollouts = Rollouts(
-            self.config, fleet, rewards, self.chat.template, self.directory.environments, self.timeline.add
+            self.config,
+            fleet,
+            rewards,
+            self.chat.template,
+            self.directory.environments,
+            self.timeline.add,
+            self.say,
         )
         self._open.callback(rollouts.close)
         return rollouts
@@ -243,10 +250,12 @@ class Run:
             self._warn_of_a_long_warmup()
             self._warn_of_another_rate()
             if self.step == 0 and baseline is not None:
+                self.phase("measuring the untrained model")
                 with flight.top_phase("baseline"):
                     self._write({"step": 0, **baseline()})
                     self.timeline.take(time.time())  # discards the baseline's spans
             first = self.step + 1
+            self.phase("training" + (": the first step also compiles layers" if self.handle.memory.compile else ""))
             while not self.is_over:
                 self.step += 1
                 is_early = self.step < first + EARLY
@@ -304,7 +313,7 @@ class Run:
             self.directory.create(self.total_steps)
             others = make_trackers(self.config.observe, self.directory, self.step)
             self.trackers = [MetricsFile(self.directory.metrics, self.step), *others]
-            self.policy.keep_notes(self.directory.flights)
+            self.policy.record_flight_in(self.directory.flights)
             for tracker in self.trackers:
                 stack.callback(tracker.close)
             yield
@@ -382,6 +391,12 @@ class Run:
         """Prints `text` as a permanent line on the console."""
         self.progress.say(text)
 
+    def phase(self, text: str) -> None:
+        """Shows what the run is doing until its next step: on the console, and on the page of a run that is watched."""
+        self.progress.phase(text)
+        with contextlib.suppress(OSError):
+            write_atomic(self.directory.phase, text)
+
     def save_checkpoint(self, metric: float | None = None) -> None:
         """Saves a checkpoint of this step. `metric` is the value of the goal's metric; None if it was not measured."""
         with flight.phase("checkpoint"):
@@ -407,7 +422,7 @@ class Run:
             with flight.top_phase("loading the best checkpoint"):
                 self._load_best()
         with flight.top_phase("saving the model"):
-            self.say(f"saving the model to {self.directory.final}")
+            self.phase(f"saving the model to {self.directory.final}")
             note = self.policy.save(self.directory.final)
         if note:
             self.say(f"{self.directory.final}: {note}")

@@ -23,7 +23,7 @@ from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.run_directory import RunDirectory
 from automodel_rl.observe.run_files import step_of
 from automodel_rl.policy.policy import Policy
-from automodel_rl.policy.policy_rank import Settled
+from automodel_rl.policy.policy_rank import CheckpointStatus
 from automodel_rl.trainers.further_checkpoints import FurtherCheckpoints
 
 AUTO, NEVER = "auto", "never"
@@ -292,7 +292,7 @@ class RunCheckpoints:
         if it succeeded or is not done."""
         if self._in_flight is None:
             return None
-        settled: Settled = self._ask("settle_checkpoint", waits)
+        settled: CheckpointStatus = self._ask("checkpoint_status", waits)
         if not settled.is_done:
             return None
         written, self._in_flight, self.seconds = self._in_flight, None, settled.seconds

@@ -15,7 +15,7 @@ from automodel_rl.config import RunConfig
 from automodel_rl.engine import TrainOutput
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.timeline import TRAINER, StepTimeline
-from automodel_rl.losses.disagreement import EXTREMES
+from automodel_rl.losses.rollout_mismatch import EXTREMES
 from automodel_rl.model.flops import peak_flops
 from automodel_rl.model.handle import ModelHandle
 from automodel_rl.observe.peak_memory import peak_memory

@@ -129,8 +129,8 @@ class StepRollouts:
             self.fleet.restore()
             self.run.abandon_step(before)
             raise
-        if self.fleet.given_up:
-            step.metrics["rollout/lost_generators"] = len(self.fleet.given_up)
+        if self.fleet.postponed:
+            step.metrics["rollout/lost_generators"] = len(self.fleet.postponed)
         step.metrics["data/num_overlong_prompts"] = self.prompts.num_overlong
         step.metrics["data/num_bad_records"] = self.prompts.num_refused
         self._mention_overlong()
@@ -236,7 +236,7 @@ class StepRollouts:
     def warn(self, step: Step) -> None:
         if self.fleet.warning:
             self._say_once("memory", self.fleet.warning)
-        for rank, problem in self.fleet.given_up.items():
+        for rank, problem in self.fleet.postponed.items():
             self._say_once(
                 f"lost {rank}",
                 f"warning: the generator of rank {rank} does not recover ({problem}): others generate its share, and "
@@ -244,7 +244,7 @@ class StepRollouts:
             )
         for what, note in self.queue.rollouts.notes.items():
             self._say_once(f"agents {what}", note)
-        agents = [one for one in conversations_of(self._generated) if one.is_of_agent]
+        agents = [one for one in conversations_of(self._generated) if one.is_agent_episode]
         if forked := why_forked(agents):
             self._say_once("forks", forked)
         if self.signal.num_steps == 1:

@@ -19,7 +19,7 @@ from automodel_rl.config.algorithms import (
     RewardModelConfig,
     SFTConfig,
 )
-from automodel_rl.errors import InputError, JobEndedError, innermost, line_of_caller
+from automodel_rl.errors import InputError, JobEndedError, describe_root_cause, line_of_caller
 from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.fleet_rank import FleetRank
 from automodel_rl.generators.vllm_child import start_early
@@ -160,7 +160,9 @@ def open_loop(file: Path) -> Callable[..., Any]:
     try:
         module = importlib.import_module(file.stem)
     except Exception as error:
-        raise InputError(f"run {file}: cannot be imported ({innermost(error)}{line_of_caller(error)})") from error
+        raise InputError(
+            f"run {file}: cannot be imported ({describe_root_cause(error)}{line_of_caller(error)})"
+        ) from error
     if Path(module.__file__ or "").absolute() != file.absolute():
         raise InputError(f"run {file}: Python has another module named {file.stem}: rename the file")
     main = vars(module).get("main")

@@ -8,8 +8,8 @@ from typing import Any
 
 from automodel_rl.batch import single_media_tokens
 from automodel_rl.config.algorithms import OnlineConfig
-from automodel_rl.data.ends import completion_ends
 from automodel_rl.data.prompts import Prompt
+from automodel_rl.data.stop_tokens import completion_stop_ids
 from automodel_rl.errors import RolloutError, StoppedError
 from automodel_rl.observe.metrics import MEASURED
 from automodel_rl.rollout.evaluations.evaluations import Evaluations
@@ -63,7 +63,7 @@ class Validation:
             run.policy,
             rollouts.fleet,
             run.tokenizer,
-            completion_ends(handle.source, handle.whole_config, run.tokenizer, variables),
+            completion_stop_ids(handle.source, handle.whole_config, run.tokenizer, variables),
             min(config.longest_sequence, run.policy.packing.capacity),
             mixed_seed("evaluation", config.seed) % 2**31,
             str(handle.source),
@@ -224,7 +224,7 @@ class Validation:
         pairs = [(prompt, group) for prompt, group in zip(self.prompts, measured, strict=True) if group]
         scores = [rollout.score for _, group in pairs for rollout in group]
         of_prompts = [[rollout.score for rollout in group] for _, group in pairs]
-        rates = {} if self.config.passing is None else pass_rates(of_prompts, *self.config.passing)
+        rates = {} if self.config.pass_criterion is None else pass_rates(of_prompts, *self.config.pass_criterion)
         return {
             "val/reward_mean": sum(score.total for score in scores) / len(scores),
             "val/failed": len(failed),
@@ -243,7 +243,7 @@ class Validation:
                 continue
             scores = [score for of_prompt in of_source for score in of_prompt]
             found[f"val/{name}/reward_mean"] = sum(score.total for score in scores) / len(scores)
-            rates = {} if self.config.passing is None else pass_rates(of_source, *self.config.passing)
+            rates = {} if self.config.pass_criterion is None else pass_rates(of_source, *self.config.pass_criterion)
             found |= {f"val/{name}/{rate}": value for rate, value in rates.items()}
         return found
 

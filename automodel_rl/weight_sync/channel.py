@@ -23,7 +23,7 @@ class Channel(Protocol):
     def receive(self) -> Message: ...
 
 
-def tell(channel: Channel, verb: Verb, *arguments: Any) -> None:
+def send_call(channel: Channel, verb: Verb, *arguments: Any) -> None:
     """Sends a call. An answer must be received by `expect`. Raises WeightSyncError if the generator is gone."""
     channel.send(Call(verb, arguments))
 
@@ -49,11 +49,11 @@ def expect(channel: Channel, verb: Verb, seconds: float, watch: Callable[[], Non
 
 def call(channel: Channel, verb: Verb, *arguments: Any, seconds: float) -> Any:
     """Sends a call, and returns the value of its answer."""
-    tell(channel, verb, *arguments)
+    send_call(channel, verb, *arguments)
     return expect(channel, verb, seconds)
 
 
-def greet(channel: Channel, plans: Sequence[Plan], seconds: float) -> None:
+def handshake(channel: Channel, plans: Sequence[Plan], seconds: float) -> None:
     """Drops answers to earlier syncs, and agrees with the generator on the senders' plans."""
     hello = Hello(next(_GREETINGS))
     channel.send(hello)
@@ -67,11 +67,11 @@ def greet(channel: Channel, plans: Sequence[Plan], seconds: float) -> None:
 _GREETINGS = itertools.count()
 
 
-def patience(seconds: float) -> float:
+def generator_timeout(seconds: float) -> float:
     """Returns how long a generator waits for its rank: longer than `seconds`, as other ranks may delay it."""
     return 2 * seconds + 5
 
 
-def end_quietly(channel: Channel) -> None:
+def abort_quietly(channel: Channel) -> None:
     with contextlib.suppress(WeightSyncError):
-        tell(channel, "give_up")
+        send_call(channel, "abort")

@@ -38,14 +38,14 @@ def checksum(elements: Tensor, start: int = 0) -> Tensor:
     return total
 
 
-def change_of_checksum(before: np.ndarray, after: np.ndarray, places: np.ndarray) -> int:
+def change_of_checksum(before: np.ndarray, after: np.ndarray, indices: np.ndarray) -> int:
     """Returns the change of a tensor's checksum when some elements change.
 
     Args:
         before, after: [n] signed integers; the bits of these elements.
-        places: [n] int64; their indices in the flattened tensor.
+        indices: [n] int64; their indices in the flattened tensor.
     """
-    return int(((after.astype(np.int64) - before) * (2 * places + 1)).sum())
+    return int(((after.astype(np.int64) - before) * (2 * indices + 1)).sum())
 
 
 def _sum_on_cpu(bits: np.ndarray, start: int) -> int:

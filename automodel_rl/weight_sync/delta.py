@@ -46,10 +46,10 @@ def changes_of(delta: bytes, numel: int, itemsize: int) -> tuple[np.ndarray, np.
     mask = np.frombuffer(delta, np.uint8, min(size, len(delta)))
     some = np.flatnonzero(mask != 0)  # most eights have no change in them
     changed = np.flatnonzero(np.unpackbits(mask[some], bitorder="little").view(bool))
-    places = 8 * some[changed >> 3] + (changed & 7)
-    if len(delta) - size != len(places) * itemsize or (len(places) and places[-1] >= numel):
-        raise ValueError(f"a delta of {len(delta)} bytes does not fit {numel} numbers with {len(places)} changes")
-    return places, np.frombuffer(delta, f"i{itemsize}", offset=size)
+    indices = 8 * some[changed >> 3] + (changed & 7)
+    if len(delta) - size != len(indices) * itemsize or (len(indices) and indices[-1] >= numel):
+        raise ValueError(f"a delta of {len(delta)} bytes does not fit {numel} numbers with {len(indices)} changes")
+    return indices, np.frombuffer(delta, f"i{itemsize}", offset=size)
 
 
 def num_changed(delta: bytes | None, numel: int, itemsize: int) -> int:

@@ -46,7 +46,7 @@ class GeneratorEnd:
                     self.answer(message)
                 case Call("begin", (version, seconds)):
                     self._sync(version, seconds)
-                case Call("bucket" | "receive" | "commit" | "give_up"):
+                case Call("bucket" | "receive" | "commit" | "abort"):
                     pass  # left over from a weight sync that failed
                 case Call(verb, arguments):
                     self.answer(Answer(verb, self._do(verb, arguments)))
@@ -62,8 +62,8 @@ class GeneratorEnd:
                 return self.receiver.agree(*arguments)
             case "open_buffers":
                 return self._open(*arguments)
-            case "make_room":
-                return self._make_room(*arguments)
+            case "allocate_buffers":
+                return self._allocate_buffers(*arguments)
             case "join":
                 return self._join(*arguments)
             case "leave":
@@ -79,7 +79,7 @@ class GeneratorEnd:
         self.emptied = [torch.cuda.Event(interprocess=True) for _ in buffers]
         return [event.ipc_handle() for event in self.emptied]
 
-    def _make_room(self, num_bytes: int, num_buffers: int) -> int:
+    def _allocate_buffers(self, num_bytes: int, num_buffers: int) -> int:
         """Allocates buffers, fewer than asked for if no more fit, and returns their number."""
         self._leave()
         self.slots = Slots([])
@@ -106,7 +106,7 @@ class GeneratorEnd:
 
     def _sync(self, version: int, seconds: float) -> None:
         self.receiver.begin()
-        self.slots.join()
+        self.slots.fork_streams()
         while True:
             try:
                 message = self.messages.get(timeout=seconds)
@@ -124,13 +124,13 @@ class GeneratorEnd:
                     checksums = self.receiver.checksums() if sums else None
                     self.answer(Answer("commit", Committed(self.receiver.version, checksums)))
                     return
-                case Call("give_up"):
+                case Call("abort"):
                     return
                 case _:
                     raise unknown(message)
 
     def _commit(self, version: int) -> None:
-        self.slots.rejoin()
+        self.slots.join_streams()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self.receiver.commit(version)

@@ -7,13 +7,21 @@ import torch
 
 from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.buckets import Plan
-from automodel_rl.weight_sync.channel import Channel, call, end_quietly, expect, greet, patience, tell
+from automodel_rl.weight_sync.channel import (
+    Channel,
+    abort_quietly,
+    call,
+    expect,
+    generator_timeout,
+    handshake,
+    send_call,
+)
 from automodel_rl.weight_sync.shared_memory import SharedBuffer, share, unlink
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.transport import Transport
 
 
-class Ipc(Transport):
+class IpcTransport(Transport):
     """Shares buffers with a generator: by CUDA IPC handles, or as shared memory on the CPU.
 
     This rank fills a slot and sends a message; the generator reads the slot and answers. On CUDA both sides only queue
@@ -31,7 +39,7 @@ class Ipc(Transport):
         self.out: set[int] = set()
 
     def connect(self, plans: Sequence[Plan], num_bytes: int, num_buffers: int) -> Slots:
-        greet(self.channel, plans, self.seconds)
+        handshake(self.channel, plans, self.seconds)
         self.filled = [torch.cuda.Event(interprocess=True) for _ in range(num_buffers)] if self.is_cuda else []
         made = [
             share(num_bytes, self.device, filled)
@@ -49,7 +57,7 @@ class Ipc(Transport):
 
     def begin(self, version: int, *, frozen: bool) -> None:
         self.out = set()
-        tell(self.channel, "begin", version, patience(self.seconds))
+        send_call(self.channel, "begin", version, generator_timeout(self.seconds))
 
     def release(self, slot: Slot) -> None:
         while slot.number in self.out:
@@ -60,18 +68,18 @@ class Ipc(Transport):
     def send(self, sender: int, number: int, slot: Slot) -> None:
         if slot.stream is not None:
             self.filled[slot.number].record(slot.stream)
-        tell(self.channel, "bucket", sender, number, slot.number)
+        send_call(self.channel, "bucket", sender, number, slot.number)
         self.out.add(slot.number)
 
     def commit(self, version: int, *, sums: bool) -> Committed:
-        tell(self.channel, "commit", sums)
+        send_call(self.channel, "commit", sums)
         while self.out:
             self._take_answer()
         committed: Committed = expect(self.channel, "commit", self.seconds)
         return committed
 
-    def give_up(self) -> None:
-        end_quietly(self.channel)
+    def abort(self) -> None:
+        abort_quietly(self.channel)
 
     def close(self) -> None:
         """Does nothing: the buffers are freed with the slots."""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automodel_rl.compat.process_groups import group_outside_of_jobs
-from automodel_rl.errors import WeightSyncError, innermost
+from automodel_rl.compat.process_groups import cross_job_group
+from automodel_rl.errors import WeightSyncError, describe_root_cause
 from automodel_rl.weight_sync.slots import in_time, wait_until
 
 
@@ -53,12 +53,12 @@ class Link:
                 lambda: raise_failure(store),
             )
         except RuntimeError as error:
-            raise WeightSyncError(f"a process did not join the sync: {innermost(error)}") from None
+            raise WeightSyncError(f"a process did not join the sync: {describe_root_cause(error)}") from None
 
     def _join(self, store: dist.Store, rank: int, size: int) -> Any:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # the current device is set per thread
-        group = group_outside_of_jobs(store, rank, size, self.device, self.seconds)
+        group = cross_job_group(store, rank, size, self.device, self.seconds)
         group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), 0).wait()  # makes NCCL connect now
         return group
 
@@ -79,7 +79,7 @@ class Link:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise WeightSyncError(f"the peer has disconnected: {innermost(error)}") from None
+                raise WeightSyncError(f"the peer has disconnected: {describe_root_cause(error)}") from None
             return True
 
         return is_done
@@ -110,6 +110,6 @@ def raise_failure(store: dist.Store) -> None:
     try:
         failed = store.check([FAILED]) and store.get(FAILED).decode()
     except RuntimeError as error:
-        raise WeightSyncError(f"the job's first rank has exited: {innermost(error)}") from None
+        raise WeightSyncError(f"the job's first rank has exited: {describe_root_cause(error)}") from None
     if failed:
         raise WeightSyncError(f"the sync failed in another process: {failed}")

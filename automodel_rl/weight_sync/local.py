@@ -11,7 +11,7 @@ from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.transport import Transport
 
 
-class Local(Transport):
+class LocalTransport(Transport):
     """Copies weights to the generator of this process, on the same device."""
 
     reach = "all stages"
@@ -36,7 +36,7 @@ class Local(Transport):
         self.receiver.commit(version)
         return Committed(self.receiver.version, self.receiver.checksums() if sums else None)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Does nothing: the receiver has no version until the next commit."""
 
     def close(self) -> None:

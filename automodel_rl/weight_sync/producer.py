@@ -19,7 +19,7 @@ class Producer:
     """Fills buffers with the model's tensors, bucket by bucket. Every rank of the job has one.
 
     Args:
-        most_bytes: largest bucket.
+        max_bytes: largest bucket.
         whole: never split a tensor, for generators that load whole tensors.
         adapters_alone: send only the adapters, under the model's names.
 
@@ -31,7 +31,7 @@ class Producer:
         self,
         handle: ModelHandle,
         dtype: torch.dtype,
-        most_bytes: int,
+        max_bytes: int,
         *,
         whole: bool = False,
         adapters_alone: bool = False,
@@ -40,7 +40,7 @@ class Producer:
         self.handle, self.dtype, self.adapters_alone, self.reach = handle, dtype, adapters_alone, reach
         self._senders = Senders(handle)
         self._stages = {
-            number: StageBuckets(self._sources(component), handle.family, component.layout, most_bytes, whole=whole)
+            number: StageBuckets(self._sources(component), handle.family, component.layout, max_bytes, whole=whole)
             for number, component in self._senders.own.items()
         }
         plans = self._senders.gather({number: stage.plan for number, stage in self._stages.items()})
@@ -72,7 +72,7 @@ class Producer:
                 slot.targets[sender, number] = stage.targets(number, slot.buffer)
             stage.pack(number, slot.targets[sender, number])
         if self.reach == "all stages":
-            self._senders.spread(slot.buffer[: bucket.num_bytes], sender)
+            self._senders.broadcast(slot.buffer[: bucket.num_bytes], sender)
         if sums:
             elements = bucket.elements(slot.buffer)
             for chunk in bucket.chunks:
@@ -81,7 +81,7 @@ class Producer:
                 self._sums.setdefault(name, []).append(part)  # added up later, because each slot has its own stream
 
     def checksums(self) -> dict[str, int]:
-        """Returns the checksum of every tensor as packed. A collective, to call after `Slots.rejoin`."""
+        """Returns the checksum of every tensor as packed. A collective, to call after `Slots.join_streams`."""
         own = {name: int(torch.stack(parts).sum()) for name, parts in self._sums.items()}
         stages = self._senders.gather(dict.fromkeys(self._stages, own))
         return {name: total for sums in stages.values() for name, total in sums.items()}

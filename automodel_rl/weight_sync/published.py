@@ -6,8 +6,8 @@ Readers reach any version bit for bit, on any machine and at any time:
     FOLDER/00000007/sender_0.bin    blocks of one sender: a JSON line, then compressed numbers, whole or a delta
     FOLDER/newest.json              number of the newest version
 
-The first version of a run is whole, as is one in `WHOLE_EVERY`. Versions older than the last but one of these are
-removed. A version's SHA-256 hash covers those of its files and of the version before, so an authentic hash or
+The first version of a run is whole, as is one in `FULL_VERSION_EVERY`. Versions older than the last but one of these
+are removed. A version's SHA-256 hash covers those of its files and of the version before, so an authentic hash or
 signature verifies everything.
 """
 
@@ -31,7 +31,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.hf.buckets import Bucket, Plan
 from automodel_rl.manifest import inner_name
 from automodel_rl.weight_sync.checksum import change_of_checksum, checksum
@@ -40,7 +40,7 @@ from automodel_rl.weight_sync.signatures import SignatureCheck, Signer
 from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles
 
 FORMAT = 2
-WHOLE_EVERY = 50
+FULL_VERSION_EVERY = 50
 LEVEL = 1
 """zstd compression level. Higher levels are slower than disks, and save little."""
 
@@ -50,7 +50,7 @@ THREADS = 4
 MAX_LINE_BYTES = 2**26
 """Longest description of a block."""
 
-NOT_AS_WRITTEN = (
+MALFORMED_FILE_ERRORS = (
     *(ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError),
     zstandard.ZstdError,
 )
@@ -65,7 +65,7 @@ class Version:
     """Description of a published version.
 
     Attributes:
-        before: number and hash of the version that it changes; None if it is whole.
+        base: number and hash of the version that it changes; None if it is whole.
         tensors: shape, dtype and checksum.
         files: size and hash.
         changed: count of numbers that differ from the version before.
@@ -74,7 +74,7 @@ class Version:
     """
 
     number: int
-    before: tuple[int, str] | None
+    base: tuple[int, str] | None
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype, int]]
     files: dict[str, tuple[int, str]]
     changed: int
@@ -145,7 +145,7 @@ def read_version(files: VersionFiles, number: int) -> Version:
             raise ValueError(f"it describes version {values['version']}")
     except InputError:
         raise
-    except (OSError, *NOT_AS_WRITTEN) as error:
+    except (OSError, *MALFORMED_FILE_ERRORS) as error:
         raise InputError(
             f"{files.where(number, VERSION_FILE)}: is not a published version ({error}): wait for the next full one"
         ) from None
@@ -188,7 +188,7 @@ class HashedFile:
         self._file.close()
         return self._size, self._hash.hexdigest()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -213,12 +213,12 @@ class PublishedWeights:
     """Reads the versions in a folder.
 
     Args:
-        place: the folder, its address, such as https://HOST/weights, or its files.
+        location: the folder, its address, such as https://HOST/weights, or its files.
         public_key: file of the key that verifies signatures; None skips this.
 
     Attributes:
         version: of the tensors; None if they are of none.
-        num_bytes: bytes read by the last `bring`, without descriptions.
+        num_bytes: bytes read by the last `load_version`, without descriptions.
 
     Raises:
         InputError: the address or the key cannot be used.
@@ -226,19 +226,21 @@ class PublishedWeights:
     Example:
         >>> weights = PublishedWeights(Path("runs/math/weights"))
         >>> tensors = {}
-        >>> weights.bring(tensors)  # the newest; again later, only what has changed since is read
+        >>> weights.load_version(tensors)  # the newest; again later, only what has changed since is read
         12
     """
 
-    def __init__(self, place: Path | str | VersionFiles, public_key: Path | None = None):
-        self.files = place if isinstance(place, VersionFiles) else VersionFiles(place)
+    def __init__(self, location: Path | str | VersionFiles, public_key: Path | None = None):
+        self.files = location if isinstance(location, VersionFiles) else VersionFiles(location)
         self.signatures = None if public_key is None else SignatureCheck(public_key)
         self.version: Version | None = None
         self.num_bytes = 0
-        self._sums: dict[str, int] = {}  # checksums of the tensors after the last `bring`
+        self._sums: dict[str, int] = {}  # checksums of the tensors after the last `load_version`
         self._stamps: dict[str, tuple[int, int]] = {}
 
-    def bring(self, tensors: MutableMapping[str, Tensor], number: int | None = None, digest: str | None = None) -> int:
+    def load_version(
+        self, tensors: MutableMapping[str, Tensor], number: int | None = None, digest: str | None = None
+    ) -> int:
         """Brings tensors on the CPU to a version, and returns its number. Missing tensors are created.
 
         If torch's version counters show that tensors have changed since the last call, all are read anew. Changes
@@ -255,7 +257,7 @@ class PublishedWeights:
         """
         number = self.files.newest() if number is None else number
         if number is None:
-            raise InputError(f"{self.files.place}: contains no published version yet")
+            raise InputError(f"{self.files.location}: contains no published version yet")
         target, chain = read_version(self.files, number), list[Version]()
         if digest not in (None, target.hash):
             raise InputError(f"{self.files.where(number)}: belongs to another run: use one folder per run")
@@ -267,10 +269,10 @@ class PublishedWeights:
         step = target
         while now is None or step.hash != now.hash:
             chain.append(step)
-            if step.before is None:
+            if step.base is None:
                 break
-            before = read_version(self.files, step.before[0])
-            if before.hash != step.before[1]:
+            before = read_version(self.files, step.base[0])
+            if before.hash != step.base[1]:
                 raise InputError(
                     f"{self.files.where(before.number)}: is not the version that {step.number} is based on"
                 )
@@ -283,7 +285,7 @@ class PublishedWeights:
         return number
 
     def _apply(self, version: Version, tensors: MutableMapping[str, Tensor]) -> None:
-        if version.before is None:
+        if version.base is None:
             for name, (shape, dtype, _) in version.tensors.items():
                 held = tensors.get(name)
                 if held is None or held.shape != shape or held.dtype != dtype:
@@ -303,13 +305,13 @@ class PublishedWeights:
                     file.seek(0)
                     for changes in _in_threads(functools.partial(_load_block, tensors=tensors), _blocks_in(file)):
                         self._note(changes)
-            except NOT_AS_WRITTEN as error:
+            except MALFORMED_FILE_ERRORS as error:
                 raise InputError(
-                    f"{where}: is not a file of a published version ({innermost(error)}): do not use it"
+                    f"{where}: is not a file of a published version ({describe_root_cause(error)}): do not use it"
                 ) from None
             except OSError as error:
                 raise InputError(
-                    f"{where}: cannot be read ({innermost(error)}): wait for the next full version"
+                    f"{where}: cannot be read ({describe_root_cause(error)}): wait for the next full version"
                 ) from None
         unknown = [name for name in version.tensors if name not in self._sums]
         self._sums |= zip(unknown, _in_threads(lambda name: int(checksum(tensors[name])), unknown), strict=True)
@@ -351,17 +353,17 @@ def _load_block(packed: tuple[dict[str, Any], bytes], tensors: Mapping[str, Tens
     itemsize, numel = dtype.itemsize, sum(len(stretch) for stretch in stretches)
     if numel > sum(tensors[name].numel() for name in {name for name, *_ in block["chunks"]}):
         raise ValueError("a block contains some numbers twice")
-    content = _unpacked(packed[1], itemsize * numel, is_whole=bool(block["whole"]), numel=numel)
+    content = _unpacked(packed[1], itemsize * numel, is_full=bool(block["whole"]), numel=numel)
     ends = np.cumsum([len(stretch) for stretch in stretches])
     if block["whole"]:
         for stretch, part in zip(stretches, np.split(np.frombuffer(content, f"i{itemsize}"), ends[:-1]), strict=True):
             stretch[:] = part
         return {name: None for name, *_ in block["chunks"]}
-    places, differences = changes_of(content, numel, itemsize)
-    bounds, changes = np.searchsorted(places, ends), dict[str, int | None]()
+    indices, differences = changes_of(content, numel, itemsize)
+    bounds, changes = np.searchsorted(indices, ends), dict[str, int | None]()
     first = 0
     for (name, start, count), stretch, end, last in zip(block["chunks"], stretches, ends, bounds, strict=True):
-        within = places[first:last] - (end - count)
+        within = indices[first:last] - (end - count)
         before = stretch[within]
         stretch[within] = after = before ^ differences[first:last]
         changes[name] = _sum(changes.get(name) or 0, change_of_checksum(before, after, start + within))
@@ -376,14 +378,14 @@ def _stretch(tensor: Tensor, dtype: torch.dtype, start: int, count: int) -> np.n
     return bits_of(tensor)[start : start + count]
 
 
-def _unpacked(packed: bytes, num_bytes: int, *, is_whole: bool, numel: int) -> bytes:
+def _unpacked(packed: bytes, num_bytes: int, *, is_full: bool, numel: int) -> bytes:
     """Decompresses a block. Raises ValueError, before decompressing, if it is too long."""
-    most = num_bytes if is_whole else num_bytes + -(-numel // 8)
+    most = num_bytes if is_full else num_bytes + -(-numel // 8)
     said = zstandard.frame_content_size(packed)
     if said > most:
         raise ValueError(f"a block unpacks to {said:,} bytes, more than {most:,}")
     content = zstandard.ZstdDecompressor().decompress(packed, max_output_size=max(most, 1))
-    if is_whole and len(content) != num_bytes:
+    if is_full and len(content) != num_bytes:
         raise ValueError(f"a block unpacks to {len(content):,} bytes instead of {num_bytes:,}")
     return content
 
@@ -413,16 +415,16 @@ def has_version(folder: Path, number: int, digest: str) -> bool:
             version = read_version(VersionFiles(folder), step[0])
             if version.hash != step[1]:
                 return False
-            step = version.before
+            step = version.base
     except InputError:
         return False
     return True
 
 
-def is_whole(folder: Path, number: int) -> bool:
+def is_full(folder: Path, number: int) -> bool:
     """Returns whether the version exists, and builds on no other."""
     try:
-        return read_version(VersionFiles(folder), number).before is None
+        return read_version(VersionFiles(folder), number).base is None
     except InputError:
         return False
 

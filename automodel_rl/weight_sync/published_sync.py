@@ -19,50 +19,50 @@ NUM_BUFFERS = 2
 
 
 @dataclass(frozen=True)
-class Brought:
+class VersionLoad:
     """Cost of bringing a generator to a version.
 
     Attributes:
         num_bytes: bytes read, compressed.
         read_seconds: to read, decompress and verify them.
-        give_seconds: to send all weights to the generator.
+        send_seconds: to send all weights to the generator.
     """
 
     num_bytes: int
     read_seconds: float
-    give_seconds: float
+    send_seconds: float
 
 
 class PublishedSync:
     """Brings a generator's process to published versions, and keeps the weights in host memory in between.
 
     Args:
-        most_bytes: size of a buffer, unless a tensor is larger.
+        max_bytes: size of a buffer, unless a tensor is larger.
 
     Attributes:
-        plan: set by `bring`.
+        plan: set by `load_version`.
         transport: set by `connect`.
     """
 
-    def __init__(self, files: VersionFiles, most_bytes: int):
-        self.files, self.most_bytes = files, most_bytes
+    def __init__(self, files: VersionFiles, max_bytes: int):
+        self.files, self.max_bytes = files, max_bytes
         self.plan: Plan
         self.transport: Transport
         self._weights, self._tensors = PublishedWeights(files), dict[str, Tensor]()
         self._slots: Slots | None = None
 
     def read_ahead(self, version: int, digest: str) -> None:
-        """Reads the version with this hash, so that a later `bring` reads only what has changed since.
+        """Reads the version with this hash, so that a later `load_version` reads only what has changed since.
 
         Raises:
             InputError: the version cannot be read, or is not the run's.
         """
-        self._weights.bring(self._tensors, version, digest)
+        self._weights.load_version(self._tensors, version, digest)
 
     def connect(self, transport: Transport) -> None:
         self.transport = transport
 
-    def bring(self, version: int, digest: str, number: int) -> Brought:
+    def load_version(self, version: int, digest: str, number: int) -> VersionLoad:
         """Sends the version with this hash to the generator, as weight sync `number`. Running completions continue
         with it.
 
@@ -71,10 +71,10 @@ class PublishedSync:
             WeightSyncError: the generator did not take it.
         """
         started = time.perf_counter()
-        self._weights.bring(self._tensors, version, digest)
+        self._weights.load_version(self._tensors, version, digest)
         read = time.perf_counter()
         if self._slots is None:
-            self.plan = plan_of(self._tensors, self.most_bytes)
+            self.plan = plan_of(self._tensors, self.max_bytes)
             self._slots = self.transport.connect([self.plan], self.plan.largest_bucket, NUM_BUFFERS)
         self.transport.begin(number, frozen=True)
         turns = [(0, number) for number in range(len(self.plan.buckets))]
@@ -82,7 +82,7 @@ class PublishedSync:
         committed = self.transport.commit(number, sums=False)
         if committed.version != number:
             raise WeightSyncError(f"the generator reports version {committed.version} instead of {number}")
-        return Brought(self._weights.num_bytes, read - started, time.perf_counter() - read)
+        return VersionLoad(self._weights.num_bytes, read - started, time.perf_counter() - read)
 
     @torch.no_grad()
     def _fill(self, sender: int, number: int, slot: Slot) -> None:
@@ -93,15 +93,15 @@ class PublishedSync:
         copy_each(places, [self._tensors[name].view(-1).to(slot.buffer.device) for name in names])
 
 
-def plan_of(tensors: Mapping[str, Tensor], most_bytes: int) -> Plan:
-    """Returns a plan of whole tensors in buckets of at most `most_bytes`, unless a tensor is larger."""
+def plan_of(tensors: Mapping[str, Tensor], max_bytes: int) -> Plan:
+    """Returns a plan of whole tensors in buckets of at most `max_bytes`, unless a tensor is larger."""
     specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
     buckets: list[Bucket] = []
     chunks: list[Chunk] = []
     numel = 0
     for place, spec in enumerate(specs):
         is_other = bool(chunks) and specs[chunks[0].tensor].dtype != spec.dtype
-        if chunks and (is_other or (numel + spec.numel) * spec.dtype.itemsize > most_bytes):
+        if chunks and (is_other or (numel + spec.numel) * spec.dtype.itemsize > max_bytes):
             buckets.append(Bucket(specs[chunks[0].tensor].dtype, numel, tuple(chunks)))
             chunks, numel = [], 0
         chunks.append(Chunk(place, 0, spec.numel, numel))

@@ -19,10 +19,10 @@ from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.checksum import checksum
 from automodel_rl.weight_sync.delta import delta_of
 from automodel_rl.weight_sync.published import (
-    WHOLE_EVERY,
+    FULL_VERSION_EVERY,
     HashedFile,
     folder_of,
-    is_whole,
+    is_full,
     remove_versions,
     unfinished_folder,
     write_block,
@@ -33,7 +33,7 @@ from automodel_rl.weight_sync.signatures import Signer
 from automodel_rl.weight_sync.slots import Slot, Slots
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
-from automodel_rl.weight_sync.version_files import note_newest, numbers_in
+from automodel_rl.weight_sync.version_files import numbers_in, write_newest
 
 T = TypeVar("T")
 
@@ -54,11 +54,11 @@ class Publisher:
         self.folder, self.control = folder, handle.layout.world_control
         self.changed = self.num_bytes = 0
         self.needed: int | None = None
-        self._files = SenderFiles(handle)
+        self._files = FileTransport(handle)
         self._sync = WeightSync(handle, self._files, config.model_copy(update={"checksum": False}))
         self._signer = self._open_signer(config.signing_key)
         self._before: tuple[int, str] | None = None
-        self._whole: list[int] | None = None  # numbers of whole versions; None before this run's first version
+        self._full_versions: list[int] | None = None  # numbers of whole versions; None before this run's first version
 
     def _open_signer(self, file: Path | None) -> Signer | None:
         signer, problem = None, ""
@@ -80,55 +80,57 @@ class Publisher:
             WeightSyncError: on all ranks: the version could not be written. The next one will be whole.
         """
         before, self._before = self._before, None  # until the version is complete
-        place = unfinished_folder(self.folder, number)
-        self._whole = self._on_first(lambda: self._begin(number, place))
-        whole = before is None or number - self._whole[-1] >= WHOLE_EVERY
-        self._files.open(place, whole)
+        unfinished = unfinished_folder(self.folder, number)
+        self._full_versions = self._on_first(lambda: self._begin(number, unfinished))
+        whole = before is None or number - self._full_versions[-1] >= FULL_VERSION_EVERY
+        self._files.open(unfinished, whole)
         try:
             self._sync.send()
             problem = ""
         except WeightSyncError as error:
             problem = str(error)
-        shares = gather_objects((problem, self._files.changed, self._files.sums, self._files.written), self.control)
+        shares = gather_objects((problem, self._files.changed, self._files.sums, self._files.file_hashes), self.control)
         problem = next((text for text, *_ in shares if text), "")
         if problem:
             raise WeightSyncError(problem)
         self.changed = sum(changed for _, changed, *_ in shares)
         sums = {name: total for _, _, share, _ in shares for name, total in share.items()}
         files = {name: about for *_, share in shares for name, about in share.items()}
-        self._whole += [number] if whole else []
+        self._full_versions += [number] if whole else []
         base = None if whole else before
-        self._before, self.num_bytes = self._on_first(lambda: self._finish(number, place, base, sums, files))
+        self._before, self.num_bytes = self._on_first(lambda: self._finish(number, unfinished, base, sums, files))
         return self._before[1]
 
-    def _begin(self, number: int, place: Path) -> list[int]:
+    def _begin(self, number: int, unfinished: Path) -> list[int]:
         """Creates an empty folder, and returns the numbers of whole versions. At first also removes versions from
         `number` on, left by an earlier run."""
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        if self._whole is None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        if self._full_versions is None:
             remove_versions(self.folder, [old for old in numbers_in(self.folder) if old >= number])
-            return [old for old in numbers_in(self.folder) if is_whole(self.folder, old)]
-        return self._whole
+            return [old for old in numbers_in(self.folder) if is_full(self.folder, old)]
+        return self._full_versions
 
     def _finish(
         self,
         number: int,
-        place: Path,
+        unfinished: Path,
         before: tuple[int, str] | None,
         sums: dict[str, int],
         files: dict[str, tuple[int, str]],
     ) -> tuple[tuple[int, str], int]:
         """Publishes a written version, and removes obsolete ones."""
         digest = write_version(
-            place, number, before, self._sync.producer.plans, sums, files, self.changed, self._signer
+            unfinished, number, before, self._sync.producer.plans, sums, files, self.changed, self._signer
         )
-        num_bytes = sum(path.stat().st_size for path in place.iterdir())
-        publish_folder(place, folder_of(self.folder, number))
-        note_newest(self.folder, number)
-        oldest = (self._whole or [number])[-2:][0]
+        num_bytes = sum(path.stat().st_size for path in unfinished.iterdir())
+        publish_folder(unfinished, folder_of(self.folder, number))
+        write_newest(self.folder, number)
+        oldest = (self._full_versions or [number])[-2:][0]
         if self.needed is not None:
-            oldest = min(oldest, max((whole for whole in self._whole or () if whole <= self.needed), default=oldest))
+            oldest = min(
+                oldest, max((whole for whole in self._full_versions or () if whole <= self.needed), default=oldest)
+            )
         remove_versions(self.folder, [old for old in numbers_in(self.folder) if old < oldest])
         return (number, digest), num_bytes
 
@@ -147,29 +149,29 @@ class Publisher:
         return cast(T, result)
 
 
-class SenderFiles(Transport):
+class FileTransport(Transport):
     """Writes each sender's buckets to a file, whole or as a delta. One rank of each stage keeps the previous version
     in host memory, in the dtype that is sent.
 
     Attributes:
         changed: count of changed numbers in this rank's files.
-        written: by name: size and hash of these files.
+        file_hashes: by name: size and hash of these files.
     """
 
     reach = "own stages"
 
     def __init__(self, handle: ModelHandle):
-        self.device, self.senders = handle.layout.device, Senders(handle).written
+        self.device, self.senders = handle.layout.device, Senders(handle).assigned
         self.changed = 0
-        self.written: dict[str, tuple[int, str]] = {}
-        self._place, self._is_whole = Path(), True
+        self.file_hashes: dict[str, tuple[int, str]] = {}
+        self._unfinished, self._is_full = Path(), True
         self._plans: Sequence[Plan] = []
         self._files: dict[int, HashedFile] = {}
         self._last: dict[tuple[int, int], Tensor] = {}  # elements of the previous version, by (sender, bucket)
         self._sums: dict[tuple[int, int], dict[str, list[int]]] = {}
 
-    def open(self, place: Path, is_whole: bool) -> None:
-        self._place, self._is_whole = place, is_whole
+    def open(self, unfinished: Path, is_full: bool) -> None:
+        self._unfinished, self._is_full = unfinished, is_full
 
     @property
     def sums(self) -> dict[str, int]:
@@ -184,9 +186,9 @@ class SenderFiles(Transport):
         return Slots.allocate(num_bytes, num_buffers, self.device)
 
     def begin(self, version: int, *, frozen: bool) -> None:
-        self.changed, self.written = 0, {}
-        self._files = {sender: HashedFile(self._place / f"sender_{sender}.bin") for sender in self.senders}
-        if self._is_whole and not frozen:
+        self.changed, self.file_hashes = 0, {}
+        self._files = {sender: HashedFile(self._unfinished / f"sender_{sender}.bin") for sender in self.senders}
+        if self._is_full and not frozen:
             for (sender, number), elements in self._last.items():
                 bucket = self._plans[sender].buckets[number]
                 if bucket.is_frozen:
@@ -208,20 +210,20 @@ class SenderFiles(Transport):
         last, delta = self._last.get(key), None
         if last is None:
             last = self._last[key] = torch.empty_like(elements, device="cpu")
-        elif not self._is_whole:
+        elif not self._is_full:
             delta = delta_of(last, elements)
             if delta is None:
                 return
         self.changed += write_block(self._files[sender], plan, bucket, last.copy_(elements), delta)
 
     def commit(self, version: int, *, sums: bool) -> Committed:
-        self.written = {f"sender_{sender}.bin": file.finish() for sender, file in self._files.items()}
+        self.file_hashes = {f"sender_{sender}.bin": file.finish() for sender, file in self._files.items()}
         return Committed(version, None)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         self.close()
 
     def close(self) -> None:
         for file in self._files.values():
-            file.give_up()
+            file.abort()
         self._files = {}

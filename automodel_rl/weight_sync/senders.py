@@ -37,7 +37,7 @@ class Senders:
                 self._first_ranks += ranks[name][:: layout.ranks_per_stage]
 
     @property
-    def written(self) -> list[int]:
+    def assigned(self) -> list[int]:
         """The senders for which this rank writes, if only one rank of each should."""
         return [number for number, component in self.own.items() if component.layout.writes_for_stage]
 
@@ -47,7 +47,7 @@ class Senders:
         found = {number: value for share in gather_objects(own, group) for number, value in share.items()}
         return dict(sorted(found.items()))
 
-    def spread(self, buffer: Tensor, sender: int) -> None:
+    def broadcast(self, buffer: Tensor, sender: int) -> None:
         """Broadcasts a bucket to the ranks outside its sender. A collective of pipeline peers, or of all ranks of the
         job if components have ranks of their own."""
         if self._is_apart:

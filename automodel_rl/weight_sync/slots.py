@@ -69,13 +69,13 @@ class Slots:
     def __len__(self) -> int:
         return len(self.ring)
 
-    def join(self) -> None:
+    def fork_streams(self) -> None:
         """Makes all slots wait for the work queued on the current stream, such as an optimizer step."""
         for slot in self.ring:
             if slot.stream is not None:
                 slot.stream.wait_stream(torch.cuda.current_stream(slot.buffer.device))
 
-    def rejoin(self) -> None:
+    def join_streams(self) -> None:
         """Makes the current stream wait for all slots, so that the next optimizer step starts after them."""
         for slot in self.ring:
             if slot.stream is not None:

@@ -115,7 +115,7 @@ class WeightSync:
             return work()
         except Exception as error:
             self._problem = reason(error)
-        self.transport.give_up()
+        self.transport.abort()
         return None
 
     def _check(self, committed: Committed | None) -> None:
@@ -136,7 +136,7 @@ class WeightSync:
         """Makes all ranks reconnect if the sync failed on any: links may still hold parts of it."""
         problems = gather_objects(self._problem, self.handle.layout.world_control)
         if any(problems):
-            self.transport.give_up()
+            self.transport.abort()
             self.slots, self._is_new = None, True
         if self._problem:
             raise WeightSyncError(self._problem)

@@ -53,7 +53,7 @@ class Transport(ABC):
             fill: writes a bucket into a slot, on the current stream.
             attempt: calls each part of this transport's work; may catch its errors.
         """
-        slots.join()
+        slots.fork_streams()
         for turn, (sender, number) in enumerate(turns):
             slot = slots[turn]
             attempt(functools.partial(self.release, slot))
@@ -61,14 +61,14 @@ class Transport(ABC):
                 fill(sender, number, slot)
                 attempt(functools.partial(self.send, sender, number, slot))
             slot.mark()
-        slots.rejoin()
+        slots.join_streams()
 
     @abstractmethod
     def commit(self, version: int, *, sums: bool) -> Committed:
         """Waits until the generator has all buckets, and returns its report, with checksums if `sums`."""
 
     @abstractmethod
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abandons a failed weight sync. Does not raise."""
 
     @abstractmethod

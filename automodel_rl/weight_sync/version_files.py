@@ -18,7 +18,7 @@ from fsspec import AbstractFileSystem, Callback
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class VersionFiles:
     """Reads the files of published versions.
 
     Args:
-        place: the folder of versions, or its address.
+        location: the folder of versions, or its address.
         headers: returns the headers of a request by its URL, for http and https.
 
     Raises:
@@ -56,19 +56,21 @@ class VersionFiles:
         12
     """
 
-    def __init__(self, place: Path | str, headers: Callable[[str], dict[str, str]] | None = None):
-        self.place = str(place)
+    def __init__(self, location: Path | str, headers: Callable[[str], dict[str, str]] | None = None):
+        self.location = str(location)
         options: dict[str, Any] = {}
-        if self.place.startswith(("http://", "https://")):
+        if self.location.startswith(("http://", "https://")):
             patient = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
             options = {"client_kwargs": {"timeout": patient}}
         try:
             opened = (
-                (LocalFileSystem(), str(place.absolute())) if isinstance(place, Path) else url_to_fs(place, **options)
+                (LocalFileSystem(), str(location.absolute()))
+                if isinstance(location, Path)
+                else url_to_fs(location, **options)
             )
         except (ValueError, ImportError, OSError) as error:
-            reason = innermost(error)
-            raise InputError(f"{self.place}: cannot be opened ({reason}): pass a folder or a URL") from None
+            reason = describe_root_cause(error)
+            raise InputError(f"{self.location}: cannot be opened ({reason}): pass a folder or a URL") from None
         self._system: AbstractFileSystem = opened[0]
         self._root: str = opened[1]
         self._is_here = isinstance(self._system, LocalFileSystem)
@@ -87,11 +89,13 @@ class VersionFiles:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise InputError(f"{self.place}: cannot be read ({error.strerror}): check its permissions") from None
+            raise InputError(f"{self.location}: cannot be read ({error.strerror}): check its permissions") from None
         try:
             return int(json.loads(content)["version"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise InputError(f"{self.place}/{NEWEST_FILE}: contains no version ({innermost(error)})") from None
+            raise InputError(
+                f"{self.location}/{NEWEST_FILE}: contains no version ({describe_root_cause(error)})"
+            ) from None
 
     def description(self, number: int) -> bytes:
         """Returns the content of a `VERSION_FILE`.
@@ -144,11 +148,11 @@ class VersionFiles:
             except (FileNotFoundError, InputError):
                 raise
             except Exception as error:  # each file system has its own
-                problem = innermost(error)
+                problem = describe_root_cause(error)
             if self._is_here or attempt == TRIES - 1:
                 break
             time.sleep(0.5 * 2**attempt)
-        raise InputError(f"{self.place}: cannot be read ({problem}): check that it exists and is readable")
+        raise InputError(f"{self.location}: cannot be read ({problem}): check that it exists and is readable")
 
 
 class _Bound(Callback):
@@ -189,7 +193,7 @@ def numbers_in(folder: Path) -> list[int]:
     )
 
 
-def note_newest(folder: Path, number: int) -> None:
+def write_newest(folder: Path, number: int) -> None:
     unfinished = folder / f".{NEWEST_FILE}.unfinished"
     unfinished.write_text(json.dumps({"version": number}))
     unfinished.replace(folder / NEWEST_FILE)

@@ -14,8 +14,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from automodel_rl.launch.door import HANDSHAKE_SECONDS, Unproven, listen
-from automodel_rl.origins import why_foreign
+from automodel_rl.launch.listener import HANDSHAKE_SECONDS, PendingHandshakes, listen
+from automodel_rl.origins import foreign_page_error
 from automodel_rl.weight_sync.version_files import NEWEST_FILE, VERSION_FILE
 
 INNER = re.compile(rf"/({re.escape(NEWEST_FILE)}|\d{{8}}/(?:{re.escape(VERSION_FILE)}|sender_\d+\.bin))", re.ASCII)
@@ -95,7 +95,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__(("", 0), _Request, bind_and_activate=False)
         self.socket.close()
         self.socket, self.server_address = listening, listening.getsockname()
-        self.host, self.folder, self.signer, self.unproven = host, folder, signer, Unproven()
+        self.host, self.folder, self.signer, self.pending_handshakes = host, folder, signer, PendingHandshakes()
         self._nonces: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -122,19 +122,21 @@ class _Request(http.server.BaseHTTPRequestHandler):
         with contextlib.suppress(OSError):  # the reader is gone
             self._until_signed = contextlib.ExitStack()
             with self._until_signed:
-                self._until_signed.enter_context(self.server.unproven.counted(self.connection, self.client_address[0]))
-                late = threading.Timer(HANDSHAKE_SECONDS, self._hang_up)
+                self._until_signed.enter_context(
+                    self.server.pending_handshakes.counted(self.connection, self.client_address[0])
+                )
+                late = threading.Timer(HANDSHAKE_SECONDS, self._shutdown)
                 late.daemon = True
                 self._until_signed.callback(late.cancel)
                 late.start()
                 super().handle()
 
-    def _hang_up(self) -> None:
+    def _shutdown(self) -> None:
         with contextlib.suppress(OSError):  # the reader is gone
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
-        why = why_foreign(self.server.host, self.headers.get("Host", ""), self.headers.get("Origin"))
+        why = foreign_page_error(self.server.host, self.headers.get("Host", ""), self.headers.get("Origin"))
         if why:
             self._refuse(HTTPStatus.FORBIDDEN, f"{why}\n".encode())
             return

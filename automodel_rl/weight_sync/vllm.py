@@ -12,13 +12,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from automodel_rl.errors import WeightSyncError, innermost, reason
+from automodel_rl.errors import WeightSyncError, describe_root_cause, reason
 from automodel_rl.generator_messages import Committed
 from automodel_rl.hf.buckets import Plan
 from automodel_rl.launch.local import free_port
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
-from automodel_rl.weight_sync.channel import Channel, call, end_quietly, expect, patience, tell
+from automodel_rl.weight_sync.channel import Channel, abort_quietly, call, expect, generator_timeout, send_call
 from automodel_rl.weight_sync.nccl import NcclSender
 from automodel_rl.weight_sync.shared_memory import interprocess_event, share, unlink
 from automodel_rl.weight_sync.slots import Slot, Slots, in_time, wait_until
@@ -57,19 +57,19 @@ class _Vllm(Transport):
 
     def begin(self, version: int, *, frozen: bool) -> None:
         self.asked = 0
-        tell(self.channel, "begin", version, patience(self.seconds))
+        send_call(self.channel, "begin", version, generator_timeout(self.seconds))
 
     def commit(self, version: int, *, sums: bool) -> Committed:
         self._take_answers(0)
         committed: Committed = call(self.channel, "commit", False, seconds=self.seconds)
         return committed
 
-    def give_up(self) -> None:
-        end_quietly(self.channel)
+    def abort(self) -> None:
+        abort_quietly(self.channel)
         self.close()
 
     def _load(self, info: dict[str, Any]) -> None:
-        tell(self.channel, "load_weights", info)
+        send_call(self.channel, "load_weights", info)
         self.asked += 1
 
     def _take_answers(self, left: int) -> None:
@@ -184,10 +184,10 @@ class VllmNccl(_Vllm):
         (host, port), world_size = places[0], 1 + sum(workers)
         init = {"master_address": host, "master_port": port, "world_size": world_size}
         init |= {"servers": addresses[0]} if addresses[0] else {}
-        tell(self.channel, "init_transfer", {**init, "rank_offset": 1 + sum(workers[:rank])})
+        send_call(self.channel, "init_transfer", {**init, "rank_offset": 1 + sum(workers[:rank])})
         self.is_ready = False
         if rank == 0:
-            self.sender = self._meet(host, port, world_size)
+            self.sender = self._join_workers(host, port, world_size)
         if not self.is_ready:
             expect(self.channel, "init_transfer", self.seconds)
         return Slots.allocate(num_bytes, num_buffers, self.layout.device)
@@ -214,12 +214,12 @@ class VllmNccl(_Vllm):
         try:
             return self.channel.num_workers, ""
         except (OSError, ValueError, LookupError) as error:
-            return 0, f"vLLM does not answer: {innermost(error)}"
+            return 0, f"vLLM does not answer: {describe_root_cause(error)}"
 
     def _watch(self) -> None:
         self.channel.ready()
 
-    def _meet(self, host: str, port: int, world_size: int) -> NcclSender:
+    def _join_workers(self, host: str, port: int, world_size: int) -> NcclSender:
         return in_time(
             lambda: NcclSender(host, port, world_size, self.layout.device, self.seconds),
             "joining vLLM's workers",

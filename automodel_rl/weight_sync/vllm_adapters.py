@@ -57,7 +57,7 @@ class VllmAdapters(Transport):
             committed: Committed = call(self.channel, "load_adapter", version, folder, seconds=self.seconds)
             return committed
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Drops the adapters: the generator keeps an older version."""
         self.tensors = {}
 

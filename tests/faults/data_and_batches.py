@@ -93,10 +93,10 @@ def _first_tokens_count() -> Any:
     shares = Policy.shares
 
     def counting(policy: Any, batch: Any, *given: Any, **named: Any) -> Any:
-        agreed, dealt = shares(policy, batch, *given, **named)
+        global_batch, dealt = shares(policy, batch, *given, **named)
         firsts = sum(int(sequence.loss_mask[0]) for sequence in batch.sequences)
-        counts = {**agreed.counts, "tokens": agreed.counts["tokens"] + firsts}
-        return dataclasses.replace(agreed, counts=counts), dealt
+        counts = {**global_batch.counts, "tokens": global_batch.counts["tokens"] + firsts}
+        return dataclasses.replace(global_batch, counts=counts), dealt
 
     return mock.patch.object(Policy, "shares", counting)
 

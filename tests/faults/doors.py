@@ -51,17 +51,17 @@ def _server_not_asked() -> Any:
 def _alive_by_anything() -> Any:
     from automodel_rl.generators.fleet import Fleet
 
-    take = Fleet._take
+    take = Fleet._handle_message
 
     def taken(fleet: Fleet, member: Any, message: Any) -> None:
         take(fleet, member, message)
-        member.note_completion()
+        member.record_completion()
 
-    return mock.patch.object(Fleet, "_take", taken)
+    return mock.patch.object(Fleet, "_handle_message", taken)
 
 
 def _patient_handshake() -> Any:
-    return patch("launch.door.prove_as_server", _proved_at_leisure)
+    return patch("launch.listener.prove_as_server", _proved_at_leisure)
 
 
 def _proved_at_leisure(end: Any, key: bytes, deadline: float) -> Any:
@@ -109,15 +109,15 @@ FAULTS: dict[str, Fault] = {
         _patient_handshake, f"{AUTHENTICATED}::test_slow_clients_keep_nobody_out_and_are_hung_up_on"
     ),
     "places for strangers not counted by address": Fault(
-        lambda: patch("launch.door._network_of", lambda _: "anywhere"),
+        lambda: patch("launch.listener._network_of", lambda _: "anywhere"),
         f"{AUTHENTICATED}::test_places_are_counted_by_address",
     ),
     "an evicted handshake not tried again": Fault(
-        lambda: patch("launch.door.MAX_HANDSHAKES", 1),
+        lambda: patch("launch.listener.MAX_HANDSHAKES", 1),
         "unit/launch/test_door.py::test_a_handshake_that_is_broken_off_to_make_room_is_tried_again",
     ),
     "reading keeps a generator alive for ever": Fault(
-        lambda: patch("generators.member.LONGEST_READING", float("inf")), f"{JOINED}::{ALIVE}"
+        lambda: patch("generators.member.MAX_READING_SECONDS", float("inf")), f"{JOINED}::{ALIVE}"
     ),
     "whatever a generator sends keeps it alive": Fault(_alive_by_anything, f"{JOINED}::{ALIVE}"),
     "completions of joined generators not checked": Fault(

@@ -85,7 +85,7 @@ def _roles_by_dims() -> Any:
 
 
 def _scales_of_another_row() -> Any:
-    from automodel_rl.few_bits.dynamic_codes import encode
+    from automodel_rl.quantized.dynamic_codes import encode
 
     def of_another(values: Tensor, is_signed: bool, above: Tensor) -> tuple[Tensor, Tensor]:
         codes, scales = encode(values, is_signed, above)
@@ -96,7 +96,7 @@ def _scales_of_another_row() -> Any:
 
 def _second_moment_for_its_root() -> Any:
     """What is kept as the root is the second moment, and the other way round."""
-    from automodel_rl.few_bits.dynamic_codes import encode
+    from automodel_rl.quantized.dynamic_codes import encode
 
     def squared(values: Tensor, is_signed: bool, above: Tensor) -> tuple[Tensor, Tensor]:
         return encode(values if is_signed else values.square(), is_signed, above)

@@ -75,10 +75,12 @@ def _last_failure_first() -> Any:
 
 def _kills_forgotten() -> Any:
     """What came of a killed rank's end is taken for a cause of its own."""
-    from automodel_rl.launch.rank_processes import Ends
+    from automodel_rl.launch.rank_processes import RankFailures
 
-    own = Ends.is_silent.fget  # type: ignore[attr-defined]
-    return mock.patch.object(Ends, "is_silent", property(lambda ends: own(dataclasses.replace(ends, was_killed=False))))
+    own = RankFailures.is_silent.fget  # type: ignore[attr-defined]
+    return mock.patch.object(
+        RankFailures, "is_silent", property(lambda ends: own(dataclasses.replace(ends, was_killed=False)))
+    )
 
 
 def _checkpoints_by_name() -> Any:
@@ -365,7 +367,7 @@ def _work_not_dealt_again() -> Any:
         member.problem = problem
         fleet.members.remove(member)
 
-    return mock.patch.object(Fleet, "_lose", lose)
+    return mock.patch.object(Fleet, "_mark_lost", lose)
 
 
 def _file_hashes_not_compared() -> Any:

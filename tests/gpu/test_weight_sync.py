@@ -10,9 +10,9 @@ import torch.distributed as dist
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.weight_sync.checksum import checksum
-from automodel_rl.weight_sync.collective import Collective
-from automodel_rl.weight_sync.ipc import Ipc
-from automodel_rl.weight_sync.local import Local
+from automodel_rl.weight_sync.collective import CollectiveTransport
+from automodel_rl.weight_sync.ipc import IpcTransport
+from automodel_rl.weight_sync.local import LocalTransport
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
@@ -51,11 +51,11 @@ def sync_all(folder: Path, layouts: list[dict[str, Any]], way: str, first_genera
             generator = receiving_process(folder, device="cuda:0", visible=str(first))
         transport: Transport
         if way == "local":
-            transport = Local(Receiver(empty_homes(folder, torch.float32, device)), device)
+            transport = LocalTransport(Receiver(empty_homes(folder, torch.float32, device)), device)
         elif way == "ipc":
-            transport = Ipc(generator, device, config.timeout)
+            transport = IpcTransport(generator, device, config.timeout)
         else:
-            transport = Collective(generator, handle, config.timeout)
+            transport = CollectiveTransport(generator, handle, config.timeout)
         sync = WeightSync(handle, transport, config)
         for seed in (1, 2):
             sync.send()  # compares what was packed with what the generator has
@@ -112,7 +112,7 @@ def lose_the_generator(folder: Path) -> str:
     config = sync_config(timeout=20.0)
     generator = receiving_process(folder, "dies", "cuda:0", visible="1")
     try:
-        WeightSync(handle, Collective(generator, handle, config.timeout), config).send()
+        WeightSync(handle, CollectiveTransport(generator, handle, config.timeout), config).send()
     except WeightSyncError as error:
         torch.cuda.synchronize()  # nothing of the broken link is left on the device
         return str(error)

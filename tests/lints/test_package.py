@@ -78,7 +78,7 @@ MADE_INSIDE = {
     "Resumable",
     "RewardConfig",
     "Rollout",
-    "RoutesAt",
+    "RoutesRef",
     "Sample",
     "Sampling",
     "Share",

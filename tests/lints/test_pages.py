@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 import automodel_rl
-from automodel_rl.config import ALGORITHMS, describe_keys, elsewhere
+from automodel_rl.config import ALGORITHMS, describe_keys, equivalents
 from automodel_rl.config.load import check_config
 from automodel_rl.tools.help import COMMANDS
 from tests import pages
@@ -31,7 +31,7 @@ KEYS = {re.sub(r"\.0(?=\.)", "", key) for kind in ALGORITHMS.values() for key, *
 SECTIONS = {key[:end] for key in KEYS for end in range(len(key)) if key[end] == "."}
 
 
-PLAIN = {"batch.values"} | {name for row in elsewhere.rows() for name in row.names}
+PLAIN = {"batch.values"} | {name for row in equivalents.rows() for name in row.names}
 """What looks like a key and is none, or is one of another trainer."""
 
 

@@ -14,25 +14,25 @@ from automodel_rl.files import (
     TEMPORARY_PREFIX,
     TemporaryFolder,
     _remove_abandoned,
-    check_place,
-    complete_folder,
+    as_input_error,
+    atomic_folder,
+    check_writable,
     new_folder,
-    write_complete,
-    write_for_owner,
-    written,
+    write_atomic,
+    write_private,
 )
 from automodel_rl.launch.process_group import join_process_group, leave_process_group
 
 
 def test_a_text_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     for text in ("one", "two"):
-        write_complete(tmp_path / "a.txt", text)
+        write_atomic(tmp_path / "a.txt", text)
         assert (tmp_path / "a.txt").read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def fail_half_way(folder: Path, group: dist.ProcessGroup) -> None:
-    with complete_folder(folder, group) as unfinished:
+    with atomic_folder(folder, group) as unfinished:
         (unfinished / "weights").write_text("ne")
         raise OSError("disk is full")
 
@@ -41,12 +41,12 @@ def test_a_folder_keeps_what_it_had_until_the_new_one_is_complete(tmp_path: Path
     join_process_group(1)
     group = dist.group.WORLD
     try:
-        with complete_folder(tmp_path / "final", group) as unfinished:
+        with atomic_folder(tmp_path / "final", group) as unfinished:
             (unfinished / "weights").write_text("old")
         with pytest.raises(OSError, match="disk is full"):
             fail_half_way(tmp_path / "final", group)
         assert (tmp_path / "final" / "weights").read_text() == "old"
-        with complete_folder(tmp_path / "final", group) as unfinished:
+        with atomic_folder(tmp_path / "final", group) as unfinished:
             assert not any(unfinished.iterdir())
             (unfinished / "weights").write_text("new")
         assert (tmp_path / "final" / "weights").read_text() == "new"
@@ -81,7 +81,7 @@ def test_what_the_disk_refuses_is_one_line(tmp_path: Path, error: Exception) -> 
     with pytest.raises(InputError, match=r"new: cannot be written \(No space left on device.*: make room, or choose"):
         fill()
     assert not [*tmp_path.iterdir()]
-    with pytest.raises(KeyError), written("x"):
+    with pytest.raises(KeyError), as_input_error("x"):
         raise KeyError("a bug")
 
 
@@ -89,17 +89,17 @@ def test_what_the_disk_refuses_is_one_line(tmp_path: Path, error: Exception) -> 
 def test_a_place_below_a_file_is_no_folder(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="^--out x: .*(file|version) is not a writable folder: choose another$"):
-        check_place(tmp_path / place, "--out x")
-    check_place(tmp_path / "not" / "there", "--out x")
+        check_writable(tmp_path / place, "--out x")
+    check_writable(tmp_path / "not" / "there", "--out x")
 
 
 def test_a_file_for_its_owner_alone_is_whole_and_replaces_only_what_it_may(tmp_path: Path) -> None:
     file = tmp_path / "new" / "key"
-    write_for_owner(file, "first")
-    write_for_owner(file, "second")
+    write_private(file, "first")
+    write_private(file, "second")
     assert file.stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        write_for_owner(file, "third", replaces=False)
+        write_private(file, "third", replaces=False)
     assert [path.name for path in file.parent.iterdir()] == ["key"]
     assert file.read_text() == "second"
 

@@ -68,7 +68,7 @@ def test_a_rank_that_knows_other_messages_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_the_fingerprint_changes_with_every_field_and_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     assert generator_messages._fingerprint() == generator_messages.PROTOCOL
-    other = dataclasses.make_dataclass("Finished", ["number", "place", "completion"])
+    other = dataclasses.make_dataclass("Finished", ["number", "index", "completion"])
     with monkeypatch.context() as patch:
         patch.setattr(generator_messages, "Finished", other)
         assert generator_messages._fingerprint() != generator_messages.PROTOCOL
@@ -80,7 +80,7 @@ RECEIVERS = (
     "weight_sync/generator_end.py",
     "generators/vllm_worker.py",
     "generators/vllm_server_weights.py",
-    "generators/engine_ranks.py",
+    "generators/generator_ranks.py",
 )
 
 

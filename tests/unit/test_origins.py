@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from automodel_rl.launch.background import in_thread
-from automodel_rl.origins import why_foreign
+from automodel_rl.origins import foreign_page_error
 from automodel_rl.report.server import RunServer
 from automodel_rl.rollout.http_thread import HttpThread
 from automodel_rl.weight_sync.version_server import VersionServer
@@ -38,7 +38,7 @@ from automodel_rl.weight_sync.version_server import VersionServer
 def test_requests_of_other_sites_are_told_by_host_and_origin(
     bound: str, host: str, origin: str | None, is_foreign: bool
 ) -> None:
-    assert bool(why_foreign(bound, host, origin)) == is_foreign
+    assert bool(foreign_page_error(bound, host, origin)) == is_foreign
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from automodel_rl.config.losses import AdvantageConfig, PolicyLossConfig
 from automodel_rl.config.rollout import ENVIRONMENT, NEED_ANSWER, FilterConfig, RewardConfig
 from automodel_rl.config.run import RolloutRunConfig, refuse_idle_data_ranks
 
-TAKEN_NAMES = ("mean", "std", "errors")
+RESERVED_NAMES = ("mean", "std", "errors")
 """Metric names for all rewards together, which no single reward may have."""
 
 
@@ -77,11 +77,11 @@ class OnlineConfig(RolloutRunConfig):
         for reward in self.rewards:
             own = reward.function.rpartition(":")[2]
             numbered = (f"{own}_{number}" for number in itertools.count(2))
-            names.append(next(n for n in itertools.chain([own], numbered) if n not in (*TAKEN_NAMES, *names)))
+            names.append(next(n for n in itertools.chain([own], numbered) if n not in (*RESERVED_NAMES, *names)))
         return names
 
     @property
-    def passing(self) -> tuple[int, float] | None:
+    def pass_criterion(self) -> tuple[int, float] | None:
         """Index in `rewards` and minimum score of the reward that decides whether a completion passes: the one with
         `passes_at`, else the first built-in one that compares with the answer, at its full score. None if there is
         neither."""

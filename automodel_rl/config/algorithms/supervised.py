@@ -8,7 +8,7 @@ from automodel_rl.config.data import (
     BatchConfig,
     DataConfig,
     ExamplesConfig,
-    JudgedDataConfig,
+    LabelledDataConfig,
     PairBatchConfig,
     RankedDataConfig,
 )
@@ -18,10 +18,10 @@ from automodel_rl.config.losses import DPOLossConfig, KTOLossConfig, RewardLossC
 from automodel_rl.config.run import Records, RunConfig, refuse_idle_data_ranks
 
 
-class _OfSequences(RunConfig):
+class _SequenceRunConfig(RunConfig):
     """A run whose batches are sequences."""
 
-    data: DataConfig | JudgedDataConfig
+    data: DataConfig | LabelledDataConfig
     batch: BatchConfig
 
     @property
@@ -40,7 +40,7 @@ class _OfSequences(RunConfig):
         return self
 
 
-class _OfPairs(RunConfig):
+class _PairRunConfig(RunConfig):
     """A run whose batches are pairs of completions."""
 
     data: ExamplesConfig
@@ -57,7 +57,7 @@ class _OfPairs(RunConfig):
         return self
 
 
-class SFTConfig(_OfSequences):
+class SFTConfig(_SequenceRunConfig):
     """A supervised fine-tuning run. `automodel-rl sft --help` lists all keys.
 
     Example:
@@ -74,7 +74,7 @@ class SFTConfig(_OfSequences):
     loss: SFTLossConfig = SFTLossConfig()
 
     @property
-    def reads(self) -> Records:
+    def record_type(self) -> Records:
         """Type of the data's records: chats or texts."""
         return "chats"
 
@@ -89,7 +89,7 @@ class SFTConfig(_OfSequences):
         return self.loss_function is None and self.loss.kind == "likelihood"
 
 
-class DPOConfig(_OfPairs):
+class DPOConfig(_PairRunConfig):
     """A preference-training run. `automodel-rl dpo --help` lists all keys.
 
     Example:
@@ -109,7 +109,7 @@ class DPOConfig(_OfPairs):
     weights. Saves the reference forward in each step, at the cost of an initial pass over the data."""
 
     @property
-    def reads(self) -> Records:
+    def record_type(self) -> Records:
         """Type of the data's records: two completions of a prompt."""
         return "pairs"
 
@@ -119,7 +119,7 @@ class DPOConfig(_OfPairs):
         return self.loss.needs_reference
 
 
-class KTOConfig(_OfSequences):
+class KTOConfig(_SequenceRunConfig):
     """A run of preference training on single completions. `automodel-rl kto --help` lists all keys.
 
     Example:
@@ -132,11 +132,11 @@ class KTOConfig(_OfSequences):
     algorithm: Literal["kto"] = "kto"
     """Preference training on single completions labelled good or bad (Ethayarajh et al., arXiv:2402.01306)."""
 
-    data: JudgedDataConfig
+    data: LabelledDataConfig
     loss: KTOLossConfig = KTOLossConfig()
 
     @property
-    def reads(self) -> Records:
+    def record_type(self) -> Records:
         """Type of the data's records: a completion of a prompt, labelled good or bad."""
         return "judged"
 
@@ -155,7 +155,7 @@ class KTOConfig(_OfSequences):
         return self
 
 
-class RewardModelConfig(_OfPairs):
+class RewardModelConfig(_PairRunConfig):
     """A run that trains a reward model. `automodel-rl reward --help` lists all keys.
 
     Example:
@@ -184,7 +184,7 @@ class RewardModelConfig(_OfPairs):
         return {**values, "model": {**model, "num_labels": 1}}
 
     @property
-    def reads(self) -> Records:
+    def record_type(self) -> Records:
         """Type of the data's records: two completions of a prompt, optionally with a margin."""
         return "ranked pairs"
 
@@ -199,7 +199,7 @@ class RewardModelConfig(_OfPairs):
         return False
 
 
-class DistillConfig(_OfSequences):
+class DistillConfig(_SequenceRunConfig):
     """A distillation run. `automodel-rl distill --help` lists all keys.
 
     Example:
@@ -219,7 +219,7 @@ class DistillConfig(_OfSequences):
     loss: DistillLossConfig = DistillLossConfig()
 
     @property
-    def reads(self) -> Records:
+    def record_type(self) -> Records:
         """Type of the data's records: chats or texts."""
         return "chats"
 

@@ -22,13 +22,13 @@ class Timeline:
     Attributes:
         length: duration, in the unit of the costs.
         busy: busy time of every rank, in the same unit.
-        most_held: for every rank, the peak held by its stages for microbatches between forward and backward.
+        max_held: for every rank, the peak held by its stages for microbatches between forward and backward.
         num_microbatches: including empty ones.
     """
 
     length: float
     busy: list[float]
-    most_held: list[float]
+    max_held: list[float]
     num_microbatches: int
 
     @property
@@ -77,7 +77,7 @@ def simulate(
         # Each additional microbatch takes as long as its work on the busiest rank.
         short = simulate(parallel, steady, forward, held, encoder)
         length = short.length + (count - steady) * max(short.busy) / steady
-        return Timeline(length, [count / steady * busy for busy in short.busy], short.most_held, count)
+        return Timeline(length, [count / steady * busy for busy in short.busy], short.max_held, count)
     if parallel.pp == 1 and encoder is None:
         total = 3 * forward[0] * count
         return Timeline(total, [total], [held[0]], count)

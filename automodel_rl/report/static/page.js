@@ -31,6 +31,7 @@ function showHead() {
     line.appendChild(make("span", `badge ${run.status}`, run.status));
     if (run.status === "waiting") return line;
     line.appendChild(make("span", "faint", `step ${run.step}${run.total_steps ? " of " + run.total_steps : ""}`));
+    if (run.status === "running" && run.phase) line.appendChild(make("span", "faint", run.phase));
     return line;
   }));
   document.title = runs.map((run) => run.name).join(", ");

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 from automodel_rl.config import RolloutRunConfig
 from automodel_rl.data.template import ChatTemplate
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion, Generator, fail_unfinished
 from automodel_rl.launch.background import in_thread
@@ -153,7 +153,7 @@ class Agents:
         try:
             end_agent = await self._runner.begin(address, episode.example, returned)
         except Exception as error:  # for example at the limit of processes or open files
-            text = f"the agent failed: it could not be started ({innermost(error)})"
+            text = f"the agent failed: it could not be started ({describe_root_cause(error)})"
             self._end(episode, AgentResult(None), text)
             return
         episode.begin()
@@ -237,7 +237,7 @@ class _AgentWork:
                 self._handle(self.events.get(timeout=None if until is None else max(0.0, until - time.monotonic())))
             while not self.events.empty():
                 self._handle(self.events.get())
-            if self.generator.works_alone or not self.calls or self.num_finished == len(self.episodes):
+            if self.generator.writes_in_background or not self.calls or self.num_finished == len(self.episodes):
                 return
             running = self.num_started - self.num_finished
             num_waiting = len({id(asked.episode) for asked in self.calls})
@@ -278,7 +278,7 @@ class _AgentWork:
         completions = self.generator.submit([call.request for _, call in asked])
         for (one, _), completion in zip(asked, completions, strict=True):
             completion.add_done_callback(functools.partial(self._on_turn_generated, one))
-        if not self.generator.works_alone:
+        if not self.generator.writes_in_background:
             futures.wait(completions, return_when=futures.FIRST_EXCEPTION)
 
     def _on_turn_generated(self, asked: TurnRequested, completion: "Future[Completion]") -> None:

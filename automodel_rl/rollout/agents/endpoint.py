@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from automodel_rl.chat_api import anthropic, chat_completions, responses
 from automodel_rl.chat_api.exchange import ChatAnswer, ChatCall
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.rollout.agents.episode import AgentEpisode, NoMoreCallsError, TooLongError, identity_of
 from automodel_rl.rollout.agents.protocol import MODEL, AgentEndpoint
 from automodel_rl.rollout.http_thread import HttpThread, body_of, described, parsed, refusal
@@ -150,7 +150,7 @@ def _safe(work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request],
             return refusal(401, "unknown key: send AgentEndpoint.key", "invalid_api_key")
         except Exception as error:
             traceback.print_exc()
-            return refusal(400, f"the endpoint failed on this request ({innermost(error)})", "failed")
+            return refusal(400, f"the endpoint failed on this request ({describe_root_cause(error)})", "failed")
 
     return safe
 

@@ -347,7 +347,7 @@ class AgentEpisode:
             metrics={**self._counts(), **{f"agent_{name}": value for name, value in result.metrics.items()}},
             tree=_tree(history),
             forks=dict(history.forks()),
-            is_of_agent=True,
+            is_agent_episode=True,
         )
 
     def _counts(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from automodel_rl.config.episodes import VerifiersConfig
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.generators.child_process import ChildEndedError, ChildProcess
 from automodel_rl.rollout.agents.agent_server import AgentSetup
 from automodel_rl.rollout.agents.protocol import AgentEndpoint, AgentResult
@@ -112,7 +112,7 @@ class ForkedAgents:
             except (EOFError, OSError):
                 pass
             except Exception as problem:  # the agent wrote to the connection
-                error = f"its process sent an unreadable message ({innermost(problem)})"
+                error = f"its process sent an unreadable message ({describe_root_cause(problem)})"
             leave(immediately=bool(error))
             returned(result, error)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from automodel_rl.errors import innermost
+from automodel_rl.errors import describe_root_cause
 from automodel_rl.generators.protocol import Completion, Generator, fail_unfinished
 from automodel_rl.launch.background import in_thread
 from automodel_rl.rollout.episodes.episode import ENVIRONMENT_ERRORS, Episode
@@ -93,7 +93,7 @@ class _Work:
         try:
             while self.num_finished < len(self.episodes):
                 self._begin()
-                if self.ready and (self.generator.works_alone or not (self.acting or self.writing)):
+                if self.ready and (self.generator.writes_in_background or not (self.acting or self.writing)):
                     self._ask()
                 if self.num_finished < len(self.episodes):
                     with contextlib.suppress(queue.Empty):  # another `submit` may have made room
@@ -170,7 +170,7 @@ class _Work:
             try:
                 event = _EnvironmentReturned(index, call(), seconds=time.monotonic() - began)
             except Exception as error:
-                event = _EnvironmentReturned(index, error=innermost(error))
+                event = _EnvironmentReturned(index, error=describe_root_cause(error))
             self.events.put(event)
 
         self.acting += 1

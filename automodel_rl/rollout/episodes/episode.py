@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.generator_messages import Request
 from automodel_rl.generators.protocol import Completion, Conversation
 from automodel_rl.rollout.episodes.protocol import Environment, Message, Outcome, Turn
@@ -101,7 +101,7 @@ class Episode:
         try:
             prompt = self.codec.prompt_ids(self.messages)
         except InputError as error:
-            self.fail(innermost(error))
+            self.fail(describe_root_cause(error))
             return
         self.transcript = Transcript(prompt)
         if len(prompt) > self.limits.prompt_tokens:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.import_path import import_function
 from automodel_rl.rollout.episodes.event_loop import awaited
 from automodel_rl.rollout.episodes.protocol import Message, Outcome, Turn
@@ -43,7 +43,8 @@ def load_tools(paths: Sequence[str], is_sandboxed: bool, seconds: float) -> dict
             get_json_schema(function)
         except Exception as error:
             raise InputError(
-                f"rollout.tools={path}: its schema requires type hints and a docstring with Args ({innermost(error)})"
+                f"rollout.tools={path}: its schema requires type hints and a docstring with Args "
+                f"({describe_root_cause(error)})"
             ) from None
         tools[name] = function
     return tools
@@ -100,7 +101,7 @@ class ToolEnvironment:
         except TimeoutError:
             return f"error: {name} took longer than {self.seconds:g} s", TIMED_OUT
         except Exception as error:
-            return f"error: {innermost(error)}", FAILED
+            return f"error: {describe_root_cause(error)}", FAILED
         return found if isinstance(found, str) else json.dumps(found, default=str), ""
 
 

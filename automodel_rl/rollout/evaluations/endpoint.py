@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from automodel_rl.chat_api import chat_completions
 from automodel_rl.chat_api.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
-from automodel_rl.errors import InputError, innermost
+from automodel_rl.errors import InputError, describe_root_cause
 from automodel_rl.generator_messages import Sampling
 from automodel_rl.rollout.http_thread import HttpThread, body_of, described, refusal
 from automodel_rl.rollout.openai_answers import OpenAIAnswers, completion_events
@@ -75,7 +75,7 @@ class EvaluationEndpoint:
                 return refusal(400, str(error), "invalid_request")
             except Exception as error:
                 traceback.print_exc()
-                return refusal(400, f"the endpoint failed on this request ({innermost(error)})", "failed")
+                return refusal(400, f"the endpoint failed on this request ({describe_root_cause(error)})", "failed")
 
         return served
 

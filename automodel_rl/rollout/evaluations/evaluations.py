@@ -87,6 +87,7 @@ class Evaluations:
 
     def _run(self, name: str, config: LmEvalConfig | InspectConfig) -> dict[str, float]:
         began = time.monotonic()
+        self.say(f"{name}: running {', '.join(config.tasks)}")
         with self._endpoint() as endpoint, TemporaryFolder() as folder:
             if isinstance(config, LmEvalConfig):
                 command = lm_eval_command(config, endpoint.url, self.folder, self.max_length, Path(folder))

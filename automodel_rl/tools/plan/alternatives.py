@@ -118,7 +118,7 @@ class Search:
         for _, parallel, memory in candidates:
             if not self._is_supported(parallel, memory):
                 continue
-            if model.least(parallel, memory) + model.least_activations(parallel, memory) > self.capacity:
+            if model.least(parallel, memory) + model.min_activations(parallel, memory) > self.capacity:
                 continue
             tried += 1
             step = model.plan(parallel, memory, self._count(parallel, num_tokens))

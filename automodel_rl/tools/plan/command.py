@@ -9,7 +9,7 @@ from automodel_rl.config.keys import as_yaml
 from automodel_rl.config.model import MemoryConfig
 from automodel_rl.errors import DoesNotFitError, InputError
 from automodel_rl.estimate.fit import GIB, fit_to_device
-from automodel_rl.estimate.further_models import ModelsBeside
+from automodel_rl.estimate.further_models import FurtherModelsMemory
 from automodel_rl.estimate.memory import MemoryModel, StepPlan
 from automodel_rl.estimate.rollout_phases import (
     USABLE_IN_ROLLOUTS,
@@ -58,8 +58,8 @@ def plan(config: RunConfig, num_gpus: int | None, device: Device, as_json: bool)
     if components is not None:
         encoders = plan_encoders(opened.whole, config.model, config.memory, components, packing, config.optimizer)
     fullest = max(step.ranks, key=lambda rank: rank.weights + rank.moments)
-    lasting = beside.lasting(parallel, config.memory)
-    busiest = beside.busiest(parallel, config.memory, config.batch.capacity, fullest)
+    lasting = beside.resident_bytes(parallel, config.memory)
+    busiest = beside.peak_bytes(parallel, config.memory, config.batch.capacity, fullest)
     peak = max(_peak(step, encoders, components), busiest)
     copy_bytes = model.copy_bytes(step, has_adapters_alone(config))
     phases = rollout_phases(config, opened.language, copy_bytes, fullest, device.num_bytes, lasting)
@@ -103,9 +103,9 @@ def _figures(config: RunConfig, peak: int, lasting: int, phases: RolloutPhases) 
     }
 
 
-def _models_beside(config: RunConfig) -> ModelsBeside:
+def _models_beside(config: RunConfig) -> FurtherModelsMemory:
     wholes = {name: OpenedModel.open(asked.model).whole for name, asked in config.further_models.items()}
-    return ModelsBeside.of(config, wholes)
+    return FurtherModelsMemory.of(config, wholes)
 
 
 def _beside_text(lasting: int, busiest: int) -> str:

@@ -60,16 +60,16 @@ def measure_packing(config: RunConfig, opened: OpenedModel) -> PlannedPacking:
     from automodel_rl.data.sampler import BatchSampler, Order
 
     assert isinstance(config.data, ExamplesConfig)  # a run that does not generate holds its examples
-    kind = DATASETS[config.reads]
+    kind = DATASETS[config.record_type]
     chat = open_chat_tokenizer(config, opened)
     dataset = kind(config.data.train, chat, config.batch, opened.description.context, config.data)
-    size = min(count // kind.together, SAMPLE)
+    size = min(count // kind.sequences_per_example, SAMPLE)
     draws = next(iter(BatchSampler(dataset.sources.sizes, dataset.sources.weights, size, Order(config.seed))))
     examples = [checked(dataset[draw]) for draw in draws]
     lengths = [sum(map(len, example.sequences)) for example in examples if example.sequences]
     single = tuple(len(sequence) for example in examples for sequence in example.sequences)
     bins = assign_bins(lengths, capacity)
-    share = len(draws) * kind.together / count
+    share = len(draws) * kind.sequences_per_example / count
     encoders = encoder_families(opened.whole)
     positions: dict[str, int] = dict.fromkeys(opened.description.encoders, 0)
     for item in (item for example in examples for sequence in example.sequences for item in sequence.media):

@@ -92,7 +92,7 @@ class Differences:
 
     found: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
 
-    def note(self, kind: str, difference: float, step: int = NO_STEP, name: str = "") -> None:
+    def record(self, kind: str, difference: float, step: int = NO_STEP, name: str = "") -> None:
         difference = float("inf") if difference != difference else difference
         by_name = self.found.setdefault(kind, {}).setdefault(step, {})
         by_name[name] = max(by_name.get(name, 0.0), difference)
@@ -102,7 +102,7 @@ class Differences:
             for kind, by_step in other.found.items():
                 for step, by_name in by_step.items():
                     for name, difference in by_name.items():
-                        self.note(kind, difference, step, name)
+                        self.record(kind, difference, step, name)
         return self
 
     def largest(self, kind: str, step: int | None = None) -> float:
@@ -166,12 +166,12 @@ def _compare(case: Case, handle: ModelHandle, folder: Path, scratch: Path) -> Di
             of_ranks = [[*microbatches, []] for microbatches in of_ranks]
         _compare_step(step + 1, of_ranks, engine, expected, found)
     if check is not None:
-        found.note("choices of experts", check.num_wrong if check.num_right or not handle.router_layers else math.inf)
-    found.note("reference log-probabilities", swap.largest_difference())
+        found.record("choices of experts", check.num_wrong if check.num_right or not handle.router_layers else math.inf)
+    found.record("reference log-probabilities", swap.largest_difference())
     _compare_export(engine, scratch, found)
     for step in range(case.training.total_steps or 0):  # also beyond the trained steps, as the rate keeps falling
         rate, right = learning_rate(engine.config, step, engine.total_steps), case.training.rate(step)
-        found.note("learning rate", abs(rate - right) / right)
+        found.record("learning rate", abs(rate - right) / right)
     return Differences().merge(gather_objects(found, handle.layout.world_control))
 
 
@@ -246,22 +246,22 @@ def _compare_step(
     with torch.no_grad():
         logprobs = [expected.logprobs(sequence) for microbatch in mine for sequence in microbatch]
     for actual, right in zip(engine.logprobs(microbatches), logprobs, strict=True):
-        found.note("log-probabilities", _largest(actual, right) / right.abs().max().item(), step)
+        found.record("log-probabilities", _largest(actual, right) / right.abs().max().item(), step)
     everywhere = [microbatch for rank in of_ranks for microbatch in rank if microbatch]
     loss = _backward(expected, everywhere, handle.layout)
-    found.note("evaluated loss", abs(engine.evaluate(microbatches, sft_loss)[0] - loss) / abs(loss), step)
+    found.record("evaluated loss", abs(engine.evaluate(microbatches, sft_loss)[0] - loss) / abs(loss), step)
     _compare_gradients(step, engine, microbatches, everywhere, expected, found)
     rate = expected.training.rate(expected.num_steps)
     _compare_treatments(step, engine, expected, found)
     output = engine.train_step(microbatches, sft_loss)
     norm = expected.step()
-    found.note("loss", abs(output.loss - loss) / abs(loss), step)
-    found.note("gradient norm", abs(output.grad_norm - norm) / norm, step)
-    found.note("learning rate", abs(output.lr - rate) / rate, step)
+    found.record("loss", abs(output.loss - loss) / abs(loss), step)
+    found.record("gradient norm", abs(output.grad_norm - norm) / norm, step)
+    found.record("learning rate", abs(output.lr - rate) / rate, step)
     weights = expected.weights()
     for component in handle.components:
         for name, parameter in component.every_parameter():
-            found.note("weights", _largest(gather_whole(parameter, component.layout), weights[name]), step, name)
+            found.record("weights", _largest(gather_whole(parameter, component.layout), weights[name]), step, name)
 
 
 def _compare_treatments(step: int, engine: Engine, expected: OneProcess, found: Differences) -> None:
@@ -272,7 +272,7 @@ def _compare_treatments(step: int, engine: Engine, expected: OneProcess, found: 
     for name, parameter in engine.handle.named_parameters():
         if name in trained and id(parameter) in own:
             differs = own[id(parameter)] != right[_storage(trained[name])]
-            found.note("treatment of weights", float(differs), step, name)
+            found.record("treatment of weights", float(differs), step, name)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -337,7 +337,7 @@ def _compare_gradients(
             kind = re.sub(r"^model\.|(layers|blocks)\.\d+\.", "", name)
             # A gradient that should be zero, as for a bias that a softmax cancels, is only rounding.
             scale = max(right[name].abs().max().item(), least)
-            found.note(f"gradient of {kind}", difference / scale, step, name)
+            found.record(f"gradient of {kind}", difference / scale, step, name)
     handle.zero_grad()
 
 
@@ -376,7 +376,7 @@ def _compare_export(engine: Engine, scratch: Path, found: Differences) -> None:
     opened = OneProcess(scratch / "exported", handle.dtype, Training(), handle.layout.device)
     with torch.no_grad():
         for sequence, logprobs in zip(_two_sequences(handle, seed=8), actual, strict=bool(actual)):
-            found.note("exported tensors", _largest(opened.logprobs(sequence), logprobs))
+            found.record("exported tensors", _largest(opened.logprobs(sequence), logprobs))
 
 
 def _one_microbatch(handle: ModelHandle, seed: int) -> list[Microbatch]:

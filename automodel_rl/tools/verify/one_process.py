@@ -34,7 +34,7 @@ from automodel_rl.families.known import MULTIMODAL_FAMILIES, checkpoint_family
 from automodel_rl.mixture.routers import RouterOutput, in_order, in_order_of
 from automodel_rl.optimizers import LR_FACTOR, OPTIMIZERS
 from automodel_rl.tools.verify.media import clips_of, with_media
-from automodel_rl.tools.verify.written_routers import routed
+from automodel_rl.tools.verify.reference_routers import routed
 
 
 def rounded(weight: Tensor, step: int, name: str) -> Tensor:
@@ -80,7 +80,7 @@ EXAMPLE_SEEDS = (2, 4)
 """Seeds for which the examples have media of every kind."""
 
 
-def written_out(
+def reference_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -231,18 +231,21 @@ class OneProcess:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, training: Training, device: torch.device):
-        AttentionInterface.register("written_out", written_out)
-        AttentionMaskInterface.register("written_out", lambda *args, **kwargs: None)
+        AttentionInterface.register("reference_attention", reference_attention)
+        AttentionMaskInterface.register("reference_attention", lambda *args, **kwargs: None)
         whole = AutoConfig.from_pretrained(folder)
         config = whole.to_dict()
         # transformers' sdpa ignores soft caps and sinks.
         named = checkpoint_family(whole)
-        self.family, self.turns_experts = named.language, named.file_names.turns_experts
+        self.family, self.files_transpose_experts = named.language, named.file_names.files_transpose_experts
         plain = config.get("attn_logit_softcapping") is None and not self.family.has_sinks
         has_encoder = named.is_multimodal
         kind = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
         model = kind.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa" if plain else "written_out", experts_implementation="eager"
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa" if plain else "reference_attention",
+            experts_implementation="eager",
         )
         for name, module in model.named_modules():
             has_convolution = "conv1d" in dict(module.named_children())
@@ -381,9 +384,9 @@ class OneProcess:
             places = [(x, y) for y in range(image.grid[1]) for x in range(image.grid[2])]
             encoded = self.model.get_image_features(patches[None], torch.tensor([places], device=self.device))
             embeddings += encoded.pooler_output
-        both_ways = self.model.config.text_config.use_bidirectional_attention == "vision"
+        bidirectional = self.model.config.text_config.use_bidirectional_attention == "vision"
         return {
-            **({"attention_mask": self._masks(sequence, images)} if both_ways else {}),
+            **({"attention_mask": self._masks(sequence, images)} if bidirectional else {}),
             "mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=tuple(embeddings))},
         }
 
@@ -473,8 +476,8 @@ class OneProcess:
 
     def _as_in_files(self, name: str, tensor: Tensor) -> Tensor:
         """Converts a tensor to the dimension order of files and of the layout, or back."""
-        is_turned = self.turns_experts and ".experts." in name and tensor.ndim == 3
-        return tensor.mT if is_turned else tensor
+        is_transposed = self.files_transpose_experts and ".experts." in name and tensor.ndim == 3
+        return tensor.mT if is_transposed else tensor
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Parameters under the layout's names, in which the language model is named like a whole model."""

@@ -139,26 +139,26 @@ def take_turns(folder: Path, lora: LoraConfig | None) -> None:
         losses = [train_step(engine, first + step) for step in range(3)]
         alone.append((losses, weights_of(engine)))
     engine = make_engine(folder, ParallelConfig(pp=2), lora)
-    states = [engine.take_state(), engine.take_state()]
+    states = [engine.snapshot_state(), engine.snapshot_state()]
     losses: list[list[tuple[float, float]]] = [[], []]
     for step in range(3):
         totals = [0.0, 0.0]
         for call in CALLS:
             for who, first in enumerate((0, 2)):
-                engine.put_state(states[who])
+                engine.restore_state(states[who])
                 (name, config), _ = STEPS[(first + step) % len(STEPS)]
                 loss, _ = engine.forward_backward(
                     microbatches_of(engine, *call), token_loss(name, config), counts=UNDIVIDED
                 )
                 totals[who] += loss
-                states[who] = engine.take_state()
+                states[who] = engine.snapshot_state()
         for who, first in enumerate((0, 2)):
-            engine.put_state(states[who])
+            engine.restore_state(states[who])
             norm = engine.optimizer_step(STEPS[(first + step) % len(STEPS)][1]).grad_norm
             losses[who].append((totals[who], norm))
-            states[who] = engine.take_state()
+            states[who] = engine.snapshot_state()
     for who in (0, 1):
-        engine.put_state(states[who])
+        engine.restore_state(states[who])
         assert losses[who] == alone[who][0]
         assert engine.step == 3
         assert all(torch.equal(weight, alone[who][1][name]) for name, weight in weights_of(engine).items())

@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_on_every_rank(
 
 def infinite_gradient_on_one_stage(folder: Path, kept: Path) -> tuple[list[bool], bool, str]:
     engine = make_engine(folder, ParallelConfig(pp=2), max_skipped_steps=2)
-    engine.keep_microbatches_in = kept
+    engine.microbatch_dump_folder = kept
     before = [local_tensor(p.detach()).clone() for _, p in engine.handle.named_parameters()]
     if engine.handle.layout.pp_rank == 1:
         _, parameter = next(iter(engine.handle.named_parameters()))

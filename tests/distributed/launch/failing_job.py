@@ -34,7 +34,7 @@ def work() -> None:
     folder, way = sys.argv[1:]
     if way == "hang":
         set_hang_limit(HANG_SECONDS / 60)
-    flight.keep_in(flight_file(Path(folder, "flight"), int(os.environ["RANK"])))
+    flight.record_in(flight_file(Path(folder, "flight"), int(os.environ["RANK"])))
     handle = ModelHandle.from_pretrained(ModelConfig(path=folder, dtype="float32"), ParallelConfig(pp=2))
     engine = Engine(handle, OptimizerConfig(decay="constant"))
     microbatches = [pack_microbatch(make_sequences(2, seed=i)) for i in range(4)]

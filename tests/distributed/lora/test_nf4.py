@@ -17,13 +17,13 @@ from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits.base import few_bits_weights
-from automodel_rl.generators.engine_ranks import EngineRanks
+from automodel_rl.generators.generator_ranks import GeneratorRanks
 from automodel_rl.generators.make_generator import make_generator
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.tokenizer import load_tokenizer
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.quantized.base import quantized_weights
 from automodel_rl.quickstart.model import train_tokenizer
 from tests.distributed.lora.test_lora import STEPS, sequences_of, train_with_peft
 from tests.quantized import NF4_SIZES, VOCAB, save_nf4_model
@@ -202,7 +202,7 @@ def train_split(
     names = [
         piece.name
         for part in handle.parts
-        for name, held, _ in few_bits_weights(part)
+        for name, held, _ in quantized_weights(part)
         for piece in pieces(name, tuple(held.plain().shape), handle.family)
     ]
     return losses, {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}, names
@@ -228,7 +228,7 @@ def train_all_linear(folder: Path, base: Literal["plain", "nf4"]) -> tuple[list[
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=lora))
     engine = Engine(handle, OPTIMIZER)
     losses = [engine.train_step([pack_microbatch(make_sequences(3, step))], sft_loss).loss for step in range(3)]
-    return losses, [name for name, *_ in few_bits_weights(handle.parts[0])]
+    return losses, [name for name, *_ in quantized_weights(handle.parts[0])]
 
 
 def test_codes_of_a_published_checkpoint_stay(ranks: RankPool, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def codes_of(folder: Path) -> dict[str, Tensor]:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float64", lora=LORA))
     (part,) = handle.parts
     assert not handle.quantized_here
-    return {name: held.codes.detach().clone() for name, held, _ in few_bits_weights(part)}
+    return {name: held.codes.detach().clone() for name, held, _ in quantized_weights(part)}
 
 
 def test_a_plain_weight_among_published_codes_is_known(ranks: RankPool, tmp_path: Path) -> None:
@@ -264,5 +264,5 @@ def refusal_of_adapters_alone(folder: Path) -> str:
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32", lora=LORA))
     spec = GeneratorSpec(TransformersGeneratorConfig(), 8, WeightSyncConfig(adapters="alone"))
     with pytest.raises(InputError) as refusal:
-        make_generator(spec, handle, load_tokenizer(folder, VOCAB), EngineRanks.join(spec))
+        make_generator(spec, handle, load_tokenizer(folder, VOCAB), GeneratorRanks.join(spec))
     return str(refusal.value)

@@ -14,11 +14,11 @@ from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, Para
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.engine import Engine
 from automodel_rl.estimate.parameter_sizes import empty_parts
-from automodel_rl.few_bits.base import few_bits_weights
 from automodel_rl.hf.names import pieces
 from automodel_rl.hf.read import read_whole_config
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.quantized.base import quantized_weights
 from tests.distributed.lora.test_nf4 import dequantized
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
@@ -48,7 +48,7 @@ def train(folder: Path, base: Literal["plain", "nf4"], parallel: ParallelConfig,
     in_nf4 = {
         piece.name
         for part in handle.parts
-        for name, held, _ in few_bits_weights(part)
+        for name, held, _ in quantized_weights(part)
         for piece in pieces(name, tuple(held.plain().shape), handle.family)
     }
     return losses, {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}, in_nf4

@@ -13,9 +13,9 @@ from automodel_rl.config import MemoryConfig, ModelConfig, OptimizerConfig, Para
 from automodel_rl.config.model import Base, LoraConfig
 from automodel_rl.engine import Engine
 from automodel_rl.errors import InputError
-from automodel_rl.few_bits.base import few_bits_weights
 from automodel_rl.losses import sft_loss
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.quantized.base import quantized_weights
 from tests.quantized import save_fp8_model, save_mxfp4_model, save_nf4_model
 from tests.rank_pool import RankPool
 from tests.tiny import make_sequences, save_tiny_model
@@ -25,7 +25,7 @@ Trained = tuple[list[float], dict[str, Tensor], dict[str, str]]
 
 
 def train(folder: Path, base: Base, parallel: ParallelConfig, memory: MemoryConfig) -> Trained:
-    """Losses, the merged model, and the formats of this rank's weights in few bits."""
+    """Losses, the merged model, and the formats of this rank's quantized weights."""
     lora = LoraConfig(rank=4, targets=("all-linear", "experts"), base=base)
     if "moe" not in folder.name and "mxfp4" not in folder.name:
         lora = lora.model_copy(update={"targets": ("all-linear",)})
@@ -35,7 +35,7 @@ def train(folder: Path, base: Base, parallel: ParallelConfig, memory: MemoryConf
         rank = handle.layout.data_rank
         microbatches = [pack_microbatch(make_sequences(2 + rank, 10 * step + 5 * rank + m)) for m in range(2)]
         losses.append(engine.train_step(microbatches, sft_loss).loss)
-    formats = {name: held.kept.format for part in handle.parts for name, held, _ in few_bits_weights(part)}
+    formats = {name: held.quantized_format.format for part in handle.parts for name, held, _ in quantized_weights(part)}
     return losses, {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}, formats
 
 
@@ -102,7 +102,7 @@ def test_compiled_layers_compute_alike(ranks: RankPool, tmp_path: Path) -> None:
 def bytes_of(folder: Path) -> dict[str, Tensor]:
     lora = LoraConfig(rank=4, targets=("experts",), base="stored")
     handle = ModelHandle.from_pretrained(ModelConfig(path=str(folder), dtype="float32", lora=lora))
-    return {name: held.codes.detach().clone() for name, held, _ in few_bits_weights(handle.parts[0])}
+    return {name: held.codes.detach().clone() for name, held, _ in quantized_weights(handle.parts[0])}
 
 
 def test_codes_of_the_files_stay(ranks: RankPool, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def train(folder: Path, parallel: ParallelConfig, loss: str) -> list[TrainOutput
         with_values(make_sequences(10, seed=3)),
         40,
         share=handle.layout.data_share,
-        together=2,
+        sequences_per_example=2,
     )
     return [engine.train_step(microbatches, LOSSES[loss], READOUTS[loss]) for _ in range(2)]
 

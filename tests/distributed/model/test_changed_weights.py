@@ -9,8 +9,8 @@ from torch import Tensor
 
 from automodel_rl.config import ModelConfig, ParallelConfig
 from automodel_rl.config.model import LoraConfig
-from automodel_rl.model.changed_weights import changed_weights
 from automodel_rl.model.handle import ModelHandle
+from automodel_rl.model.perturbed_weights import perturbed_weights
 from automodel_rl.parallel.sharding import local_tensor
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
@@ -31,7 +31,7 @@ def change(folder: Path, parallel: ParallelConfig, dtype: str, lora: LoraConfig 
         return {name: tensor.clone() for name, tensor in handle.named_hf_tensors()}
 
     found: dict[str, Any] = {"before": shards(), "whole before": whole()}
-    with changed_weights(handle):
+    with perturbed_weights(handle):
         found |= {"inside": shards(), "whole inside": whole()}
     return found | {"after": shards(), "trained": {n for n, p in parameters.items() if p.requires_grad}}
 

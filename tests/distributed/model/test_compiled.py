@@ -194,7 +194,7 @@ def warm_up_and_train(folder: Path, parallel: ParallelConfig, warms_up: bool) ->
         handle = ModelHandle.from_pretrained(model, parallel, MemoryConfig(compile=True))
         engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
         if warms_up:
-            warm_up(engine, most_tokens=64)
+            warm_up(engine, max_tokens=64)
         results, graphs = [], [counters["stats"]["unique_graphs"]]
         for step in range(2):
             microbatches = microbatches_of(step + 1 + 51 * handle.layout.data_rank)
@@ -225,7 +225,7 @@ def warm_up_apart(folder: Path) -> tuple[bool, int, bool]:
     with traced_only():
         handle = ModelHandle.from_pretrained(model, memory=MemoryConfig(compile=True), components=APART)
         engine = Engine(handle, OptimizerConfig(lr=1e-3, decay="constant"))
-        warm_up(engine, most_tokens=64)
+        warm_up(engine, max_tokens=64)
     return handle.layout.is_outsider, counters["stats"]["unique_graphs"], engine.has_gradients
 
 

@@ -101,15 +101,15 @@ def state_that_comes_back(folder: Path) -> None:
         ModelHandle.from_pretrained(ModelConfig(path=str(folder), master_dtype="bfloat16"), ParallelConfig(dp_shard=2)),
         OptimizerConfig(name="adamw_8bit", lr=1e-3, decay="constant"),
     )
-    first = engine.take_state()
+    first = engine.snapshot_state()
     microbatches = pack(make_sequences(8, 0), 40, share=engine.handle.layout.data_share)
     engine.forward_backward(microbatches, sft_loss)
-    gradients = {name: gradient.clone() for name, gradient in engine.take_state().gradients.items()}
-    waiting = engine.take_state()
-    engine.put_state(first)
-    engine.put_state(waiting)
+    gradients = {name: gradient.clone() for name, gradient in engine.snapshot_state().gradients.items()}
+    waiting = engine.snapshot_state()
+    engine.restore_state(first)
+    engine.restore_state(waiting)
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
-    for name, gradient in engine.take_state().gradients.items():
+    for name, gradient in engine.snapshot_state().gradients.items():
         assert torch.equal(gradient, gradients[name])
 
 

@@ -47,8 +47,8 @@ def rows_of() -> list[TokenSequence]:
 
 def curved(outputs: TokenOutputs, microbatch: Any) -> LossOutput:
     """A loss whose gradient is not known before: of probabilities."""
-    assert outputs.at is not None
-    probabilities = torch.where(microbatch.values["ids"] >= 0, outputs.at.exp(), 0.0)
+    assert outputs.ids_logprobs is not None
+    probabilities = torch.where(microbatch.values["ids"] >= 0, outputs.ids_logprobs.exp(), 0.0)
     return LossOutput({"tokens": (microbatch.values["weights"] * probabilities.square()).sum()})
 
 

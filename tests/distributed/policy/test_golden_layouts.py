@@ -78,9 +78,9 @@ def on_this_rank(folder: Path, sizes: dict[str, Any]) -> dict[str, tuple[float, 
     found = {}
     for name in CASES:
         case = golden(name)
-        rows = Batch(case.rows, together=case.together)
+        rows = Batch(case.rows, sequences_per_example=case.sequences_per_example)
         packing = Packing(16, parallel.num_data_ranks, fewest=parallel.pp)
-        dealt = packing.deal(rows.lengths, rows.together)
+        dealt = packing.deal(rows.lengths, rows.sequences_per_example)
         total, _ = engine.forward_backward(Share.of(rows, dealt[handle.layout.data_rank]).pack(), case.loss)
         gradients = dict(handle.named_hf_gradients())
         engine.zero_grad()

@@ -73,7 +73,7 @@ def use_scores(folder: Path, sizes: dict[str, Any], program: Any) -> Any:
 
 def everything(policy: Policy, folder: Path) -> dict[str, Any]:
     rows = rows_of()
-    alone, pairs = Batch(rows), Batch(rows, together=2)
+    alone, pairs = Batch(rows), Batch(rows, sequences_per_example=2)
     policy.begin(OptimizerConfig(lr=1e-2, decay="constant"))
     loss = functools.partial(reward_loss, config=CONFIG)
     policy.save(folder / "fresh")

@@ -11,7 +11,7 @@ import pytest
 from tinker import types
 
 from automodel_rl.cli import main
-from automodel_rl.ray.job import _again
+from automodel_rl.ray.job import _restart_arguments
 from tests.distributed.trainers.runs import assert_same_weights, metrics_of, settings_of, write
 from tests.fleet_chaos import alone_settings, check_undisturbed, joined_settings
 from tests.processes import Job, run_command
@@ -129,9 +129,9 @@ def test_ctrl_c_saves_and_stops(nodes: RayNodes, workspace: Path, tmp_path: Path
 def test_a_run_that_is_started_again_goes_on_in_its_own_way() -> None:
     given = ["sft", "a.yaml", "--resume", "old/step_5", "--max-minutes=30", "--length.steps", "9"]
     rest = ["sft", "a.yaml", "--length.steps", "9"]
-    assert _again(given, False, 10) == [*rest, "--resume", "old/step_5", "--max-minutes", "20.00"]
-    assert _again(given, True, 40) == [*rest, "--resume", "auto", "--max-minutes", "0.10"]
-    assert _again(rest, False, 1) == [*rest, "--resume", "auto"]
+    assert _restart_arguments(given, False, 10) == [*rest, "--resume", "old/step_5", "--max-minutes", "20.00"]
+    assert _restart_arguments(given, True, 40) == [*rest, "--resume", "auto", "--max-minutes", "0.10"]
+    assert _restart_arguments(rest, False, 1) == [*rest, "--resume", "auto"]
 
 
 @pytest.mark.longer

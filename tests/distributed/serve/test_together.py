@@ -111,7 +111,9 @@ def train(runs: Leader, losses: dict[str, Any], meet: bool) -> dict[str, Any]:
     return found
 
 
-def both_ways(folder: Path, sizes: dict[str, Any], options: dict[str, Any], losses: dict[str, Any]) -> tuple[Any, Any]:
+def bidirectional(
+    folder: Path, sizes: dict[str, Any], options: dict[str, Any], losses: dict[str, Any]
+) -> tuple[Any, Any]:
     lora = LoraConfig(rank=8, targets=("q_proj", "o_proj", "gate_proj", "down_proj"))
     model = ModelConfig(path=str(folder), dtype="float64", lora=lora)
     handle = ModelHandle.from_pretrained(model, ParallelConfig(**sizes), MemoryConfig(**options))
@@ -142,7 +144,7 @@ def test_runs_that_meet_get_what_they_get_alone(
 ) -> None:
     save_tiny_model(tmp_path, num_layers=4)
     size = 2 if sizes else 1
-    for alone, together in ranks(size).run(both_ways, tmp_path, sizes, options, losses):
+    for alone, together in ranks(size).run(bidirectional, tmp_path, sizes, options, losses):
         torch.testing.assert_close(together, alone, **NUMBERS)
         norms = [value for value in alone["a"] if isinstance(value, float)]
         assert len({round(norm, 9) for norm in norms}) > 2, "each call has numbers of its own"
@@ -150,7 +152,7 @@ def test_runs_that_meet_get_what_they_get_alone(
 
 def compiled(folder: Path, in_one_graph: bool) -> tuple[Any, Any]:
     with traced_only(in_one_graph):
-        return both_ways(folder, {}, {"compile": True, "activation_checkpointing": "full"}, LOSSES)
+        return bidirectional(folder, {}, {"compile": True, "activation_checkpointing": "full"}, LOSSES)
 
 
 @pytest.mark.parametrize("in_one_graph", [True, False])

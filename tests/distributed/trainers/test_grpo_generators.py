@@ -15,8 +15,8 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import TransformersGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError
 from automodel_rl.generator_messages import Request
-from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
 from automodel_rl.generators.fleet_rank import FleetRank
+from automodel_rl.generators.generator_ranks import GeneratorRanks, NoGenerator
 from automodel_rl.generators.make_generator import make_generator
 from automodel_rl.generators.protocol import Completion, RankGenerator
 from automodel_rl.generators.transformers_generator import TransformersGenerator
@@ -183,12 +183,12 @@ def run_split(settings: Settings) -> int:
     """Trains with a generator that two ranks share, which fails at first. The completions that this rank wrote."""
 
     def make(
-        spec: GeneratorSpec, handle: Any, tokenizer: Any, ranks: EngineRanks, *others: Any
+        spec: GeneratorSpec, handle: Any, tokenizer: Any, ranks: GeneratorRanks, *others: Any
     ) -> tuple[RankGenerator, Transport]:
         within = dataclasses.replace(spec, choice=TransformersGeneratorConfig())
         generator, transport = make_generator(within, handle, tokenizer, ranks, *others)
         generator.__class__ = Flaky
-        return (generator if ranks.leads else NoGenerator()), transport
+        return (generator if ranks.is_leader else NoGenerator()), transport
 
     Flaky.left, Flaky.written = 1, 0
     with mock.patch("automodel_rl.generators.supervisor.make_generator", make):

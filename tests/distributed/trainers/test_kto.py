@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from automodel_rl.config.load import ALGORITHMS
 from automodel_rl.data.chat import open_chat_tokenizer
-from automodel_rl.data.examples import JudgedDataset
+from automodel_rl.data.examples import LabelledDataset
 from automodel_rl.hf.opened_model import OpenedModel
 from tests.distributed.trainers.runs import Settings, assert_refused, metrics_of, settings_of, train
 from tests.rank_pool import RankPool
@@ -36,7 +36,7 @@ def values(workspace: Path, output: Path, **changes: Any) -> Settings:
 def rows_of(settings: Settings) -> list[tuple[Tensor, Tensor, bool]]:
     config = ALGORITHMS["kto"].model_validate(settings)
     chat = open_chat_tokenizer(config, OpenedModel.open(config.model))
-    dataset = JudgedDataset(config.data.train, chat, config.batch, None, config.data)
+    dataset = LabelledDataset(config.data.train, chat, config.batch, None, config.data)
     sequences = [dataset[(0, number)].sequences[0] for number in range(24)]
     return [(one.input_ids, one.loss_mask, bool(one.values["label"][0])) for one in sequences]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from automodel_rl.config import WeightSyncConfig
 from automodel_rl.weight_sync.published import PublishedWeights, read_version
-from automodel_rl.weight_sync.publisher import SenderFiles
+from automodel_rl.weight_sync.publisher import FileTransport
 from automodel_rl.weight_sync.version_files import VersionFiles, numbers_in
 from tests.distributed.trainers.runs import Settings, assert_refused, settings_of, train
 from tests.keys import signing_keys
@@ -32,7 +32,7 @@ def test_every_optimizer_step_is_a_version_and_the_last_is_the_final_model(
     ranks(2).run(train, settings)
     assert numbers_in(tmp_path / "weights") == [0, 2, 4, 6]  # two optimizer steps in each step
     tensors: dict[str, Tensor] = {}
-    PublishedWeights(tmp_path / "weights", public).bring(tensors)
+    PublishedWeights(tmp_path / "weights", public).load_version(tensors)
     final = [load_file(path) for path in (tmp_path / "run" / "final").glob("*.safetensors")]
     saved = {name: tensor for file in final for name, tensor in file.items()}
     assert saved.keys() == tensors.keys()
@@ -40,15 +40,15 @@ def test_every_optimizer_step_is_a_version_and_the_last_is_the_final_model(
 
 
 def train_on_a_full_disk(settings: Settings) -> None:
-    send = SenderFiles.send
+    send = FileTransport.send
 
-    def fails_at_first(self: SenderFiles, sender: int, number: int, slot: object) -> None:
+    def fails_at_first(self: FileTransport, sender: int, number: int, slot: object) -> None:
         if self._place.name.startswith(".00000002"):
             raise OSError(28, "No space left on device")
         send(self, sender, number, slot)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SenderFiles, "send", fails_at_first)
+        patch.setattr(FileTransport, "send", fails_at_first)
         train(settings)
 
 
@@ -56,7 +56,7 @@ def test_a_full_disk_ends_no_run(ranks: RankPool, workspace: Path, tmp_path: Pat
     ranks(2).run(train_on_a_full_disk, publishing(workspace, tmp_path / "run"))
     assert numbers_in(tmp_path / "weights") == [0, 4, 6]
     files = VersionFiles(tmp_path / "weights")
-    assert [read_version(files, number).before is None for number in (0, 4, 6)] == [True, True, False]
+    assert [read_version(files, number).base is None for number in (0, 4, 6)] == [True, True, False]
 
 
 @pytest.mark.usefixtures("one_rank")

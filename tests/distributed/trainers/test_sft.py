@@ -58,11 +58,13 @@ def test_a_run_leaves_metrics_report_and_a_model_that_transformers_opens(
     expected |= {"perf/packing_efficiency", "time/step_s", "memory/peak_gib", "data/num_truncated"}
     assert expected <= rows[0].keys()
     assert "step 4/4  loss" in run.stdout
-    starting, loading, summary, *_ = run.stdout.splitlines()
+    checking, starting, loading, summary, *_ = run.stdout.splitlines()
+    assert checking == "checking config, data and model ..."
     assert starting == "starting 2 ranks ..."
     assert loading.startswith("loading ")
     assert summary.startswith("4 steps: 8 chats a step, of 96, pp 2, float32 on cpu, in ")
     assert yaml.safe_load((folder / "config.yaml").read_text())["parallel"]["pp"] == 2
+    assert (folder / "phase.txt").read_text() == f"saving the model to {folder / 'final'}"
     assert '"status": "finished"' in (folder / "report.html").read_text()
     assert len(read_lines(folder / "samples" / "step_4.jsonl")) == config["observe"]["samples"]
     examples = read_lines(folder / "examples" / "step_0.jsonl")

@@ -20,10 +20,10 @@ from automodel_rl.generators.generator_process import GeneratorProcess
 from automodel_rl.parallel.host_collectives import gather_objects
 from automodel_rl.parallel.layout import Layout
 from automodel_rl.parallel.sharding import local_box, local_tensor
-from automodel_rl.weight_sync.collective import Collective
+from automodel_rl.weight_sync.collective import CollectiveTransport
 from automodel_rl.weight_sync.generator_end import GeneratorEnd
-from automodel_rl.weight_sync.ipc import Ipc
-from automodel_rl.weight_sync.local import Local
+from automodel_rl.weight_sync.ipc import IpcTransport
+from automodel_rl.weight_sync.local import LocalTransport
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.transport import Transport
 from tests.tiny import make_sequences
@@ -88,11 +88,11 @@ def receiving_process(
 def make_transport(kind: str, receiver: Receiver, handle: ModelHandle, seconds: float) -> tuple[Transport, Any]:
     device = handle.layout.device
     if kind == "local":
-        return Local(receiver, device), None
+        return LocalTransport(receiver, device), None
     generator = ThreadGenerator(receiver)
     if kind == "ipc":
-        return Ipc(generator, device, seconds), generator
-    return Collective(generator, handle, seconds), generator
+        return IpcTransport(generator, device, seconds), generator
+    return CollectiveTransport(generator, handle, seconds), generator
 
 
 def trained_model(

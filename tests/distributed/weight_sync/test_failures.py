@@ -12,9 +12,9 @@ import torch
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Call, Failure
 from automodel_rl.generators.generator_process import GeneratorProcess
-from automodel_rl.weight_sync.collective import Collective
+from automodel_rl.weight_sync.collective import CollectiveTransport
 from automodel_rl.weight_sync.generator_end import GeneratorEnd
-from automodel_rl.weight_sync.ipc import Ipc
+from automodel_rl.weight_sync.ipc import IpcTransport
 from automodel_rl.weight_sync.receiver import Receiver
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.transport import Transport
@@ -42,8 +42,8 @@ def way_to_process(
 ) -> tuple[Transport, GeneratorProcess]:
     generator = receiving_process(folder, kind)
     if way == "ipc":
-        return Ipc(generator, CPU, seconds), generator
-    return Collective(generator, handle, seconds), generator
+        return IpcTransport(generator, CPU, seconds), generator
+    return CollectiveTransport(generator, handle, seconds), generator
 
 
 def lose_a_generator(folder: Path, way: str, kind: str, seconds: float) -> tuple[str, float, list[str]]:
@@ -173,14 +173,14 @@ def sync_into_little_room(folder: Path, bytes_free: list[int]) -> tuple[str, int
     handle, _ = trained_model(folder, {"pp": 2})
     receiver, config = Receiver(empty_homes(folder, torch.float32)), sync_config(num_buffers=3, checksum=True)
     transport, generator = make_transport("collective", receiver, handle, config.timeout)
-    make_room = GeneratorEnd._make_room
+    allocate_buffers = GeneratorEnd._allocate_buffers
     own = bytes_free[handle.layout.pp_rank]
 
     def in_little_room(end: GeneratorEnd, *size: int) -> int:
         with mock.patch("automodel_rl.weight_sync.generator_end._room", return_value=own):
-            return make_room(end, *size)
+            return allocate_buffers(end, *size)
 
-    generator.end._make_room = in_little_room.__get__(generator.end)
+    generator.end._allocate_buffers = in_little_room.__get__(generator.end)
     try:
         WeightSync(handle, transport, config).send()
     except WeightSyncError as error:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from automodel_rl.errors import InputError, WeightSyncError
 from automodel_rl.tools.export import export
 from automodel_rl.weight_sync import publisher
-from automodel_rl.weight_sync.local import Local
+from automodel_rl.weight_sync.local import LocalTransport
 from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, folder_of, has_version, read_version
 from automodel_rl.weight_sync.publisher import Publisher
 from automodel_rl.weight_sync.receiver import Receiver
@@ -23,7 +23,7 @@ from tests.distributed.weight_sync.generators import empty_homes, sync_config, t
 from tests.rank_pool import RankPool
 from tests.tiny import save_tiny_model
 
-WHOLE_EVERY = 8
+FULL_VERSION_EVERY = 8
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -47,12 +47,12 @@ def publish(
     handle, engine = trained_model(model, parallel, lora=lora, lr=lr)
     receiver = Receiver(empty_homes(model, torch.bfloat16))
     config = sync_config(dtype="bfloat16", buffer_mib=0.01)
-    full = WeightSync(handle, Local(receiver, handle.layout.device), config)
+    full = WeightSync(handle, LocalTransport(receiver, handle.layout.device), config)
     wrong, shares = list[str](), list[float]()
     always, sometimes = PublishedWeights(folder), PublishedWeights(folder)
     held: dict[str, Tensor] = {}
     held_sometimes: dict[str, Tensor] = {}
-    with mock.patch.object(publisher, "WHOLE_EVERY", WHOLE_EVERY):
+    with mock.patch.object(publisher, "FULL_VERSION_EVERY", FULL_VERSION_EVERY):
         publishing = Publisher(handle, folder, config)
         for number in range(1, steps + 1):
             publishing.publish(number)
@@ -60,7 +60,7 @@ def publish(
             full.send()
             readers = [(always, held), *([(sometimes, held_sometimes)] if number % 5 == 0 else [])]
             for reader, tensors in readers:
-                assert reader.bring(tensors) == number
+                assert reader.load_version(tensors) == number
                 assert tensors.keys() == receiver.homes.keys()
                 wrong += [name for name in tensors if not same_bits(tensors[name], receiver.homes[name])]
             train(handle, engine, seed=number)
@@ -85,9 +85,9 @@ def test_every_version_is_what_a_whole_weight_sync_sends(
     for wrong, shares in ranks(num_ranks).run(publish, tmp_path / "model", tmp_path / "weights", parallel, steps):
         assert wrong == []
         whole = [step for step, share in enumerate(shares) if share == 1]
-        assert whole == list(range(0, steps, WHOLE_EVERY))
+        assert whole == list(range(0, steps, FULL_VERSION_EVERY))
         assert 0 < min(shares) < 0.5
-    assert numbers_in(tmp_path / "weights")[0] == 1 + WHOLE_EVERY * ((steps - 1) // WHOLE_EVERY - 1)
+    assert numbers_in(tmp_path / "weights")[0] == 1 + FULL_VERSION_EVERY * ((steps - 1) // FULL_VERSION_EVERY - 1)
 
 
 def test_frozen_weights_are_in_whole_versions_alone(ranks: RankPool, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_frozen_weights_are_in_whole_versions_alone(ranks: RankPool, tmp_path: P
     lora = {"rank": 2, "targets": ["q_proj"]}
     ((wrong, shares),) = ranks(1).run(publish, tmp_path / "model", tmp_path / "weights", {}, 10, 1e-2, lora)
     assert wrong == []
-    assert [step for step, share in enumerate(shares) if share == 1] == [0, WHOLE_EVERY]
+    assert [step for step, share in enumerate(shares) if share == 1] == [0, FULL_VERSION_EVERY]
     assert max(share for share in shares if share < 1) < 0.1
 
 
@@ -103,7 +103,7 @@ def publish_with_a_reader(model: Path, folder: Path) -> tuple[list[bool], list[i
     """Versions of which somebody reads one still: whether it is there at every later one, and what is there at last."""
     handle, _ = trained_model(model, {})
     is_there = []
-    with mock.patch.object(publisher, "WHOLE_EVERY", 4):
+    with mock.patch.object(publisher, "FULL_VERSION_EVERY", 4):
         publishing = Publisher(handle, folder, sync_config(dtype="bfloat16"))
         for number in range(1, 20):
             digest = publishing.publish(number)
@@ -156,8 +156,8 @@ def test_a_version_that_cannot_be_written_is_told_on_all_ranks_and_the_next_is_w
         assert len(problems) == 1
         assert "No space left on device" in problems[0]
     assert numbers_in(tmp_path / "weights") == [1, 3]
-    assert read_version(VersionFiles(tmp_path / "weights"), 3).before is None
-    assert PublishedWeights(tmp_path / "weights").bring({}) == 3
+    assert read_version(VersionFiles(tmp_path / "weights"), 3).base is None
+    assert PublishedWeights(tmp_path / "weights").load_version({}) == 3
 
 
 def publish_some(model: Path, folder: Path, numbers: list[int]) -> None:
@@ -174,12 +174,12 @@ def test_a_run_that_goes_on_from_an_earlier_step_replaces_what_it_had_published(
     save_tiny_model(tmp_path / "model", dtype=torch.float32)
     reader, tensors = PublishedWeights(tmp_path / "weights"), dict[str, Tensor]()
     ranks(1).run(publish_some, tmp_path / "model", tmp_path / "weights", [1, 2, 3, 4])
-    assert reader.bring(tensors) == 4
+    assert reader.load_version(tensors) == 4
     ranks(1).run(publish_some, tmp_path / "model", tmp_path / "weights", [3])
     assert numbers_in(tmp_path / "weights") == [1, 2, 3]
-    assert reader.bring(tensors) == 3
+    assert reader.load_version(tensors) == 3
     fresh: dict[str, Tensor] = {}
-    PublishedWeights(tmp_path / "weights").bring(fresh)
+    PublishedWeights(tmp_path / "weights").load_version(fresh)
     assert all(same_bits(tensors[name], fresh[name]) for name in fresh)
 
 
@@ -198,11 +198,11 @@ def test_damage_is_noticed_and_an_older_version_is_still_there(weights: Path) ->
     file.write_bytes(content)
     reader, tensors = PublishedWeights(weights), dict[str, Tensor]()
     with pytest.raises(InputError, match=r"sender_0\.bin: is damaged"):
-        reader.bring(tensors)
-    assert reader.bring(tensors, 2) == 2
+        reader.load_version(tensors)
+    assert reader.load_version(tensors, 2) == 2
     (folder_of(weights, 3) / VERSION_FILE).write_text("{}")
     with pytest.raises(InputError, match="is not a published version"):
-        reader.bring(tensors)
+        reader.load_version(tensors)
 
 
 def test_a_version_of_another_run_is_no_base(weights: Path, ranks: RankPool, tmp_path: Path) -> None:
@@ -210,12 +210,12 @@ def test_a_version_of_another_run_is_no_base(weights: Path, ranks: RankPool, tmp
     shutil.rmtree(folder_of(weights, 2))
     shutil.copytree(folder_of(tmp_path / "other", 2), folder_of(weights, 2))
     with pytest.raises(InputError, match="is not the version that 3 is based on"):
-        PublishedWeights(weights).bring({})
+        PublishedWeights(weights).load_version({})
 
 
 def test_an_empty_folder_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="contains no published version yet"):
-        PublishedWeights(tmp_path).bring({})
+        PublishedWeights(tmp_path).load_version({})
 
 
 def test_a_version_is_exported(weights: Path, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_version_is_exported(weights: Path, tmp_path: Path) -> None:
         export(version, out)
     export(version, out, ["--model.path", str(model)])
     tensors: dict[str, Tensor] = {}
-    PublishedWeights(weights).bring(tensors, 2)
+    PublishedWeights(weights).load_version(tensors, 2)
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
     assert all(same_bits(loaded[name], tensor) for name, tensor in tensors.items())
     assert loaded.keys() == tensors.keys()

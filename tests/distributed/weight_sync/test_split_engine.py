@@ -11,7 +11,7 @@ from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import VllmGeneratorConfig
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Answer, Call, Committed, Failure, Message
-from automodel_rl.generators.engine_ranks import EngineRanks, NoGenerator
+from automodel_rl.generators.generator_ranks import GeneratorRanks, NoGenerator
 from automodel_rl.weight_sync.sync import WeightSync
 from automodel_rl.weight_sync.vllm import VllmSameDevice
 from tests.distributed.weight_sync.generators import own_tensors, sync_config, train, trained_model
@@ -73,9 +73,9 @@ def sync_over_two_ranks(folder: Path, sizes: dict[str, Any]) -> list[str]:
     """What went wrong in weight syncs, in which the channel fails at each message in turn."""
     handle, engine = trained_model(folder, sizes)
     spec = GeneratorSpec(VllmGeneratorConfig(tensor_parallel=2), 8, sync_config())
-    ranks = EngineRanks.join(spec)
+    ranks = GeneratorRanks.join(spec)
     workers = Workers()
-    channel: Any = workers if ranks.leads else NoGenerator()
+    channel: Any = workers if ranks.is_leader else NoGenerator()
     config = sync_config(num_buffers=2, timeout=5.0)
     sync = WeightSync(handle, VllmSameDevice(channel, handle.layout.device, 5.0, ranks.group), config)
     problems = []
@@ -90,7 +90,7 @@ def sync_over_two_ranks(folder: Path, sizes: dict[str, Any]) -> list[str]:
             problems.append(str(error))
         workers.answers.clear()
         expected = own_tensors(handle, torch.float32)
-        if not fails_at and ranks.leads:
+        if not fails_at and ranks.is_leader:
             assert workers.version == seed + 1
             assert len(workers.loaded) == sum(len(plan.tensors) for plan in sync.producer.plans)
             for name, tensor in expected.items():

@@ -59,10 +59,10 @@ def test_a_pipeline_gets_a_row_for_every_stage() -> None:
 
 
 def test_groups_stay_together_and_must_be_whole() -> None:
-    microbatches = pack(sequences(5, 4, 3, 2, 6, 1), 9, together=2)
+    microbatches = pack(sequences(5, 4, 3, 2, 6, 1), 9, sequences_per_example=2)
     assert sorted(microbatch.order for microbatch in microbatches) == [(0, 1), (2, 3), (4, 5)]
     with pytest.raises(ValueError, match="3 sequences do not form whole groups of 2"):
-        pack(sequences(1, 1, 1), 9, together=2)
+        pack(sequences(1, 1, 1), 9, sequences_per_example=2)
 
 
 def test_what_is_longer_than_a_row_is_refused_by_its_place() -> None:
@@ -71,7 +71,7 @@ def test_what_is_longer_than_a_row_is_refused_by_its_place() -> None:
     with pytest.raises(
         InputError, match="sequences 4 to 5, which stay together, have 11 tokens but a microbatch holds 10"
     ):
-        pack(sequences(1, 2, 3, 4, 5, 6), 10, together=2)
+        pack(sequences(1, 2, 3, 4, 5, 6), 10, sequences_per_example=2)
 
 
 def test_shares_have_equal_numbers_and_even_work() -> None:

@@ -91,7 +91,7 @@ def test_tokens_of_an_image_also_see_the_rest_of_it(cp: int, window: int) -> Non
         TokenSequence(
             torch.zeros(26, dtype=torch.int64),
             torch.ones(26, dtype=torch.bool),
-            media=tuple(Image(a, n, (1, 1, n), torch.zeros(0), both_ways="everywhere") for a, n in of_sequence),
+            media=tuple(Image(a, n, (1, 1, n), torch.zeros(0), bidirectional="everywhere") for a, n in of_sequence),
         )
         for of_sequence in spans
     ]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from automodel_rl.cli import main
-from automodel_rl.config import ALGORITHMS, ServeConfig, describe_keys, elsewhere, load_config
+from automodel_rl.config import ALGORITHMS, ServeConfig, describe_keys, equivalents, load_config
 from automodel_rl.config.load import check_config, parse_overrides
 from automodel_rl.errors import InputError
 
@@ -131,11 +131,11 @@ def test_sections_of_other_trainers_are_answered_key_by_key() -> None:
 
 
 def test_a_whole_config_of_another_trainer_is_one_line_of_bearable_length() -> None:
-    names = [name for row in elsewhere.rows() for name in row.nemo_rl if name.startswith("policy.")]
+    names = [name for row in equivalents.rows() for name in row.nemo_rl if name.startswith("policy.")]
     policy = {name.removeprefix("policy."): 1 for name in names}
     said = message("grpo", {"policy": policy})
-    assert said.count("unknown key") == elsewhere.MAX_SHOWN
-    assert f"and {len(names) - elsewhere.MAX_SHOWN} more keys, listed in configs/README.md" in said
+    assert said.count("unknown key") == equivalents.MAX_SHOWN
+    assert f"and {len(names) - equivalents.MAX_SHOWN} more keys, listed in configs/README.md" in said
 
 
 def test_a_section_named_algorithm_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,10 +153,10 @@ def test_slips_of_our_own_keys_stay_slips() -> None:
 def test_what_the_tables_name_exists() -> None:
     keys = {key.name for kind in (*ALGORITHMS.values(), ServeConfig) for key in describe_keys(kind)}
     sections = {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}
-    assert {key for row in elsewhere.rows() for key in row.here} <= keys | sections
+    assert {key for row in equivalents.rows() for key in row.here} <= keys | sections
 
 
 def test_every_name_of_the_tables_has_one_meaning_and_every_missing_setting_its_reason() -> None:
-    names = [name for row in elsewhere.rows() for name in row.names]
+    names = [name for row in equivalents.rows() for name in row.names]
     assert len(names) == len({*names})
-    assert all(row.note for row in elsewhere.rows() if not row.here)
+    assert all(row.note for row in equivalents.rows() if not row.here)

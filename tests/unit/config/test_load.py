@@ -440,7 +440,7 @@ MATH, FORMAT = {"function": "math"}, {"function": "format", "options": {"pattern
 def test_the_reward_that_checks_the_answer_tells_what_passes_unless_another_is_named(
     rewards: list[dict], passing: tuple[int, float] | None
 ) -> None:
-    assert GRPOConfig.model_validate(GRPO | {"rewards": rewards}).passing == passing
+    assert GRPOConfig.model_validate(GRPO | {"rewards": rewards}).pass_criterion == passing
 
 
 @pytest.mark.parametrize(

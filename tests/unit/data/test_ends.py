@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase, Qwen3Config
 
-from automodel_rl.data.ends import completion_ends, new_ends, template_ends
+from automodel_rl.data.stop_tokens import completion_stop_ids, new_stop_tokens, template_stop_ids
 from automodel_rl.data.template import ChatTemplate
 from automodel_rl.errors import InputError
 from automodel_rl.hf.generation import write_generation
@@ -36,7 +36,7 @@ CHATML = (
 )
 def test_a_template_tells_the_tokens_that_end_turns(name: str, ends: list[str]) -> None:
     tokenizer = stock_tokenizer(name)
-    assert tokenizer.convert_ids_to_tokens(template_ends(ChatTemplate(tokenizer))) == ends
+    assert tokenizer.convert_ids_to_tokens(template_stop_ids(ChatTemplate(tokenizer))) == ends
 
 
 @pytest.fixture
@@ -58,9 +58,16 @@ def test_a_completion_ends_at_the_tokens_of_all_places(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     config = Qwen3Config(eos_token_id=[3, 4])
-    assert completion_ends(tmp_path, config, tokenizer) == {0, 2, 3, 4, 5, *(named if isinstance(named, list) else [])}
+    assert completion_stop_ids(tmp_path, config, tokenizer) == {
+        0,
+        2,
+        3,
+        4,
+        5,
+        *(named if isinstance(named, list) else []),
+    }
     tokenizer.chat_template = None
-    assert 2 not in completion_ends(tmp_path, config, tokenizer)
+    assert 2 not in completion_stop_ids(tmp_path, config, tokenizer)
 
 
 def test_a_template_with_an_end_that_is_not_special_or_no_token(
@@ -68,27 +75,27 @@ def test_a_template_with_an_end_that_is_not_special_or_no_token(
 ) -> None:
     config = Qwen3Config(eos_token_id=0)
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "<end>")
-    assert new_ends(tmp_path, config, tokenizer).note.startswith(
+    assert new_stop_tokens(tmp_path, config, tokenizer).note.startswith(
         "warning: the chat template ends the assistant's turns"
     )
     tokenizer.add_tokens("<end>")
-    assert new_ends(tmp_path, config, tokenizer).ids == (tokenizer.convert_tokens_to_ids("<end>"),)
+    assert new_stop_tokens(tmp_path, config, tokenizer).ids == (tokenizer.convert_tokens_to_ids("<end>"),)
 
 
 def test_an_export_stops_where_training_ended_turns(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir(), out.mkdir()
     config = Qwen3Config(eos_token_id=0, pad_token_id=1)
-    ends = new_ends(source, config, tokenizer)
+    ends = new_stop_tokens(source, config, tokenizer)
     assert ends.note == "generation_config.json also stops at <|im_end|> (2), which ends what was trained"
     write_generation(out, source, config, ends.ids)
     assert settings(out) == {"pad_token_id": 1, "eos_token_id": [0, 2]}
     (source / "generation_config.json").write_text(
         json.dumps({"_from_model_config": True, "eos_token_id": 0, "temperature": 0.6})
     )
-    write_generation(out, source, config, new_ends(source, config, tokenizer).ids)
+    write_generation(out, source, config, new_stop_tokens(source, config, tokenizer).ids)
     assert settings(out) == {"eos_token_id": [0, 2], "temperature": 0.6}
-    assert "export --merge" in new_ends(source, config, tokenizer, adapters=True).note
+    assert "export --merge" in new_stop_tokens(source, config, tokenizer, adapters=True).note
 
 
 def test_an_export_keeps_settings_that_know_all_ends(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -96,7 +103,7 @@ def test_an_export_keeps_settings_that_know_all_ends(tmp_path: Path, tokenizer: 
     source.mkdir(), out.mkdir()
     text = '{"eos_token_id":[2,  0]}'
     (source / "generation_config.json").write_text(text)
-    ends = new_ends(source, Qwen3Config(), tokenizer)
+    ends = new_stop_tokens(source, Qwen3Config(), tokenizer)
     assert (ends.ids, ends.note) == ((), "")
     write_generation(out, source, Qwen3Config(), ends.ids)
     assert (out / "generation_config.json").read_text() == text
@@ -115,4 +122,4 @@ def test_damaged_settings_are_one_clear_error(
 ) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(InputError, match=problem):
-        completion_ends(tmp_path, Qwen3Config(), tokenizer)
+        completion_stop_ids(tmp_path, Qwen3Config(), tokenizer)

@@ -11,7 +11,7 @@ from automodel_rl.batch import TokenSequence
 from automodel_rl.config import SourceConfig
 from automodel_rl.config.data import CommonBatchConfig, ExamplesConfig
 from automodel_rl.data import examples
-from automodel_rl.data.examples import ChatDataset, Example, JudgedDataset, PairDataset
+from automodel_rl.data.examples import ChatDataset, Example, LabelledDataset, PairDataset
 from automodel_rl.data.messages import Chat
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -71,7 +71,7 @@ def test_of_a_pair_the_longer_one_is_cut_first(
 
 def test_a_completion_that_is_cut_keeps_its_label(tmp_path: Path) -> None:
     sources = source(tmp_path, {"prompt": "a", "completion": LETTERS, "label": True})
-    (cut,) = JudgedDataset(sources, Letters(), batch(20), None, limits())[(0, 0)].sequences
+    (cut,) = LabelledDataset(sources, Letters(), batch(20), None, limits())[(0, 0)].sequences
     assert cut.values["label"].tolist() == [1.0] * 20
 
 

@@ -13,7 +13,7 @@ from automodel_rl.data.records import (
     Text,
     read_chat,
     read_example,
-    read_judged,
+    read_labelled,
     read_pair,
     read_prompt,
     read_ranked_pair,
@@ -185,7 +185,7 @@ def test_a_name_that_no_record_has_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize(("label", "is_good"), [("true", True), ("False", False), ("1", True), (" 0", False)])
 def test_a_label_may_be_a_text(label: Any, is_good: bool) -> None:
     record = {"prompt": "a", "completion": "b", "label": label}
-    assert read_judged(record, SourceConfig(path="d.csv"), "d.csv:2").is_good is is_good
+    assert read_labelled(record, SourceConfig(path="d.csv"), "d.csv:2").is_good is is_good
 
 
 @pytest.mark.parametrize(("margin", "value"), [("1.5", 1.5), ("-2", -2.0), ("", 0.0), (0.5, 0.5), (None, 0.0)])
@@ -197,7 +197,7 @@ def test_a_margin_may_be_a_text(margin: Any, value: float) -> None:
 @pytest.mark.parametrize(
     ("read", "more", "message"),
     [
-        (read_judged, {"completion": "b", "label": "good"}, "d.csv:2: label is 'good': use true for"),
+        (read_labelled, {"completion": "b", "label": "good"}, "d.csv:2: label is 'good': use true for"),
         (read_ranked_pair, {"chosen": "b", "rejected": "c", "margin": "much"}, "d.csv:2: margin is 'much': use a fin"),
         (read_ranked_pair, {"chosen": "b", "rejected": "c", "margin": "nan"}, "d.csv:2: margin is 'nan': use a fin"),
     ],

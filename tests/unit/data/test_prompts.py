@@ -20,7 +20,7 @@ LENGTHS = (3, 9, 1, 4, 8, 2, 7)
 class Words:
     """In place of a `ChatTokenizer`: a token for each word."""
 
-    def opening(self, chat: Chat, where: str) -> TokenSequence:
+    def generation_prompt(self, chat: Chat, where: str) -> TokenSequence:
         ids = torch.tensor([int(word) for message in chat.messages for word in message["content"].split()])
         return TokenSequence(ids, torch.zeros(len(ids), dtype=torch.bool))
 

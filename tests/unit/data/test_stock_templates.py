@@ -146,7 +146,7 @@ def test_a_turn_begins_where_a_prompt_ends_and_ends_where_a_generator_stops(name
             place = begin + len(span)
             before = chat.until(turn)
             asked = template.text(before) or ""
-            opening = template.opening_text(before)
+            opening = template.text_with_generation_prompt(before)
             # A template may begin the answer itself, with thoughts or with none.
             opening = asked + opening[len(asked) :].partition("<think>")[0] if opening.startswith(asked) else opening
             if text.startswith(opening):

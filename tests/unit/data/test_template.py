@@ -282,7 +282,7 @@ def test_thoughts_between_calls_are_trained() -> None:
 
 def test_a_prompt_may_have_thoughts_that_its_template_forgets() -> None:
     messages = [QUESTION, {**ANSWER, "content": "<think>cold</think>yes"}, THANKS]
-    opening = ChatTokenizer(tokenizer_of(templates.R1), "all").opening(Chat(messages, start=3), "d.jsonl:1")
+    opening = ChatTokenizer(tokenizer_of(templates.R1), "all").generation_prompt(Chat(messages, start=3), "d.jsonl:1")
     assert tokenizer_of(templates.R1).decode(opening.input_ids).endswith("<|Assistant|><think>\n")
 
 
@@ -296,12 +296,14 @@ def test_tools_are_written_or_refused(form: tuple) -> None:
 def test_tools_are_part_of_a_prompt_and_of_what_comes_before_a_turn() -> None:
     tokenizer = tokenizer_of(templates.QWEN3)
     chat = Chat([QUESTION], (TOOL,), start=1)
-    assert "Weather of a city" in tokenizer.decode(ChatTokenizer(tokenizer, "all").opening(chat, "d.jsonl:1").input_ids)
+    assert "Weather of a city" in tokenizer.decode(
+        ChatTokenizer(tokenizer, "all").generation_prompt(chat, "d.jsonl:1").input_ids
+    )
     sequence = ChatTokenizer(tokenizer, "all")(Chat([QUESTION, ANSWER], (TOOL,)), "d.jsonl:1")
     assert "Weather of a city" not in tokenizer.decode(sequence.input_ids[sequence.loss_mask])
     tokenizer.chat_template = templates.CHATML
     with pytest.raises(InputError, match="omits tools"):
-        ChatTokenizer(tokenizer, "all").opening(chat, "d.jsonl:1")
+        ChatTokenizer(tokenizer, "all").generation_prompt(chat, "d.jsonl:1")
 
 
 PARTS = ({"role": "user", "content": [text("Is it "), text("cold?")]}, {"role": "assistant", "content": [text("yes")]})

@@ -35,7 +35,7 @@ def test_the_suffix_is_that_of_the_whole_conversation(name: str, num_calls: int)
     tokenizer = stock_tokenizer(name)
     template = ChatTemplate(tokenizer)
     before, answers = conversation(num_calls)
-    text = template.opening_text(Chat([*before, *answers], (PROBE_TOOL,)))
+    text = template.text_with_generation_prompt(Chat([*before, *answers], (PROBE_TOOL,)))
     tail = text[text.rindex("Ben") :]
     stop = min((mark for mark in tokenizer.all_special_tokens if mark in tail), key=tail.index)
     suffix = TurnSuffix(template, [PROBE_TOOL])(answers, ["look_up"] * num_calls, tokenizer.convert_tokens_to_ids(stop))

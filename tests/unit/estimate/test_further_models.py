@@ -10,7 +10,7 @@ from automodel_rl.config.further_models import FurtherModel
 from automodel_rl.config.model import MemoryConfig, ModelConfig
 from automodel_rl.config.optimizer import OptimizerConfig
 from automodel_rl.config.parallel import ParallelConfig
-from automodel_rl.estimate.further_models import ModelsBeside
+from automodel_rl.estimate.further_models import FurtherModelsMemory
 from automodel_rl.estimate.memory import MemoryModel
 
 SIZES = {"vocab_size": 32_000, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
@@ -22,13 +22,17 @@ OWN = MemoryModel(SMALL, ModelConfig(path="small"), TOKENS, OptimizerConfig()).p
 
 
 def beside(whole: Any, **asked: Any) -> tuple[int, int]:
-    models = ModelsBeside({"one": FurtherModel(ModelConfig(path="x"), "one", **asked)}, {"one": whole})
+    models = FurtherModelsMemory({"one": FurtherModel(ModelConfig(path="x"), "one", **asked)}, {"one": whole})
     (rank,) = OWN.ranks
-    return models.lasting(ALONE, MEMORY), models.busiest(ALONE, MEMORY, TOKENS, rank)
+    return models.resident_bytes(ALONE, MEMORY), models.peak_bytes(ALONE, MEMORY, TOKENS, rank)
 
 
 def test_without_any_there_is_nothing() -> None:
-    assert ModelsBeside().lasting(ALONE, MEMORY) == ModelsBeside().busiest(ALONE, MEMORY, TOKENS, OWN.ranks[0]) == 0
+    assert (
+        FurtherModelsMemory().resident_bytes(ALONE, MEMORY)
+        == FurtherModelsMemory().peak_bytes(ALONE, MEMORY, TOKENS, OWN.ranks[0])
+        == 0
+    )
 
 
 def test_a_teacher_that_waits_on_the_host_computes_beside_the_students_weights_and_moments() -> None:

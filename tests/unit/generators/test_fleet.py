@@ -14,8 +14,8 @@ from automodel_rl.batch import RouterShape
 from automodel_rl.errors import RolloutError
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators import fleet as fleet_module
-from automodel_rl.generators.meeting import Meeting, meet
 from automodel_rl.generators.protocol import Completion, results
+from automodel_rl.generators.rank_listener import RankListener, connect_to_program
 from automodel_rl.launch.background import in_thread, then
 from automodel_rl.policy.crew import RemoteCall
 from tests.fleets import VOCABULARY, Echo, LocalCrew, Waiting, fleet_of
@@ -57,7 +57,7 @@ def test_requests_of_a_prompt_that_takes_longer_to_read_than_to_answer_stay_toge
     fleet = fleet_of(crew)
     asked = [Request([prompt, 1, 2], seed, Sampling(2)) for prompt in range(3) for seed in range(4)]
     assert [completion.writer for completion in results(fleet.submit(asked))] == [0] * 4 + [3] * 4 + [5] * 4
-    fleet.lose(0, "it is gone")
+    fleet.mark_lost(0, "it is gone")
     assert [completion.writer for completion in results(fleet.submit(asked))] == [3] * 6 + [5] * 6
     conversations = [Request([1, 2, 3], seed, Sampling(2), conversation=seed) for seed in range(4)]
     assert [completion.writer for completion in results(fleet.submit(conversations))] == [3, 3, 5, 5]
@@ -132,7 +132,7 @@ def test_members_that_do_not_work_alone_write_when_waited_for() -> None:
 def test_all_members_write_alike_but_those_that_are_lost(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
     generators(crew)[1].lose()
-    written = fleet.write_alike(requests(2))
+    written = fleet.write_with_each(requests(2))
     assert {rank: [one.token_ids for one in of] for rank, of in written.items()} == {
         rank: [[0, 10], [1, 11]] for rank in (0, 5)
     }
@@ -140,7 +140,7 @@ def test_all_members_write_alike_but_those_that_are_lost(crew: LocalCrew) -> Non
 
 
 def test_ranks_are_looked_after_while_a_program_waits(crew: LocalCrew, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(fleet_module, "HEALTH_CHECK_SECONDS", 0.01)
     fleet = fleet_of(crew)
     for generator in generators(crew):
         generator.held.clear()
@@ -210,11 +210,14 @@ def test_routes_stay_at_the_rank_if_somebody_needs_them() -> None:
 
 
 def test_strangers_are_no_members() -> None:
-    with Meeting("localhost") as meeting, socket.create_connection(("127.0.0.1", meeting.address.port)) as stranger:
+    with (
+        RankListener("localhost") as listener,
+        socket.create_connection(("127.0.0.1", listener.address.port)) as stranger,
+    ):
         stranger.sendall(b"\0\0\0\4nonsense")
-        with socket.create_connection(("127.0.0.1", meeting.address.port)):  # says nothing
-            ours = meet(meeting.address, 4)
-            theirs = meeting.connection(4)
+        with socket.create_connection(("127.0.0.1", listener.address.port)):  # says nothing
+            ours = connect_to_program(listener.address, 4)
+            theirs = listener.connection(4)
             theirs.send("welcome")
             assert ours.recv() == "welcome"
             ours.close()
@@ -227,7 +230,7 @@ def test_a_member_that_is_slow_to_tell_is_not_lost_twice(crew: LocalCrew) -> Non
     two = generators(crew)[1]
     two.held.clear()
     completions = fleet.submit(requests(3))
-    fleet.lose(3, "too old")
+    fleet.mark_lost(3, "too old")
     assert [completion.writer for completion in results(completions)] == [0, 0, 5]
     fleet.restart()
     two.lose()  # the generator of before
@@ -255,7 +258,7 @@ def test_a_request_with_which_generators_are_lost_does_not_take_all_of_them() ->
 
 
 def test_a_member_that_hears_nothing_for_too_long_is_lost(crew: LocalCrew, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(fleet_module, "HEALTH_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(fleet_module.watchdog, "hang_seconds", 0.3)
     fleet = fleet_of(crew)
     generators(crew)[1].held.clear()
@@ -268,7 +271,7 @@ def test_a_member_that_hears_nothing_for_too_long_is_lost(crew: LocalCrew, monke
 def test_requests_are_held_while_generators_that_share_memory_are_started_again(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
     fleet.spec.shares_memory = True  # type: ignore[misc]
-    fleet.lose(3, "it is broken")
+    fleet.mark_lost(3, "it is broken")
     submitted: list[Future[Completion]] = []
     call, asked = crew.call, list[int]()
 
@@ -290,7 +293,7 @@ def test_a_completion_counts_once_even_if_its_member_is_lost_meanwhile(crew: Loc
     def lose_it(completion: Completion) -> Completion:
         finished.append(completion.token_ids[0])
         if completion.writer == 3:
-            fleet.lose(3, "too old")
+            fleet.mark_lost(3, "too old")
         return completion
 
     completions = fleet.wait([then(completion, lose_it) for completion in fleet.submit(requests(9))])
@@ -301,18 +304,18 @@ def test_a_completion_counts_once_even_if_its_member_is_lost_meanwhile(crew: Loc
 def test_a_member_that_came_back_is_tried_at_once_when_it_is_lost_again(crew: LocalCrew) -> None:
     fleet = fleet_of(crew)
     fleet.policy_version = 4
-    fleet.lose(3, "it is broken")
-    fleet.give_up()
-    assert (fleet.lost, fleet.given_up) == ({}, {3: "it is broken"})
+    fleet.mark_lost(3, "it is broken")
+    fleet.postpone_restarts()
+    assert (fleet.lost, fleet.postponed) == ({}, {3: "it is broken"})
     fleet.policy_version = 5
     assert fleet.lost == {3: "it is broken"}
-    fleet.give_up()
+    fleet.postpone_restarts()
     fleet.policy_version = 6
-    assert fleet.given_up
+    assert fleet.postponed
     fleet.policy_version = 7
     assert fleet.lost
     fleet.restart()
-    fleet.lose(3, "it is broken again")
-    fleet.give_up()
+    fleet.mark_lost(3, "it is broken again")
+    fleet.postpone_restarts()
     fleet.policy_version += 1
     assert fleet.lost == {3: "it is broken again"}

@@ -18,7 +18,7 @@ from automodel_rl.config import WeightSyncConfig
 from automodel_rl.config.generator_spec import GeneratorSpec
 from automodel_rl.config.generators import JoinedGeneratorConfig
 from automodel_rl.errors import InputError, RolloutError, StoppedError
-from automodel_rl.generator_messages import Failed, Failure, Finished, Generate, Request, Sampling, UseVersion
+from automodel_rl.generator_messages import Failure, Finished, Generate, GenerateFailed, Request, Sampling, UseVersion
 from automodel_rl.generators import fleet as fleet_module
 from automodel_rl.generators import joined_members
 from automodel_rl.generators import member as member_module
@@ -26,18 +26,18 @@ from automodel_rl.generators.fleet import Fleet
 from automodel_rl.generators.joined_members import JoinedMembers
 from automodel_rl.generators.joining_messages import (
     FromRun,
-    HasEnded,
-    HasStarted,
-    IsReading,
-    Joining,
+    GeneratorStarted,
+    JoinRequest,
     Leaving,
     MessageConnection,
+    ReadingWeights,
+    RunEnded,
     Welcome,
 )
 from automodel_rl.generators.protocol import Completion, results
-from automodel_rl.generators.run_places import JOIN_FILE, address_in
+from automodel_rl.generators.run_locations import JOIN_FILE, address_in
 from automodel_rl.launch.authenticated import AuthenticatedConnection
-from automodel_rl.launch.door import DoorAddress
+from automodel_rl.launch.listener import ListenerAddress
 from automodel_rl.policy.crew import RemoteCall
 from tests.fleets import LocalCrew
 
@@ -75,10 +75,10 @@ class Guest:
     def __init__(self, folder: Path, *, evaluates: bool = False):
         address = address_in(folder)
         assert address is not None
-        self.connection = MessageConnection(address.knock(), FromRun())
-        self.connection.send(Joining("guest", evaluates))
+        self.connection = MessageConnection(address.connect(), FromRun())
+        self.connection.send(JoinRequest("guest", evaluates))
         assert isinstance(self.connection.recv(), Welcome)
-        self.connection.send(HasStarted())
+        self.connection.send(GeneratorStarted())
 
     def take(self) -> Any:
         assert self.connection.poll(SOON)
@@ -117,8 +117,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Fleet]]:
         found = []
         for number in range(guests):
             found.append(Guest(_when_there(tmp_path / "weights")))
-            with fleet._news:  # so that members have the order of guests
-                fleet._news.wait_for(lambda: len(fleet.members) > number, SOON)  # noqa: B023
+            with fleet._condition:  # so that members have the order of guests
+                fleet._condition.wait_for(lambda: len(fleet.members) > number, SOON)  # noqa: B023
         evaluating = [Guest(_when_there(tmp_path / "weights"), evaluates=True) for _ in range(evaluators)]
         starting.join(SOON)
         fleet.sync()
@@ -158,7 +158,7 @@ def test_what_a_guest_that_is_gone_was_to_write_goes_to_others(start: Any) -> No
     assert second.write() == [101, 103]
     assert second.write() == [102]
     assert seeds(results(completions)) == [100, 101, 102, 103]
-    assert fleet.lost == fleet.given_up == {}
+    assert fleet.lost == fleet.postponed == {}
 
 
 def test_requests_wait_for_the_next_guest_which_gets_the_version_first(start: Any, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_request_that_takes_every_guest_with_it_becomes_an_error(start: Any, t
     for _ in range(3):
         guest = guests.pop()
         guest.take()
-        guest.connection.send(Failed(0, "out of memory"))
+        guest.connection.send(GenerateFailed(0, "out of memory"))
         guests.append(Guest(tmp_path / "weights"))
         guests[0].take()
     (completion,) = results(completions)
@@ -224,7 +224,7 @@ def test_a_run_that_nobody_joins_ends_with_what_to_do(start: Any) -> None:
     ):
         fleet.wait(completions)
     assert not fleet.can_write
-    assert "no generator has joined" in fleet.nobody
+    assert "no generator has joined" in fleet.no_member_error
 
 
 def test_a_run_that_is_asked_to_stop_waits_for_no_generator(start: Any) -> None:
@@ -260,10 +260,10 @@ def test_a_member_is_waited_for_from_the_moment_that_something_waits(monkeypatch
     task: Any = object()
     joined.hold([task])
     now[0] = 1059.0
-    assert joined.give_up() == []
+    assert joined.take_expired() == []
     now[0] = 1061.0
-    assert joined.give_up() == [task]
-    assert joined.is_given_up
+    assert joined.take_expired() == [task]
+    assert joined.has_timed_out
 
 
 def test_too_few_generators_at_the_start_are_refused(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_evaluators_keep_the_version_that_they_are_told_and_get_no_requests_of_t
     assert not late.connection.poll(0.1)
     assert seeds_of_late_writer(tmp_path / "weights") == seeds(results(waiting)) == [100]
     fleet.close()
-    assert isinstance(late.take(), HasEnded)
+    assert isinstance(late.take(), RunEnded)
 
 
 def seeds_of_late_writer(folder: Path) -> list[int]:
@@ -343,8 +343,8 @@ def test_evaluators_are_waited_for_and_only_let_in_where_they_have_something_to_
     start(guests=1)
     address = address_in(tmp_path / "weights")
     assert address is not None
-    with MessageConnection(address.knock(), FromRun()) as connection:
-        connection.send(Joining("guest", evaluates=True))
+    with MessageConnection(address.connect(), FromRun()) as connection:
+        connection.send(JoinRequest("guest", evaluates=True))
         answer = connection.recv()
         assert answer == Failure("the run accepts no evaluators: set rollout.generator.evaluators, or omit --evaluate")
 
@@ -355,8 +355,8 @@ def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path)
     assert (folder / JOIN_FILE).stat().st_mode & 0o77 == 0
     address = address_in(folder)
     assert address is not None
-    with MessageConnection(address.knock(), FromRun()) as connection:
-        connection.send(Joining("guest", release="0.1 of another"))
+    with MessageConnection(address.connect(), FromRun()) as connection:
+        connection.send(JoinRequest("guest", release="0.1 of another"))
         answer = connection.recv()
         assert isinstance(answer, Failure)
         assert answer.text.endswith("not 0.1 of another: use the same release")
@@ -365,7 +365,7 @@ def test_strangers_and_other_releases_are_not_let_in(start: Any, tmp_path: Path)
     stranger = address_in(folder)
     assert stranger is not None
     with pytest.raises((AuthenticationError, OSError, EOFError)):
-        stranger.knock()
+        stranger.connect()
 
 
 @pytest.mark.parametrize(
@@ -420,30 +420,38 @@ def test_only_what_was_asked_for_and_reading_for_an_hour_show_that_it_is_alive(
     (member,) = fleet.members
     monkeypatch.setattr(member_module.time, "monotonic", lambda: now[0])
     for minutes, message, counts in (
-        (1, IsReading(), True),
+        (1, ReadingWeights(), True),
         (30, Finished(999, 0, Completion([1], [0.0], "stop")), False),
-        (59, IsReading(), True),
-        (61, IsReading(), False),
+        (59, ReadingWeights(), True),
+        (61, ReadingWeights(), False),
     ):
-        now[0] += 60 * minutes - (now[0] - member._told_to_read)
-        before = member.heard
-        fleet._take(member, message)
-        assert (member.heard > before) == counts, (minutes, message)
+        now[0] += 60 * minutes - (now[0] - member._version_sent_at)
+        before = member.last_heard
+        fleet._handle_message(member, message)
+        assert (member.last_heard > before) == counts, (minutes, message)
     fleet.sync()
-    fleet._take(member, IsReading())
-    assert member.heard == now[0]
+    fleet._handle_message(member, ReadingWeights())
+    assert member.last_heard == now[0]
     fleet.submit(requests(2))
     (number,) = fleet._assignments
     for place, counts in ((0, True), (0, False), (1, True)):  # each completion once
         now[0] += 7200
-        before = member.heard
-        fleet._take(member, Finished(number, place, Completion([1], [0.0], "stop")))
-        assert (member.heard > before) == counts, place
+        before = member.last_heard
+        fleet._handle_message(member, Finished(number, place, Completion([1], [0.0], "stop")))
+        assert (member.last_heard > before) == counts, place
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\x80\x04.", b"Finished", b"Welcome\n{}", b"HasEnded\n{}", b"Failed\n" + b"[" * 200_000, b"\xff\n{}"],
+    [
+        b"",
+        b"\x80\x04.",
+        b"Finished",
+        b"Welcome\n{}",
+        b"RunEnded\n{}",
+        b"GenerateFailed\n" + b"[" * 200_000,
+        b"\xff\n{}",
+    ],
     ids=lambda content: str(content[:12]),
 )
 def test_what_is_no_message_ends_the_connection_and_nothing_else(start: Any, content: bytes) -> None:
@@ -459,8 +467,8 @@ def test_the_hash_of_the_first_version_comes_from_the_run(start: Any, tmp_path: 
     start(guests=1)
     address = address_in(tmp_path / "weights")
     assert address is not None
-    with MessageConnection(address.knock(), FromRun()) as late:
-        late.send(Joining("late"))
+    with MessageConnection(address.connect(), FromRun()) as late:
+        late.send(JoinRequest("late"))
         welcome = late.recv()
         assert isinstance(welcome, Welcome)
         assert welcome.newest == UseVersion(0, "hash", 1)
@@ -469,7 +477,7 @@ def test_the_hash_of_the_first_version_comes_from_the_run(start: Any, tmp_path: 
 class Stranger:
     """Listens where a run was, and passes what it hears on to a live run and back."""
 
-    def __init__(self, run: DoorAddress):
+    def __init__(self, run: ListenerAddress):
         self.run, self.heard = run, b""
         self.server = socket.create_server(("127.0.0.1", 0))
         self.lines: list[tuple[socket.socket, socket.socket]] = []
@@ -499,9 +507,9 @@ def test_a_stranger_between_a_waiting_generator_and_a_live_run_gets_nothing(star
     address = address_in(tmp_path / "weights")
     assert address is not None
     stranger = Stranger(address)
-    with DoorAddress("127.0.0.1", stranger.server.getsockname()[1], address.key).knock() as generator:
+    with ListenerAddress("127.0.0.1", stranger.server.getsockname()[1], address.key).connect() as generator:
         joining = MessageConnection(generator, FromRun())
-        joining.send(Joining("guest"))
+        joining.send(JoinRequest("guest"))
         assert isinstance(joining.recv(), Welcome)  # passed on, as it was sent
         to_generator, to_run = stranger.lines[0]
         assert address.key not in stranger.heard
@@ -529,13 +537,13 @@ def test_the_address_goes_with_the_run_and_its_end_is_told(start: Any, tmp_path:
     fleet, (guest,) = start(guests=1)
     address = address_in(tmp_path / "weights")
     assert address is not None
-    with MessageConnection(address.knock(), FromRun()) as late:
-        late.send(Joining("late"))
+    with MessageConnection(address.connect(), FromRun()) as late:
+        late.send(JoinRequest("late"))
         assert isinstance(late.recv(), Welcome)
         fleet.close()
-        assert isinstance(guest.take(), HasEnded)
+        assert isinstance(guest.take(), RunEnded)
         assert late.poll(SOON)
-        assert isinstance(late.recv(), HasEnded)
+        assert isinstance(late.recv(), RunEnded)
     assert address_in(tmp_path / "weights") is None
     (tmp_path / "weights" / JOIN_FILE).touch(mode=0o600)
     (tmp_path / "weights" / JOIN_FILE).write_text("{}")
@@ -568,7 +576,7 @@ def test_an_address_that_others_could_have_written_is_not_trusted(start: Any, tm
 
 def test_the_door_stays_open_after_an_error_and_to_silent_strangers(start: Any, tmp_path: Path) -> None:
     fleet, _ = start(guests=1)
-    address, door = address_in(tmp_path / "weights"), fleet._way_in.door._door
+    address, door = address_in(tmp_path / "weights"), fleet._join_service.listener._listener
     assert address is not None
     accept, failed = door._server.accept, []
 

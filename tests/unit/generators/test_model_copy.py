@@ -25,7 +25,7 @@ from tests.tiny import save_tiny_model, save_tiny_multimodal_model
 @pytest.mark.parametrize(
     ("family", "names"),
     [(family, names) for family in MULTIMODAL_FAMILIES for names in MULTIMODAL_FAMILIES[family].file_names],
-    ids=lambda value: value if isinstance(value, str) else value.tell_tale or "usual",
+    ids=lambda value: value if isinstance(value, str) else value.identifying_pattern or "usual",
 )
 def test_a_copy_takes_the_names_that_the_trained_model_sends(tmp_path: Path, family: str, names: FileNames) -> None:
     save_tiny_multimodal_model(tmp_path, family)

@@ -7,7 +7,14 @@ from unittest import mock
 import pytest
 
 from automodel_rl.errors import InputError
-from automodel_rl.generators.run_places import DistantRun, SharedFolder, WeightsGiven, place_of, read_key, run_key
+from automodel_rl.generators.run_locations import (
+    RemoteRun,
+    SharedFolder,
+    WeightsServerInfo,
+    parse_location,
+    read_key,
+    run_key,
+)
 
 
 @pytest.fixture(name="key")
@@ -47,51 +54,51 @@ def test_what_is_no_key_is_answered_with_how_to_make_one(tmp_path: Path, content
 
 @pytest.mark.parametrize("given", ["train.example.com:8900", "10.0.0.7:8900", "[fd00::7]:8900", "fd00::7:8900"])
 def test_an_address_needs_a_key(given: str, key: Path) -> None:
-    place = place_of(given, key, None)
-    assert isinstance(place, DistantRun)
+    place = parse_location(given, key, None)
+    assert isinstance(place, RemoteRun)
     assert (place.port, place.key) == (8900, read_key(key, ""))
     assert "[" not in place.host
     with pytest.raises(InputError, match="requires --key"):
-        place_of(given, None, None)
+        parse_location(given, None, None)
 
 
 @pytest.mark.parametrize(
     "given", ["runs/math/weights", "/shared/weights:3", "weights", "a/b:80", "host:0", "host:99999"]
 )
 def test_everything_else_is_a_folder(given: str, key: Path) -> None:
-    assert place_of(given, None, None) == SharedFolder(Path(given))
+    assert parse_location(given, None, None) == SharedFolder(Path(given))
     with pytest.raises(InputError, match="is a folder, which contains it: omit the option"):
-        place_of(given, key, None)
+        parse_location(given, key, None)
 
 
 def test_a_folder_that_is_there_is_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run:7").mkdir()
-    assert place_of("run:7", None, None) == SharedFolder(Path("run:7"))
+    assert parse_location("run:7", None, None) == SharedFolder(Path("run:7"))
 
 
 def test_a_run_that_gives_no_weights_over_http_says_how() -> None:
     with pytest.raises(InputError, match=r"set rollout\.generator\.weights_port"):
-        DistantRun("there", 80, b"").files(None)
+        RemoteRun("there", 80, b"").files(None)
 
 
 def test_ipv6_addresses_have_brackets_in_urls() -> None:
-    assert DistantRun("::1", 80, b"").files(WeightsGiven(81, "")).place == "http://[::1]:81"
-    assert str(DistantRun("::1", 80, b"")) == "[::1]:80"
+    assert RemoteRun("::1", 80, b"").files(WeightsServerInfo(81, "")).location == "http://[::1]:81"
+    assert str(RemoteRun("::1", 80, b"")) == "[::1]:80"
 
 
 def test_weights_may_be_read_through_a_tunnel(key: Path) -> None:
-    place = place_of("localhost:9900", key, "localhost:9901")
-    assert place.files(WeightsGiven(8901, "")).place == "http://localhost:9901"
+    place = parse_location("localhost:9900", key, "localhost:9901")
+    assert place.files(WeightsServerInfo(8901, "")).location == "http://localhost:9901"
     with pytest.raises(InputError, match="must be HOST:PORT"):
-        place_of("localhost:9900", key, "9901")
+        parse_location("localhost:9900", key, "9901")
     with pytest.raises(InputError, match="--weights localhost:9901: --join runs/weights is a folder"):
-        place_of("runs/weights", None, "localhost:9901")
+        parse_location("runs/weights", None, "localhost:9901")
 
 
 def test_a_url_is_told_how_to_be_written(key: Path) -> None:
     with pytest.raises(InputError, match="is a URL: pass HOST:PORT, or a folder"):
-        place_of("http://train:8900", key, None)
+        parse_location("http://train:8900", key, None)
 
 
 def test_a_key_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_generator_and_trainer_have_the_memory_in_turns(generators: Generators) 
     assert log == []  # it sleeps
     for sync in (1, 2):  # a rollout and a validation
         made.wake()
-        made.rest()
+        made.sleep_and_restore()
         made.sleep()
         assert log == [*waking(sync), *RESTING]
         log.clear()
@@ -225,7 +225,7 @@ def test_a_generator_that_does_not_sleep_is_closed_for_the_trainer_needs_the_mem
     made.load_weights(1)
     made.wake()
     generators.fails_at = "sleep 2"
-    made.rest()
+    made.sleep_and_restore()
     assert generators.closed == [1]
     assert generators.log[-1] == "weights to device"
     assert made.problem == "sleep 2 failed"
@@ -245,6 +245,6 @@ def test_generators_that_stay_awake_get_weights_before_the_trainer_leaves(genera
     made, _ = make_supervisor(0, log)
     made.load_weights(1)
     made.wake()
-    made.rest()
+    made.sleep_and_restore()
     expected = ["weights to host", "weights to device"]  # while it starts
     assert log == [*expected, "sent 1 to way 1", "moments to host", "weights to host", "weights to device"]

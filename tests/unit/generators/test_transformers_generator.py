@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from automodel_rl.data.ends import completion_ends
+from automodel_rl.data.stop_tokens import completion_stop_ids
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.families.known import checkpoint_family
 from automodel_rl.generator_messages import Request, Sampling
 from automodel_rl.generators.model_copy import ModelCopy
 from automodel_rl.generators.protocol import Completion
-from automodel_rl.generators.transformers_generator import TransformersGenerator, Writing
+from automodel_rl.generators.transformers_generator import TransformersGenerator, TransformersSettings
 from automodel_rl.quickstart.model import train_tokenizer
 from tests.tiny import save_tiny_model
 from tests.tiny_families import SIZES, VOCAB
@@ -44,13 +44,15 @@ def weights_on_disk(folder: Path) -> dict[str, Tensor]:
 
 
 def own_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    return tuple(completion_ends(Path(model.config._name_or_path), model.config, tokenizer))
+    return tuple(completion_stop_ids(Path(model.config._name_or_path), model.config, tokenizer))
 
 
 def make_generator(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, capture_routes: bool = False, **options: Any
 ) -> TransformersGenerator:
-    writing = Writing(**{"tokenizer": tokenizer, "batch_size": 3, "ends": own_ends(model, tokenizer), **options})
+    writing = TransformersSettings(
+        **{"tokenizer": tokenizer, "batch_size": 3, "ends": own_ends(model, tokenizer), **options}
+    )
     names = weights_on_disk(Path(model.config._name_or_path))
     copy = ModelCopy(
         model.config,

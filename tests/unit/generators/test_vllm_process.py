@@ -26,7 +26,7 @@ from automodel_rl.generators.visible_devices import VISIBLE
 from automodel_rl.generators.vllm_child import WORKER, start_early
 from automodel_rl.generators.vllm_process import start_vllm
 from automodel_rl.generators.vllm_replicas import VllmReplicas
-from automodel_rl.weight_sync.channel import call, expect, tell
+from automodel_rl.weight_sync.channel import call, expect, send_call
 from tests.vllm_stand_in import NUMBERS, write_vllm
 from tests.weights import send_weights
 
@@ -80,12 +80,12 @@ def test_a_process_generates_takes_weights_and_says_when_it_is_gone() -> None:
 def test_weights_that_a_process_cannot_load_leave_it_refusing_to_generate() -> None:
     generator = make_process()
     try:
-        tell(generator, "begin", 1, 5.0)
-        tell(generator, "load_weights", {"names": ["bad"]})
+        send_call(generator, "begin", 1, 5.0)
+        send_call(generator, "load_weights", {"names": ["bad"]})
         with pytest.raises(WeightSyncError, match="ValueError: no parameter called bad"):
             expect(generator, "load_weights", 5.0)
-        tell(generator, "load_weights", {"names": ["a"]})  # were on their way
-        tell(generator, "commit", False)
+        send_call(generator, "load_weights", {"names": ["a"]})  # were on their way
+        send_call(generator, "commit", False)
         with pytest.raises(RuntimeError, match="no complete weights"):
             results(generator.submit([Request([1, 2], 8, Sampling(3, 0.5))]))
     finally:
@@ -112,15 +112,15 @@ def test_requests_in_the_middle_of_a_weight_sync_are_written_after_it() -> None:
     generator = make_process()
     try:
         request = Request([1, 2], 8, Sampling(3, 0.5))
-        tell(generator, "begin", 1, 5.0)
+        send_call(generator, "begin", 1, 5.0)
         completions = generator.submit([request])
-        tell(generator, "load_weights", {"names": ["a"]})
+        send_call(generator, "load_weights", {"names": ["a"]})
         expect(generator, "load_weights", 5.0)
         call(generator, "commit", False, seconds=5.0)
         assert [completion.versions for completion in results(completions)] == [(1, 1)]
-        tell(generator, "begin", 2, 5.0)
+        send_call(generator, "begin", 2, 5.0)
         completions = generator.submit([request])
-        tell(generator, "give_up")
+        send_call(generator, "abort")
         with pytest.raises(RuntimeError, match="no complete weights"):
             results(completions)
     finally:
@@ -271,9 +271,9 @@ def test_pictures_go_with_their_prompt_and_one_that_vllm_sees_otherwise_fails_it
 def test_a_message_that_is_not_for_vllm_is_refused_by_name() -> None:
     generator = make_process()
     try:
-        tell(generator, "make_room", 1, 1)
-        with pytest.raises(WeightSyncError, match="received an unknown or unexpected message: make_room"):
-            expect(generator, "make_room", 5.0)
+        send_call(generator, "allocate_buffers", 1, 1)
+        with pytest.raises(WeightSyncError, match="received an unknown or unexpected message: allocate_buffers"):
+            expect(generator, "allocate_buffers", 5.0)
     finally:
         generator.close()
 
@@ -328,13 +328,13 @@ def test_completions_end_with_the_adapter_that_they_began_with_and_no_place_is_l
             results(generator.submit(many))  # nothing is written by the base alone
         before: Any = None
         for version in range(1, 101):
-            tell(generator, "load_adapter", version, str(tmp_path / "adapters"))
+            send_call(generator, "load_adapter", version, str(tmp_path / "adapters"))
             assert expect(generator, "load_adapter", 5.0) == Committed(version)
             written = generator.submit(many)
             if before is not None:
                 assert {completion.versions for completion in results(before)} == {(version - 1, version - 1)}
             before = written
-        tell(generator, "load_adapter", 101, str(tmp_path / "not there"))
+        send_call(generator, "load_adapter", 101, str(tmp_path / "not there"))
         with pytest.raises(WeightSyncError, match="FileNotFoundError"):
             expect(generator, "load_adapter", 5.0)
     finally:

@@ -23,8 +23,10 @@ from automodel_rl.weight_sync.channel import call
 from tests.weights import send_weights
 
 
-def connect(urls: Sequence[str], leads: bool = True, routes: bool = False, ends: tuple[int, ...] = (2,)) -> VllmServers:
-    return VllmServers(urls, connect_servers(urls, routes), ends, leads)
+def connect(
+    urls: Sequence[str], is_leader: bool = True, routes: bool = False, ends: tuple[int, ...] = (2,)
+) -> VllmServers:
+    return VllmServers(urls, connect_servers(urls, routes), ends, is_leader)
 
 
 class Server(BaseHTTPRequestHandler):
@@ -153,7 +155,7 @@ def test_all_servers_take_weights_in_one_session_while_requests_wait(url: str, s
     assert len(Server.told) == 10
     (after,) = results(generator.submit([Request([5], 7, Sampling(3, 0.5))]))
     assert after.versions == (3, 3)
-    other = connect([url], leads=False)
+    other = connect([url], is_leader=False)
     assert other.weights.num_workers == 0
     Server.told.clear()
     assert send_weights(other.weights, 3, "a") == Committed(3)
@@ -174,7 +176,7 @@ def init(generator: VllmServers, servers: list[str]) -> None:
 def test_the_others_write_for_a_server_that_is_gone_until_it_has_weights_again(url: str) -> None:
     requests = [Request([5], seed, Sampling(3, 0.5)) for seed in range(4)]
     with serving() as second:
-        generator, other = connect([url, second]), connect([url, second], leads=False)
+        generator, other = connect([url, second]), connect([url, second], is_leader=False)
         assert not generator.have_changed
     # The second one is gone now.
     for one in (generator, other):

@@ -17,8 +17,6 @@ from automodel_rl.config.model import Base, LoraConfig
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.parameter_sizes import causal_model, empty_parts
 from automodel_rl.families.known import checkpoint_family
-from automodel_rl.few_bits.base import names_of_base
-from automodel_rl.few_bits.nf4 import dequantize, quantize
 from automodel_rl.hf.bitsandbytes import NF4Tensor
 from automodel_rl.hf.find import find_model
 from automodel_rl.hf.opened_model import OpenedModel
@@ -28,6 +26,8 @@ from automodel_rl.hf.stored import PlainTensor
 from automodel_rl.hf.weight_files import open_tensors
 from automodel_rl.lora.add import add_adapters
 from automodel_rl.lora.peft import AdapterFolder, AdapterOrigin, write_adapters
+from automodel_rl.quantized.base import names_of_base
+from automodel_rl.quantized.nf4 import dequantize, quantize
 from automodel_rl.tools.export import merged_tensors
 from tests.quantized import NF4_SIZES, save_nf4_model
 from tests.tiny import tiny_config

@@ -12,9 +12,15 @@ from typing import Any
 
 import pytest
 
-from automodel_rl.launch import door
+from automodel_rl.launch import listener
 from automodel_rl.launch.authenticated import MAC_BYTES, AuthenticatedConnection, prove_as_client, prove_as_server
-from automodel_rl.launch.door import HANDSHAKE_SECONDS, MAX_UNPROVEN, MAX_UNPROVEN_BY_ADDRESS, Door, DoorAddress
+from automodel_rl.launch.listener import (
+    HANDSHAKE_SECONDS,
+    MAX_PENDING_HANDSHAKES,
+    MAX_PENDING_HANDSHAKES_PER_ADDRESS,
+    AuthenticatedListener,
+    ListenerAddress,
+)
 
 SOON = 30.0
 KEY = b"k" * 32
@@ -155,14 +161,17 @@ def test_a_server_cannot_use_what_a_client_says_as_its_own_proof() -> None:
 
 def test_slow_clients_keep_nobody_out_and_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte every now and then, on as many connections as are allowed and more."""
-    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 2.0)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 2.0)
     taken: SimpleQueue[AuthenticatedConnection] = SimpleQueue()
-    listening = Door("localhost", 0, KEY, taken.put)
-    slow = [socket.create_connection(("127.0.0.1", listening.address.port)) for _ in range(2 * MAX_UNPROVEN_BY_ADDRESS)]
+    listening = AuthenticatedListener("localhost", 0, KEY, taken.put)
+    slow = [
+        socket.create_connection(("127.0.0.1", listening.address.port))
+        for _ in range(2 * MAX_PENDING_HANDSHAKES_PER_ADDRESS)
+    ]
     for one in slow:
         one.sendall(b"a")
     before = time.monotonic()
-    with listening.address.knock() as ours:
+    with listening.address.connect() as ours:
         assert time.monotonic() - before < HANDSHAKE_SECONDS / 2
         ours.send("hello")
         with taken.get(timeout=SOON) as theirs:
@@ -177,14 +186,14 @@ def test_slow_clients_keep_nobody_out_and_are_hung_up_on(monkeypatch: pytest.Mon
         time.sleep(0.05)
     else:
         pytest.fail("the connection was kept")
-    assert listening._unproven._pending == {}
+    assert listening._pending_handshakes._pending == {}
     listening.close()
     for one in slow:
         one.close()
 
 
 def test_places_are_counted_by_address() -> None:
-    unproven, closed = door.Unproven(), []
+    pending_handshakes, closed = listener.PendingHandshakes(), []
 
     class End:
         def __init__(self, address: str):
@@ -193,25 +202,28 @@ def test_places_are_counted_by_address() -> None:
         def shutdown(self, _: int) -> None:
             closed.append(self.address)
 
-    held = [unproven.counted(End(address), address) for address in ["10.0.0.1"] * MAX_UNPROVEN_BY_ADDRESS]  # type: ignore[arg-type]
-    held += [unproven.counted(End("10.0.0.2"), "10.0.0.2")]  # type: ignore[arg-type]
+    held = [
+        pending_handshakes.counted(End(address), address)
+        for address in ["10.0.0.1"] * MAX_PENDING_HANDSHAKES_PER_ADDRESS
+    ]  # type: ignore[arg-type]
+    held += [pending_handshakes.counted(End("10.0.0.2"), "10.0.0.2")]  # type: ignore[arg-type]
     for one in held:
         one.__enter__()
     assert closed == []
-    unproven.counted(End("::ffff:10.0.0.1"), "::ffff:10.0.0.1").__enter__()  # type: ignore[arg-type]
+    pending_handshakes.counted(End("::ffff:10.0.0.1"), "::ffff:10.0.0.1").__enter__()  # type: ignore[arg-type]
     assert closed == ["10.0.0.1"]
-    for number in range(MAX_UNPROVEN):  # one address of IPv6 each, all of one network
-        unproven.counted(End("v6"), f"2001:db8::{number:x}").__enter__()  # type: ignore[arg-type]
+    for number in range(MAX_PENDING_HANDSHAKES):  # one address of IPv6 each, all of one network
+        pending_handshakes.counted(End("v6"), f"2001:db8::{number:x}").__enter__()  # type: ignore[arg-type]
     assert "10.0.0.2" not in closed
 
 
 def test_addresses_without_a_listener_and_with_another_are_errors() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = DoorAddress("127.0.0.1", other.getsockname()[1], KEY)
-        answer = in_background(address.knock)
+        address = ListenerAddress("127.0.0.1", other.getsockname()[1], KEY)
+        answer = in_background(address.connect)
         end, _ = other.accept()
         end.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" + b" " * 64)
         assert isinstance(answer.get(timeout=SOON), AuthenticationError)
         end.close()
     with pytest.raises(OSError, match="refused"):
-        address.knock()
+        address.connect()

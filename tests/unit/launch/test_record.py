@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from automodel_rl.launch.rank_processes import Ends
+from automodel_rl.launch.rank_processes import RankFailures
 from automodel_rl.launch.record import FailureRecord
 
 LOST = "error: rank 1: RuntimeError: Connection closed by peer [127.0.0.1]:3000"
@@ -14,9 +14,11 @@ def record_of(rank: int, time: float, line: str = "error: out of memory") -> Fai
     return FailureRecord(rank, 1, line, where="step 3", host="here", pid=7, time=time, flight="")
 
 
-def ends_of(*records: FailureRecord, silent: tuple[int, ...] = (), killed: bool = False, noticed: float = 10.0) -> Ends:
+def ends_of(
+    *records: FailureRecord, silent: tuple[int, ...] = (), killed: bool = False, noticed: float = 10.0
+) -> RankFailures:
     gone = [record_of(rank, 10.0, f"error: rank {rank} was killed") for rank in silent]
-    return Ends([*records], gone, "", killed, noticed)
+    return RankFailures([*records], gone, "", killed, noticed)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def ends_of(*records: FailureRecord, silent: tuple[int, ...] = (), killed: bool 
         "a cause before the kill",
     ],
 )
-def test_the_cause_is_the_first_failure_that_is_none_of_a_peer(ends: Ends, rank: int) -> None:
+def test_the_cause_is_the_first_failure_that_is_none_of_a_peer(ends: RankFailures, rank: int) -> None:
     assert ends.cause.rank == rank
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from automodel_rl.config.model import LoraConfig
 from automodel_rl.lora.add import _add_adapter
-from automodel_rl.lora.layers import begin_magnitudes, initialise, install_adapters
+from automodel_rl.lora.layers import initialise, initialise_magnitudes, install_adapters
 from automodel_rl.lora.magnitude import row_lengths
 from automodel_rl.lora.rank import cut_to_rank
 
@@ -32,7 +32,7 @@ def test_a_new_adapter_changes_nothing_and_rows_of_zeros_stay(dtype: torch.dtype
     for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
         part[0].get_submodule(name).to(torch.promote_types(dtype, torch.float32))
     nn.init.zeros_(part[0].lora_B.weight)
-    begin_magnitudes(part)
+    initialise_magnitudes(part)
     install_adapters(part)
     rtol = {torch.bfloat16: 0.0, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
     torch.testing.assert_close(part(hidden), expected, rtol=rtol, atol=0)

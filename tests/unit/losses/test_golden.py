@@ -131,7 +131,7 @@ class Golden:
     Attributes:
         rows: the rows, with the policy's log-probabilities as values of the name `logprobs`.
         loss: the loss.
-        together: number of neighbours that stay in one microbatch.
+        sequences_per_example: number of neighbours that stay in one microbatch.
         total: the loss that the other package computes.
         gradients: its gradient by the log-probabilities of each completion.
         tolerance: the relative and absolute tolerance.
@@ -139,7 +139,7 @@ class Golden:
 
     rows: list[TokenSequence]
     loss: LossFn
-    together: int
+    sequences_per_example: int
     total: float
     gradients: list[list[float]]
     tolerance: float = 1e-9
@@ -151,9 +151,11 @@ class Golden:
             assert ours == pytest.approx(theirs, rel=self.tolerance, abs=self.tolerance)
 
 
-def computed(loss: LossFn, rows: list[TokenSequence], capacity: int, together: int) -> tuple[float, list[Tensor]]:
+def computed(
+    loss: LossFn, rows: list[TokenSequence], capacity: int, sequences_per_example: int
+) -> tuple[float, list[Tensor]]:
     """The loss of rows and its gradient by their log-probabilities, [n] each; the rows have these as `logprobs`."""
-    microbatches = pack(rows, capacity, together=together)
+    microbatches = pack(rows, capacity, sequences_per_example=sequences_per_example)
     counts, total, gradients = count(microbatches), 0.0, []
     for microbatch in microbatches:
         outputs = TokenOutputs(microbatch.values["logprobs"].requires_grad_())
@@ -183,7 +185,7 @@ def test_preference_losses_have_the_numbers_of_other_packages(name: str, capacit
 
 
 def _check(golden: Golden, capacity: int) -> None:
-    total, gradients = computed(golden.loss, golden.rows, capacity, golden.together)
+    total, gradients = computed(golden.loss, golden.rows, capacity, golden.sequences_per_example)
     golden.check(total, [gradient[1:].tolist() for gradient in gradients])
 
 
@@ -208,7 +210,7 @@ def test_completions_that_have_become_most_unlikely_have_finite_gradients(settin
         for row in rows
     ]
     loss = functools.partial(dpo_loss, config=DPOLossConfig.model_validate(settings))
-    total, gradients = computed(loss, rows, 64, together=2)
+    total, gradients = computed(loss, rows, 64, sequences_per_example=2)
     assert torch.tensor(total).isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
 

@@ -82,7 +82,9 @@ def test_divergences_have_the_numbers_of_other_packages(name: str) -> None:
         values = {IDS: torch.cat([first[0], ids]), TEACHER: torch.cat([first[1], at(teacher, ids, config.temperature)])}
         (microbatch,) = pack([TokenSequence(row.input_ids, row.loss_mask, values)], 16)
         columns = torch.cat([at(student, ids, config.temperature), student.new_zeros(1, ids.shape[1])])
-        total = total + distill_loss(TokenOutputs(columns[:, 0], at=columns), microbatch, config).sums["tokens"]
+        total = (
+            total + distill_loss(TokenOutputs(columns[:, 0], ids_logprobs=columns), microbatch, config).sums["tokens"]
+        )
         logits_of.append(student)
     outputs, tolerance = CASES[name]["outputs"], 1e-5 if name.startswith(IN_FLOAT32) else 1e-9
     assert total.item() == pytest.approx(outputs["loss_sum"], rel=tolerance)
@@ -112,7 +114,7 @@ def test_losses_of_reward_models_have_the_numbers_of_other_packages(name: str) -
             rows.append(TokenSequence(torch.ones(length, dtype=torch.int64), torch.ones(length) > 0, values))
     loss: Callable[..., LossOutput] = functools.partial(reward_loss, config=RewardLossConfig(**settings))
     total = torch.zeros((), dtype=torch.float64)
-    for microbatch in pack(rows, 12, together=2):
+    for microbatch in pack(rows, 12, sequences_per_example=2):
         scores = torch.full((microbatch.num_tokens, 1), 7.0, dtype=torch.float64)  # of tokens that are not the last
         for place, end in zip(microbatch.order, microbatch.cu_seqlens[1:].tolist(), strict=True):
             scores[end - 1, 0] = sides[place % 2][place // 2]

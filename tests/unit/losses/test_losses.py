@@ -14,7 +14,7 @@ from automodel_rl.batch.microbatch import EMPTY_LENGTH
 from automodel_rl.config.losses import AdvantageConfig, CorrectionConfig, DPOLossConfig, PolicyLossConfig
 from automodel_rl.losses import LossOutput, Readout, TokenOutputs, count, dpo_loss, grpo_loss, sft_loss, token_loss
 from automodel_rl.losses.advantages import advantages, has_signal, overlong_penalty, whitened_over_tokens
-from automodel_rl.losses.disagreement import effective_sample_size
+from automodel_rl.losses.rollout_mismatch import effective_sample_size
 from automodel_rl.losses.terms import correction_weights, kl_estimate
 from tests.unit.losses import padded_losses
 
@@ -102,7 +102,7 @@ dpo_options = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(dpo_options, SEEDS, st.integers(1, 4))
 def test_dpo_equals_the_padded_formula(options: dict, seed: int, num_pairs: int) -> None:
-    microbatches = [*pack(random_sequences(seed, 2 * num_pairs), 40, together=2), empty_microbatch(None)]
+    microbatches = [*pack(random_sequences(seed, 2 * num_pairs), 40, sequences_per_example=2), empty_microbatch(None)]
     microbatches[-1].values["ref_logprobs"] = torch.zeros(EMPTY_LENGTH)
     outputs = random_outputs(microbatches, seed)
     config = DPOLossConfig(**options)
@@ -456,8 +456,8 @@ def test_rows_whose_neighbours_are_no_pairs_are_refused(capacity: int) -> None:
             for microbatch in microbatches
         ]
 
-    assert len(losses(pack(sequences, 64, together=2))) == 1
-    with pytest.raises(ValueError, match=r"not whole pairs: use pack\(..., together=2\)"):
+    assert len(losses(pack(sequences, 64, sequences_per_example=2))) == 1
+    with pytest.raises(ValueError, match=r"not whole pairs: use pack\(..., sequences_per_example=2\)"):
         losses(pack(sequences, capacity))
 
 

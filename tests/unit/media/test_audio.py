@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def audio_of(folder: Path, config: PretrainedConfig | None = None) -> AudioReader:
     found = open_readers(folder, read_config(folder) if config is None else config)
     assert found is not None
-    reader = found.of_parts["audio"]
+    reader = found.by_part_type["audio"]
     assert isinstance(reader, AudioReader)
     return reader
 

@@ -50,7 +50,7 @@ def media_of(folder: Path, options: ReadingOptions = DEFAULTS) -> MediaReaders:
 
 
 def images_of(folder: Path, options: ReadingOptions = DEFAULTS) -> ImageReader:
-    reader = media_of(folder, options).of_parts["image"]
+    reader = media_of(folder, options).by_part_type["image"]
     assert isinstance(reader, ImageReader)
     return reader
 
@@ -160,7 +160,7 @@ def test_images_of_gemma_are_written_as_by_its_processor(tmp_path: Path) -> None
     assert sequence.input_ids.tolist() == expected["input_ids"][0].tolist()
     assert torch.equal(sequence.media[1].load(), expected["pixel_values"][1])
     assert tokenizer.decode(sequence.input_ids[sequence.loss_mask]).startswith("It is red.")
-    assert all(image.both_ways == "everywhere" and image.num_tokens == 9 for image in sequence.media)
+    assert all(image.bidirectional == "everywhere" and image.num_tokens == 9 for image in sequence.media)
 
 
 @pytest.mark.parametrize("size", [(40, 20), (13, 131), (16, 16), (90, 80)])

@@ -46,11 +46,11 @@ def frames(folder: Path, count: int, size: tuple[int, int] = (16, 24)) -> tuple[
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_patches_are_those_of_the_models_video_processor(readers: MediaReaders, tmp_path: Path, count: int) -> None:
     paths = frames(tmp_path, count)
-    video = readers.of_parts["video"](Frames(paths, 2.0), "here")
+    video = readers.by_part_type["video"](Frames(paths, 2.0), "here")
     time = (count + 1) // 2
     assert video.size == (time, 4, 6)
     assert video.num_tokens == time * 2 * 3
-    processor: Any = vars(readers.of_parts["image"])["processor"]
+    processor: Any = vars(readers.by_part_type["image"])["processor"]
     mean, std = (torch.tensor(values)[:, None, None] for values in (processor.image_mean, processor.image_std))
     pictures = [torch.from_numpy(np.array(Picture.open(path))).permute(2, 0, 1) for path in paths]
     pictures += pictures[-1:] * (count % 2)
@@ -63,7 +63,10 @@ def test_patches_are_those_of_the_models_video_processor(readers: MediaReaders, 
 
 def test_a_video_of_one_picture_is_its_image(readers: MediaReaders, tmp_path: Path) -> None:
     (path,) = frames(tmp_path, 1, (33, 50))
-    image, video = readers.of_parts["image"](path, "here"), readers.of_parts["video"](Frames((path, path), 1), "here")
+    image, video = (
+        readers.by_part_type["image"](path, "here"),
+        readers.by_part_type["video"](Frames((path, path), 1), "here"),
+    )
     assert image.size == video.size
     assert torch.equal(image.load(), video.load())
     assert len(pickle.dumps(video)) < 4000
@@ -71,7 +74,7 @@ def test_a_video_of_one_picture_is_its_image(readers: MediaReaders, tmp_path: Pa
 
 def test_positions_in_time_tell_seconds(readers: MediaReaders, tmp_path: Path) -> None:
     paths = frames(tmp_path, 4)
-    video: Any = readers.of_parts["video"](Frames(paths, 0.5), "here")
+    video: Any = readers.by_part_type["video"](Frames(paths, 0.5), "here")
     assert video.interval == 4 * 4  # two frames are four seconds, of four positions each
 
 
@@ -79,7 +82,7 @@ def test_frames_of_other_sizes_are_refused(readers: MediaReaders, tmp_path: Path
     (tmp_path / "more").mkdir()
     paths = (*frames(tmp_path, 1), *frames(tmp_path / "more", 1, (20, 20)))
     with pytest.raises(InputError, match=r"x:1: frames of a video have sizes \[\(16, 24\), \(20, 20\)\]"):
-        readers.of_parts["video"](Frames(paths, 2.0), "x:1")
+        readers.by_part_type["video"](Frames(paths, 2.0), "x:1")
 
 
 def named(folder: Path, part: dict, **record: Any) -> Any:
@@ -147,7 +150,9 @@ def test_patches_in_time_of_qwen3_stand_after_their_seconds(tmp_path: Path, coun
         assert (own == config.video_token_id).all()
         whole: Any = open_readers(model, config)
         grid = (1, 4, 6)
-        assert torch.equal(item.load(), whole.of_parts["video"].load(paths[2 * number : 2 * number + 2], "here", grid))
+        assert torch.equal(
+            item.load(), whole.by_part_type["video"].load(paths[2 * number : 2 * number + 2], "here", grid)
+        )
 
 
 def test_limits_of_qwen3_are_of_all_frames_together(tmp_path: Path) -> None:
@@ -156,8 +161,8 @@ def test_limits_of_qwen3_are_of_all_frames_together(tmp_path: Path) -> None:
     (model / "processor_config.json").write_text(json.dumps(settings))
     reader: Any = open_readers(model, read_config(model))
     paths = frames(tmp_path, 8)  # of 384 pixels
-    (_, first), *_ = reader.of_parts["video"].patches(Frames(paths, 2.0), "here")
+    (_, first), *_ = reader.by_part_type["video"].patches(Frames(paths, 2.0), "here")
     assert first.grid[1] * first.grid[2] * PATCH**2 * 8 <= 1536
     limited: Any = open_readers(model, read_config(model), ReadingOptions((None, 256)))
-    (_, first), *_ = limited.of_parts["video"].patches(Frames(paths, 2.0), "here")
+    (_, first), *_ = limited.by_part_type["video"].patches(Frames(paths, 2.0), "here")
     assert 192 // 2 < first.grid[1] * first.grid[2] * PATCH**2 <= 256

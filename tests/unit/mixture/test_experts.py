@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from automodel_rl.few_bits import stack
 from automodel_rl.mixture.experts import _through_adapter
+from automodel_rl.quantized import stack
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8, 12])

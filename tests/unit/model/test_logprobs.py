@@ -128,9 +128,9 @@ def test_logprobs_of_given_ids_equal_the_naive_way(
     logits = states @ weight.t()
     logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     expected = naive_at(logits, microbatch, ids)
-    assert outputs.at is not None
+    assert outputs.ids_logprobs is not None
     torch.testing.assert_close(outputs.logprobs, expected[:, 0], rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(outputs.at, expected[:, 1:], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(outputs.ids_logprobs, expected[:, 1:], rtol=1e-12, atol=1e-13)
     if entropy:
         assert outputs.entropy is not None
         of_softmax = torch.distributions.Categorical(logits=logits).entropy() * (microbatch.targets >= 0)

@@ -25,7 +25,7 @@ def test_weights_are_cut_before_forwards_are_set_and_forwards_wrapped_before_fsd
         "replace_token_mixers",
         "replace_indexers",
         "replace_layer_forwards",
-        "keep_base_in_few_bits",
+        "quantize_base",
         "add_float8_and_adapters",
         "compute_mlps_in_tiles",
         "replace_part_forward",
@@ -69,7 +69,7 @@ def around(forward: Any) -> list[str]:
 
 
 def laid_out(*, compiled: bool, mixture: bool, lora: bool, recomputed: str) -> tuple[Layer, MicrobatchScope]:
-    scope = MicrobatchScope(tells_first=mixture)
+    scope = MicrobatchScope(tracks_first=mixture)
     layer = Layer(scope)
     work: Any = SimpleNamespace(
         layers={0: layer},

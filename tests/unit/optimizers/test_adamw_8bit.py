@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from automodel_rl.config import OptimizerConfig
 from automodel_rl.config.optimizer import OptimizerName
-from automodel_rl.few_bits.dynamic_codes import decode, value_bytes
 from automodel_rl.optimizers import OPTIMIZERS, ModelOptimizer
+from automodel_rl.quantized.dynamic_codes import decode, value_bytes
 from tests.unit.optimizers.test_adamw import no_groups
 
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[3] / "automodel_rl"
 CALLED = {"POLICY": PolicyRank, "FLEET": FleetRank, "RUNS": Runs, "SERVICE": ServiceRank}
 """Classes of the objects that are called, by the constants that name them; a model's name stands for `PolicyRank`."""
 
-ASKS = {"ask", "gather", "_ask", "_with_others", "_of_rows", "RunMethodCall"}
+ASKS = {"ask", "gather", "_ask", "_with_other_weights", "_of_rows", "RunMethodCall"}
 
 
 def calls() -> Iterator[tuple[str, ast.Call, str]]:

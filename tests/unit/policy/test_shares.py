@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from automodel_rl.batch import Batch, Image, Microbatch, Routes, RoutesAt, TokenSequence
+from automodel_rl.batch import Batch, Image, Microbatch, Routes, RoutesRef, TokenSequence
 from automodel_rl.policy.shares import RowValues, Share
 
 
@@ -60,7 +60,7 @@ def test_a_share_without_rows_knows_the_names_of_the_batchs_values() -> None:
 
 def test_routes_that_are_elsewhere_are_found_piece_by_piece() -> None:
     plain = [TokenSequence(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in (2, 3)]
-    whole, first, second = RoutesAt(0, (1, 0), 0, 2), RoutesAt(1, (1, 5), 0, 1), RoutesAt(0, (1, 7), 1, 3)
+    whole, first, second = RoutesRef(0, (1, 0), 0, 2), RoutesRef(1, (1, 5), 0, 1), RoutesRef(0, (1, 7), 1, 3)
     batch = Batch(plain, routes=[[whole], [first, second]])
     there = {
         at: Routes((4,), torch.full((at.stop - at.start, 1, 2), at.key[1], dtype=torch.int16))

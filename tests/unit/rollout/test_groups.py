@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from automodel_rl.config import FilterConfig
-from automodel_rl.generator_messages import Written
+from automodel_rl.generator_messages import RawCompletion
 from automodel_rl.generators.completions import completion_of
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.rollout.groups import Group, rollout_metrics, rollout_records, shaped_rewards
@@ -108,6 +108,6 @@ def test_tokens_whose_log_probability_is_none_are_counted_and_not_trained(bad: f
 
 
 def test_a_report_with_a_token_of_no_log_probability_is_a_completion_all_the_same() -> None:
-    found = completion_of(Written([5, 6], [math.nan, -1.0], "stop"))
+    found = completion_of(RawCompletion([5, 6], [math.nan, -1.0], "stop"))
     assert (found.finish, found.branches([1])[0].trained) == ("stop", [False, True])
-    assert completion_of(Written([5], ["-1"], "stop")).finish == "error"  # type: ignore[list-item]
+    assert completion_of(RawCompletion([5], ["-1"], "stop")).finish == "error"  # type: ignore[list-item]

@@ -133,12 +133,12 @@ def test_a_generator_that_never_comes_back_is_left_out_if_others_can_write(
     crew: LocalCrew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollouts = rollouts_of(crew)
-    rollouts.fleet.lose(1, "it is broken")
+    rollouts.fleet.mark_lost(1, "it is broken")
     tries: list[int] = []
     monkeypatch.setattr(rollouts.fleet, "restart", lambda: tries.append(1))
     groups = rollouts.collect(prompts(2), 2, Sampling(2))
     assert {rollout.completion.writer for group in groups for rollout in group} == {0}
-    assert (rollouts.fleet.lost, rollouts.fleet.given_up) == ({}, {1: "it is broken"})
+    assert (rollouts.fleet.lost, rollouts.fleet.postponed) == ({}, {1: "it is broken"})
     assert len(tries) == 1
     rollouts.collect(prompts(2), 2, Sampling(2))
     assert len(tries) == 1  # not in the same step
@@ -148,7 +148,7 @@ def test_a_generator_that_never_comes_back_is_left_out_if_others_can_write(
         rollouts.config.rollout.max_staleness = version
         rollouts.collect(prompts(2), 2, Sampling(2))
         assert len(tries) == more, version
-    rollouts.fleet.lose(0, "it is broken, too")
+    rollouts.fleet.mark_lost(0, "it is broken, too")
     with pytest.raises(RolloutError, match="the generator of rank 0 failed 2 times: it is broken, too"):
         rollouts.collect(prompts(2), 2, Sampling(2))
     rollouts.close()

@@ -52,11 +52,11 @@ def lying(random_: random.Random, good: GoodClient, sampler: str, number: int) -
 
 
 @contextlib.contextmanager
-def traced(most_bytes: float) -> Iterator[None]:
+def traced(max_bytes: float) -> Iterator[None]:
     tracemalloc.start()
     try:
         yield
-        assert tracemalloc.get_traced_memory()[1] < most_bytes
+        assert tracemalloc.get_traced_memory()[1] < max_bytes
     finally:
         tracemalloc.stop()
 
@@ -71,7 +71,7 @@ def test_a_client_whose_sizes_are_lies_takes_no_memory_and_no_turn_of_another(tm
         before = len(ranks.jobs)
         for number in range(1, 2001):
             path, asked = lying(random_, greedy, sampler, number)
-            with traced(most_bytes=20 * 0.05 * 2**20) if number % 4 == 0 else contextlib.nullcontext():
+            with traced(max_bytes=20 * 0.05 * 2**20) if number % 4 == 0 else contextlib.nullcontext():
                 answer = post(client, path, asked)
             assert answer.status_code in (200, 400, 404, 429), answer.text
             assert "Traceback" not in answer.text

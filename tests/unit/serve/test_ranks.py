@@ -35,7 +35,7 @@ def make_ranks(lost: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def connect(key: bytes | None = None) -> Connection:
     address = read_address()
-    return replace(address, key=address.key if key is None else key).knock()
+    return replace(address, key=address.key if key is None else key).connect()
 
 
 def test_connections_that_are_no_ranks_keep_no_ranks_waiting(ranks: Ranks, lost: threading.Event) -> None:

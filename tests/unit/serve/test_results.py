@@ -11,7 +11,7 @@ from automodel_rl.serve.tables import BusyError
 
 
 async def keep_and_let_go() -> None:
-    results = Results(seconds=1000.0, most=3, most_bytes=2**20)
+    results = Results(seconds=1000.0, most=3, max_bytes=2**20)
     old, slow = results.open("old", b""), results.open("slow", b"")
     old.set_result({"of": "old"})
     results.open("fresh", b"").set_result({"of": "fresh"})
@@ -49,11 +49,11 @@ def fill(results: Results, session: str, **options: Any) -> int:
 
 
 async def take_turns() -> None:
-    results = Results(seconds=1000.0, most=40, most_bytes=40 * 2**20)
+    results = Results(seconds=1000.0, most=40, max_bytes=40 * 2**20)
     assert fill(results, "greedy", is_early=True) == 14
     results.open("greedy:due", b"")  # the request that the others wait for has room
     assert fill(results, "other") == 13
-    large = Results(seconds=1000.0, most=1000, most_bytes=40 * 2**20)
+    large = Results(seconds=1000.0, most=1000, max_bytes=40 * 2**20)
     assert fill(large, "greedy", size=2**20) == 19
     assert fill(large, "other", size=2**20) == 10
     large.find("greedy:0").set_result({"of": "greedy"})

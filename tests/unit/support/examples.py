@@ -117,7 +117,7 @@ EXAMPLES = (
     # layout_rules CHOSEN_KEYS
     Breach(
         "parallel.pp=2: a stage begins with layer 2, which uses the keys that layer 1 chose",
-        {"description.taking_layers": (2, 3)},
+        {"description.shared_index_layers": (2, 3)},
         {"parallel.pp": 2},
     ),
     # model_rules NOISE

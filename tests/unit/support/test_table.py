@@ -19,7 +19,7 @@ from automodel_rl.errors import InputError
 from automodel_rl.model.attention import BACKENDS
 from automodel_rl.parallel.pipeline import schedules
 from automodel_rl.support.attention import ATTENTION
-from automodel_rl.support.capabilities import LACKS, refuse_pairs
+from automodel_rl.support.capabilities import INCOMPATIBILITIES, refuse_incompatible_pairs
 from automodel_rl.support.combination import Combination
 from automodel_rl.support.rule import Refusal
 from automodel_rl.support.table import REFUSALS, check_supported
@@ -60,9 +60,11 @@ def refusal_of(asked: Combination) -> Refusal:
 
 def test_every_pair_has_an_example() -> None:
     asked = [combination(example.beside, example.asks) for example in EXAMPLES]
-    by_pairs = [each for each in asked if refusal_of(each) is refuse_pairs]
-    shown = {lack for lack in LACKS for each in by_pairs if lack.refusal(each) == refuse_pairs(each)}
-    assert [f"{lack.lacks.name} with {lack.of.name}" for lack in LACKS if lack not in shown] == []
+    by_pairs = [each for each in asked if refusal_of(each) is refuse_incompatible_pairs]
+    shown = {
+        lack for lack in INCOMPATIBILITIES for each in by_pairs if lack.refusal(each) == refuse_incompatible_pairs(each)
+    }
+    assert [f"{lack.other.name} with {lack.feature.name}" for lack in INCOMPATIBILITIES if lack not in shown] == []
 
 
 def test_every_refusal_has_an_example() -> None:

@@ -20,6 +20,7 @@ make files, not even root."""
 
 PLACES = {
     "init": NEW,
+    "convert": NEW,
     "quickstart": NEW,
     "export": ["file", "file/new", "folder", "link"],
     "report": ["file/new", "a" * 300, "folder", "/proc/new", "/proc/new/new"],
@@ -41,6 +42,7 @@ def commands(folder: Path, place: str) -> dict[str, list[str]]:
     (folder / "serve.yaml").write_text(yaml.safe_dump({"output": place, "model": config["model"], "port": 0}))
     return {
         "init": ["init", "sft", str(folder / "model"), str(folder / "chats.jsonl"), "--out", place],
+        "convert": ["convert", str(folder / "trl.yaml"), "--out", place],
         "quickstart": ["quickstart", place],
         "export": ["export", str(folder / "model"), place],
         "report": ["report", str(folder / "run"), "--out", place],
@@ -56,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_jsonl(folder / "chats.jsonl", chats)
     write_model(folder / "model", train_tokenizer([m["content"] for c in chats for m in c["messages"]], 300), seed=0)
     make_sft_run(folder / "run")
+    (folder / "trl.yaml").write_text("model_name_or_path: some/model")
     (folder / "file").write_text("whole")
     (folder / "folder").mkdir()
     (folder / "link").symlink_to("nowhere")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from automodel_rl.observe.run_directory import RunDirectory
-from automodel_rl.policy.policy_rank import Settled
+from automodel_rl.policy.policy_rank import CheckpointStatus
 from automodel_rl.trainers.further_checkpoints import FurtherCheckpoints
 from automodel_rl.trainers.run_checkpoints import RunCheckpoints, _Checkpoint
 from tests.unit.observe.test_observe import make_config
@@ -72,12 +72,12 @@ class Ranks:
         if method == "save_checkpoint":
             self.saved.append(arguments[1])
             return None
-        assert method == "settle_checkpoint"
+        assert method == "checkpoint_status"
         name = f"step_{self.saved[-1]['step']}"
         if name in self._fails:
-            return Settled(True, "No space left on device", 0.0)
+            return CheckpointStatus(True, "No space left on device", 0.0)
         (self._folder / name).mkdir(parents=True, exist_ok=True)
-        return Settled(True, None, 0.0)
+        return CheckpointStatus(True, None, 0.0)
 
 
 @pytest.mark.parametrize("fails", [(), ("step_4",)], ids=["all are written", "one is not"])

@@ -11,8 +11,8 @@ import torch
 from automodel_rl.config import ParallelConfig
 from automodel_rl.errors import WeightSyncError
 from automodel_rl.generator_messages import Answer, Call, Failure, Hello, Message, ProtocolError
-from automodel_rl.weight_sync.channel import expect, greet
-from automodel_rl.weight_sync.collective import Collective
+from automodel_rl.weight_sync.channel import expect, handshake
+from automodel_rl.weight_sync.collective import CollectiveTransport
 from automodel_rl.weight_sync.generator_end import GeneratorEnd
 from automodel_rl.weight_sync.receiver import Receiver
 
@@ -45,7 +45,7 @@ def test_an_answer_of_another_kind_and_a_failure_are_errors() -> None:
     with pytest.raises(WeightSyncError, match="the generator answered Hello instead of commit"):
         expect(Scripted(Hello(1)), "commit", 1.0)
     with pytest.raises(WeightSyncError, match="^no room$"):
-        expect(Scripted(Failure("no room")), "make_room", 1.0)
+        expect(Scripted(Failure("no room")), "allocate_buffers", 1.0)
     with pytest.raises(WeightSyncError, match="the generator is gone"):
         expect(Scripted(), "commit", 1.0)
 
@@ -60,7 +60,7 @@ def test_a_call_is_one_of_the_known_verbs_with_its_arguments(verb: str, argument
 
 def test_a_greeting_passes_over_what_is_left_of_the_sync_before() -> None:
     channel = Scripted(Answer("bucket", 0), Failure("the sync before"), Answer("agree"), greeted=True)
-    greet(channel, [], 1.0)
+    handshake(channel, [], 1.0)
     assert channel.sent[1:] == [Call("agree", ([],))]
     assert not channel.answers
 
@@ -86,7 +86,7 @@ class FakeLink:
 def test_links_are_closed_though_the_generator_is_gone() -> None:
     meshes = SimpleNamespace(components=None, encoders={})
     handle: Any = SimpleNamespace(layout=SimpleNamespace(parallel=ParallelConfig()), components=[], meshes=meshes)
-    transport, link, store = Collective(Gone(), handle, 1.0), FakeLink(), torch.distributed.HashStore()
+    transport, link, store = CollectiveTransport(Gone(), handle, 1.0), FakeLink(), torch.distributed.HashStore()
     transport.links[0], transport.store = link, store  # type: ignore[assignment]
     transport.close()
     assert link.closed
@@ -100,7 +100,7 @@ def test_links_are_closed_though_the_generator_is_gone() -> None:
         (Call("bucket", (0, 0, 0)), None),  # left of a weight sync that has failed
         (Call("receive", (True,)), None),
         (Call("commit", (False,)), None),
-        (Call("give_up"), None),
+        (Call("abort"), None),
         (Call("leave"), Answer("leave")),
         (Hello(3), Hello(3)),
         (Call("sleep", (2,)), "ProtocolError: the generator received an unknown or unexpected message: sleep"),

@@ -40,10 +40,10 @@ def test_stretches_add_up_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 def test_it_follows_changes(dtype: torch.dtype) -> None:
     before = torch.randint(0, 255, (300 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
     after = before.clone()
-    places = torch.tensor([0, 7, 299])
-    after.view(torch.uint8).view(300, -1)[places] ^= 129
-    old, new = (bits_of(numbers)[places.numpy()] for numbers in (before, after))
-    change = sums.change_of_checksum(old, new, places.numpy() + 1000)
+    indices = torch.tensor([0, 7, 299])
+    after.view(torch.uint8).view(300, -1)[indices] ^= 129
+    old, new = (bits_of(numbers)[indices.numpy()] for numbers in (before, after))
+    change = sums.change_of_checksum(old, new, indices.numpy() + 1000)
     assert (int(sums.checksum(before, 1000)) + change - int(sums.checksum(after, 1000))) % 2**64 == 0
 
 

@@ -10,8 +10,8 @@ from automodel_rl.weight_sync.delta import bits_of, changes_of, delta_of, num_ch
 def apply(numbers: Tensor, delta: bytes) -> None:
     """Makes the version after from the one before, in place."""
     bits = bits_of(numbers)
-    places, differences = changes_of(delta, len(bits), bits.itemsize)
-    bits[places] ^= differences
+    indices, differences = changes_of(delta, len(bits), bits.itemsize)
+    bits[indices] ^= differences
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -36,8 +36,8 @@ def test_numbers_are_compared_in_stretches(monkeypatch: pytest.MonkeyPatch) -> N
     after[[0, 15, 16, 31, 49]] += 1
     delta = delta_of(before, after)
     assert delta is not None
-    places, _ = changes_of(delta, 50, 4)
-    assert places.tolist() == [0, 15, 16, 31, 49]
+    indices, _ = changes_of(delta, 50, 4)
+    assert indices.tolist() == [0, 15, 16, 31, 49]
     apply(before, delta)
     assert torch.equal(before, after)
 

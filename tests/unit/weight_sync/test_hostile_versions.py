@@ -16,7 +16,7 @@ from torch import Tensor
 from automodel_rl.errors import InputError
 from automodel_rl.weight_sync.checksum import checksum
 from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, _hash_values, folder_of
-from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles, note_newest, numbers_in
+from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles, numbers_in, write_newest
 
 WEIGHT = torch.arange(8, dtype=torch.bfloat16)
 
@@ -36,12 +36,12 @@ def version(folder: Path, tensors: Any = None, header: Any = None, content: byte
     whole = {"format": 2, "version": 1, "before": None, "tensors": described, "changed": 0}
     whole |= {"files": {"sender_0.bin": file.finish()}} | values
     (place / VERSION_FILE).write_text(json.dumps(whole | {"hash": _hash_values(whole), "signature": None}))
-    note_newest(folder, 1)
+    write_newest(folder, 1)
 
 
 def refusal(folder: Path) -> str:
     with pytest.raises(InputError) as caught:
-        PublishedWeights(folder).bring({})
+        PublishedWeights(folder).load_version({})
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -49,7 +49,7 @@ def refusal(folder: Path) -> str:
 def test_a_version_that_is_right_is_read(tmp_path: Path) -> None:
     version(tmp_path)
     tensors = dict[str, Tensor]()
-    assert PublishedWeights(tmp_path).bring(tensors) == 1
+    assert PublishedWeights(tmp_path).load_version(tensors) == 1
     assert torch.equal(tensors["weight"], WEIGHT)
 
 
@@ -152,7 +152,7 @@ def test_a_version_that_changes_what_is_not_there_is_refused(tmp_path: Path) -> 
     version(tmp_path)
     tensors = dict[str, Tensor]()
     weights = PublishedWeights(tmp_path)
-    weights.bring(tensors)
+    weights.load_version(tensors)
     assert weights.version is not None
     second = tmp_path / "00000002"
     second.mkdir()
@@ -167,7 +167,7 @@ def test_a_version_that_changes_what_is_not_there_is_refused(tmp_path: Path) -> 
     }
     (second / VERSION_FILE).write_text(json.dumps(whole | {"hash": _hash_values(whole), "signature": None}))
     with pytest.raises(InputError, match="changes tensors that the previous version lacks, the first new"):
-        weights.bring(tensors)
+        weights.load_version(tensors)
 
 
 @pytest.mark.parametrize("name", ["²²²²²²²²", "٠٠٠٠٠٠٠١", "1", "00000001x", "-0000001"])

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from automodel_rl.errors import InputError
 from automodel_rl.hf.buckets import Bucket, Chunk, Plan, TensorSpec
-from automodel_rl.launch.door import MAX_UNPROVEN_BY_ADDRESS
+from automodel_rl.launch.listener import MAX_PENDING_HANDSHAKES_PER_ADDRESS
 from automodel_rl.weight_sync import published, version_files, version_server
 from automodel_rl.weight_sync.checksum import checksum
 from automodel_rl.weight_sync.delta import bits_of, delta_of
 from automodel_rl.weight_sync.published import HashedFile, PublishedWeights, folder_of, write_block, write_version
 from automodel_rl.weight_sync.signatures import Signer
-from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles, note_newest
+from automodel_rl.weight_sync.version_files import VERSION_FILE, VersionFiles, write_newest
 from automodel_rl.weight_sync.version_server import RequestSigner, VersionServer
 from tests.keys import signing_keys
 
@@ -54,7 +54,7 @@ def publish(folder: Path, numbers: range, signer: Signer | None = None) -> None:
         file = HashedFile(place / "sender_0.bin")
         changed = write_block(file, PLAN, BUCKET, new, None if old is None else delta_of(old, new))
         files, sums = {"sender_0.bin": file.finish()}, {"weight": int(checksum(new))}
-        note_newest(folder, number)
+        write_newest(folder, number)
         before, old = (number, write_version(place, number, before, [PLAN], sums, files, changed, signer)), new
 
 
@@ -87,18 +87,18 @@ def headers_of(server: VersionServer, path: str) -> dict[str, str]:
 def test_the_runs_own_server_gives_every_version(folder: Path, server: VersionServer) -> None:
     weights, tensors = PublishedWeights(files_of(server)), dict[str, Tensor]()
     for number in (1, 3):
-        assert weights.bring(tensors, number) == number
+        assert weights.load_version(tensors, number) == number
         assert torch.equal(tensors["weight"], tensor_of(number))
     publish(folder, range(4, 5))  # while it is running; a whole one
-    assert weights.bring(tensors) == 4
+    assert weights.load_version(tensors) == 4
     assert torch.equal(tensors["weight"], tensor_of(4))
 
 
 def test_nothing_is_given_without_the_key(server: VersionServer) -> None:
     with pytest.raises(InputError, match="401"):
-        PublishedWeights(files_of(server, b"another")).bring({})
+        PublishedWeights(files_of(server, b"another")).load_version({})
     with pytest.raises(InputError, match="401"):
-        PublishedWeights(f"http://127.0.0.1:{server.port}").bring({}, 1)
+        PublishedWeights(f"http://127.0.0.1:{server.port}").load_version({}, 1)
 
 
 def test_a_request_is_answered_once_and_for_its_path_alone(server: VersionServer) -> None:
@@ -141,12 +141,12 @@ def test_what_is_damaged_on_the_way_is_refused_and_read_again(
     content[-1] ^= 1
     (folder_of(folder, 2) / "sender_0.bin").write_bytes(content)
     with pytest.raises(InputError, match=r"00000002/sender_0\.bin: is damaged"):
-        weights.bring(tensors)
+        weights.load_version(tensors)
     (folder_of(folder, 2) / "sender_0.bin").unlink()
     with pytest.raises(InputError, match=r"00000002/sender_0\.bin: cannot be read"):
-        weights.bring(tensors)
+        weights.load_version(tensors)
     (folder_of(folder, 2) / "sender_0.bin").write_bytes(good)
-    assert weights.bring(tensors) == 3
+    assert weights.load_version(tensors) == 3
     assert torch.equal(tensors["weight"], tensor_of(3))
 
 
@@ -163,10 +163,12 @@ def test_readers_that_are_gone_and_silent_strangers_harm_nobody(
             reader.sendall(request.encode())
             reader.recv(10)
     monkeypatch.setattr(version_server, "HANDSHAKE_SECONDS", 1.0)
-    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2 * MAX_UNPROVEN_BY_ADDRESS)]
+    silent = [
+        socket.create_connection(("127.0.0.1", server.port)) for _ in range(2 * MAX_PENDING_HANDSHAKES_PER_ADDRESS)
+    ]
     for one in silent:
         one.sendall(b"GET /")
-    assert PublishedWeights(files_of(server)).bring({}) == 3
+    assert PublishedWeights(files_of(server)).load_version({}) == 3
     for one in silent:
         one.settimeout(30.0)
         assert one.recv(1) == b"", "it is hung up on"
@@ -178,7 +180,7 @@ def test_a_server_that_is_gone_is_one_line(server: VersionServer) -> None:
     files = files_of(server)
     server.close()
     with pytest.raises(InputError, match=r"^http://127\.0\.0\.1:\d+: cannot be read .*$"):
-        PublishedWeights(files).bring({})
+        PublishedWeights(files).load_version({})
 
 
 def test_pythons_own_web_server_gives_them_too(folder: Path) -> None:
@@ -187,7 +189,7 @@ def test_pythons_own_web_server_gives_them_too(folder: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         tensors: dict[str, Tensor] = {}
-        assert PublishedWeights(f"http://127.0.0.1:{server.server_port}/weights").bring(tensors) == 3
+        assert PublishedWeights(f"http://127.0.0.1:{server.server_port}/weights").load_version(tensors) == 3
         server.shutdown()
     assert torch.equal(tensors["weight"], tensor_of(3))
 
@@ -195,17 +197,17 @@ def test_pythons_own_web_server_gives_them_too(folder: Path) -> None:
 def test_so_do_other_file_systems(folder: Path) -> None:
     store, weights, tensors = fsspec.filesystem("memory"), PublishedWeights("memory://bucket"), dict[str, Tensor]()
     with pytest.raises(InputError, match="contains no published version yet"):
-        weights.bring(tensors)
+        weights.load_version(tensors)
     for path in (path for path in folder.rglob("*") if path.is_file()):
         store.pipe_file(f"/bucket/{path.relative_to(folder)}", path.read_bytes())
-    assert weights.bring(tensors) == 3
+    assert weights.load_version(tensors) == 3
     assert torch.equal(tensors["weight"], tensor_of(3))
     store.rm("/bucket/00000003/version.json")  # as if it were not uploaded yet
     with pytest.raises(InputError, match="is not a published version"):
-        weights.bring(tensors)
+        weights.load_version(tensors)
     store.pipe_file("/bucket/newest.json", b"<html>")
     with pytest.raises(InputError, match=r"newest\.json: contains no version"):
-        weights.bring(tensors)
+        weights.load_version(tensors)
     with pytest.raises(InputError, match="Protocol not known"):
         VersionFiles("nowhere://bucket")
 
@@ -239,16 +241,16 @@ def test_only_what_the_run_has_signed_is_taken(
     folder = tmp_path / "signed"
     publish(folder, range(1, 4), Signer(keys[0]))
     tensors: dict[str, Tensor] = {}
-    assert PublishedWeights(folder, keys[1]).bring(tensors) == 3
+    assert PublishedWeights(folder, keys[1]).load_version(tensors) == 3
     file = folder_of(folder, 3) / VERSION_FILE
     values = json.loads(file.read_text())
     values["others"] = json.loads((folder_of(folder, 2) / VERSION_FILE).read_text())["signature"]
     change(values)
     del values["others"]
     file.write_text(json.dumps(values))
-    assert PublishedWeights(folder).bring(tensors) == 3  # who verifies nothing reads it
+    assert PublishedWeights(folder).load_version(tensors) == 3  # who verifies nothing reads it
     with pytest.raises(InputError, match="is not signed with the run's key"):
-        PublishedWeights(folder, keys[1]).bring(tensors)
+        PublishedWeights(folder, keys[1]).load_version(tensors)
 
 
 def test_weights_of_another_under_a_signed_version_are_refused(tmp_path: Path, keys: tuple[Path, Path]) -> None:
@@ -265,30 +267,30 @@ def test_weights_of_another_under_a_signed_version_are_refused(tmp_path: Path, k
     shutil.rmtree(folder_of(tmp_path / "signed", 1))
     shutil.copytree(other, folder_of(tmp_path / "signed", 1))
     with pytest.raises(InputError, match="is not the version that 2 is based on"):
-        PublishedWeights(tmp_path / "signed", keys[1]).bring({})
+        PublishedWeights(tmp_path / "signed", keys[1]).load_version({})
 
 
 def test_tensors_that_were_changed_in_between_are_read_anew(tmp_path: Path) -> None:
     publish(tmp_path / "weights", range(1, 3))
     weights, tensors = PublishedWeights(tmp_path / "weights"), dict[str, Tensor]()
-    weights.bring(tensors, 1)
+    weights.load_version(tensors, 1)
     tensors["weight"][999] += 1  # which version 2 does not change
-    weights.bring(tensors, 2)
+    weights.load_version(tensors, 2)
     assert torch.equal(tensors["weight"], tensor_of(2))
-    weights.bring(other := {"weight": tensor_of(1)}, 1)
+    weights.load_version(other := {"weight": tensor_of(1)}, 1)
     other["weight"] = tensor_of(9)
-    weights.bring(other, 2)
+    weights.load_version(other, 2)
     assert torch.equal(other["weight"], tensor_of(2))
 
 
 def test_a_delta_of_other_numbers_is_noticed(tmp_path: Path) -> None:
     publish(tmp_path / "weights", range(1, 3))
     weights, tensors = PublishedWeights(tmp_path / "weights"), dict[str, Tensor]()
-    weights.bring(tensors, 1)
+    weights.load_version(tensors, 1)
     bits_of(tensors["weight"])[1] = 0  # which torch does not know of
     with pytest.raises(InputError, match="1 tensors have wrong checksums"):
-        weights.bring(tensors, 2)
-    weights.bring(tensors, 2)
+        weights.load_version(tensors, 2)
+    weights.load_version(tensors, 2)
     assert torch.equal(tensors["weight"], tensor_of(2))
 
 
@@ -309,9 +311,9 @@ def test_what_is_no_signing_key_is_one_line(tmp_path: Path, keys: tuple[Path, Pa
 
 def test_other_tensors_than_those_of_the_last_call_begin_anew(folder: Path) -> None:
     weights = PublishedWeights(folder)
-    weights.bring({}, 2)
+    weights.load_version({}, 2)
     tensors: dict[str, Tensor] = {}
-    assert weights.bring(tensors) == 3
+    assert weights.load_version(tensors) == 3
     assert torch.equal(tensors["weight"], tensor_of(3))
 
 
@@ -329,5 +331,5 @@ def test_who_can_write_to_the_folder_cannot_change_signed_files_while_they_are_r
     size_and_hash = published._size_and_hash
     monkeypatch.setattr(published, "_size_and_hash", overwritten)
     tensors: dict[str, Tensor] = {}
-    PublishedWeights(tmp_path / "signed", keys[1]).bring(tensors)
+    PublishedWeights(tmp_path / "signed", keys[1]).load_version(tensors)
     assert torch.equal(tensors["weight"], tensor_of(1))

@@ -87,7 +87,7 @@ class Script:
 
     def _turn(self, turn: Message, request: Request) -> list[int]:
         tools = (LOOK_UP,) if turn.get("tool_calls") else ()
-        opening = self.template.opening_text(Chat([user("Ask.")], tools))
+        opening = self.template.text_with_generation_prompt(Chat([user("Ask.")], tools))
         text = self.template.text(Chat([user("Ask."), turn], tools)) or ""
         header = self.template.header
         whole = text[len(opening) :] if text.startswith(opening) else text[text.rindex(header) + len(header) :]

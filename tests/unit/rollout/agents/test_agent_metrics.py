@@ -8,7 +8,7 @@ def episode(reward: float | None, forks: dict[str, int] | None = None, **metrics
     sampled = [] if reward is None else [True]
     end = "the agent failed" if reward is None else "done"
     return Conversation(
-        [], sampled, reward=reward or 0.0, end=end, metrics=metrics, forks=forks or {}, is_of_agent=True
+        [], sampled, reward=reward or 0.0, end=end, metrics=metrics, forks=forks or {}, is_agent_episode=True
     )
 
 

@@ -34,7 +34,7 @@ class Greeting(Echo):
 
 
 class WaitingGreeting(Greeting):
-    works_alone = False
+    writes_in_background = False
 
 
 @pytest.fixture(params=[Greeting, WaitingGreeting], ids=["works alone", "when waited for"])

@@ -36,7 +36,7 @@ def turns_of(template: ChatTemplate, most_tokens: int) -> ChatTurns:
 
 def written_turn(template: ChatTemplate, before: list[dict[str, Any]], turn: dict[str, Any]) -> str:
     """What the model writes after the header, for a turn."""
-    opening = template.opening_text(Chat(before, (PROBE_TOOL,)))
+    opening = template.text_with_generation_prompt(Chat(before, (PROBE_TOOL,)))
     text = template.text(Chat([*before, turn], (PROBE_TOOL,))) or ""
     return (
         text[len(opening) :]

@@ -35,8 +35,8 @@ class Codec:
 class Writer:
     """Writes the length of the prompt, twice, and the end. It works alone, in a thread, or at once."""
 
-    def __init__(self, works_alone: bool, dies_at: int = -1):
-        self.works_alone, self.dies_at = works_alone, dies_at
+    def __init__(self, writes_in_background: bool, dies_at: int = -1):
+        self.writes_in_background, self.dies_at = writes_in_background, dies_at
         self.asked: list[Request] = []
 
     def submit(self, requests: Sequence[Request]) -> "list[Future[Completion]]":
@@ -54,7 +54,7 @@ class Writer:
                     Completion([length, length, END], [-0.5, -0.25, -0.125], finish, versions=(length, length))
                 )
 
-        if self.works_alone:
+        if self.writes_in_background:
             threading.Thread(target=write).start()
         else:
             write()
@@ -105,17 +105,17 @@ def drive(writer: Writer, episodes: Sequence[Episode], max_concurrent: int = 2) 
 
 
 def run(
-    works_alone: bool, prompts: list[list[int]], worlds: list[Echo], **limits: float
+    writes_in_background: bool, prompts: list[list[int]], worlds: list[Echo], **limits: float
 ) -> tuple[Writer, list[Completion]]:
-    writer = Writer(works_alone)
+    writer = Writer(writes_in_background)
     pairs = zip(prompts, worlds, strict=True)
     return writer, drive(writer, [episode_of(prompt, world, **limits) for prompt, world in pairs])
 
 
-@pytest.mark.parametrize("works_alone", [True, False])
-def test_every_turn_is_asked_with_the_tokens_before_it_as_they_were_sampled(works_alone: bool) -> None:
+@pytest.mark.parametrize("writes_in_background", [True, False])
+def test_every_turn_is_asked_with_the_tokens_before_it_as_they_were_sampled(writes_in_background: bool) -> None:
     worlds = [Echo(3), Echo(1)]
-    writer, (three, one) = run(works_alone, [[1, 2], [3]], worlds)
+    writer, (three, one) = run(writes_in_background, [[1, 2], [3]], worlds)
     assert three.token_ids == [2, 2, END, 1, 6, 6, END, 2, 10, 10, END]
     assert three.sampled == [True] * 3 + [False] + [True] * 3 + [False] + [True] * 3
     assert three.logprobs == [-0.5, -0.25, -0.125, 0.0] * 2 + [-0.5, -0.25, -0.125]
@@ -127,7 +127,7 @@ def test_every_turn_is_asked_with_the_tokens_before_it_as_they_were_sampled(work
     seeds = {len(request.prompt): request.seed for request in writer.asked if request.prompt[0] == 1}
     assert seeds[2] == turn_seed(5, [1, 2])
     assert len(set(seeds.values())) == 3
-    again, _ = run(works_alone, [[1, 2], [3]], [Echo(3), Echo(1)])
+    again, _ = run(writes_in_background, [[1, 2], [3]], [Echo(3), Echo(1)])
     assert {len(r.prompt): r.seed for r in again.asked if r.prompt[0] == 1} == seeds
 
 
@@ -179,10 +179,10 @@ def test_a_turn_that_the_template_lets_nothing_follow_ends_a_whole_conversation(
     assert (completion.conversation.end, completion.finish, len(completion.token_ids)) == (end, finish, 3)
 
 
-@pytest.mark.parametrize("works_alone", [True, False])
-def test_an_environment_that_fails_costs_its_own_episode(works_alone: bool) -> None:
+@pytest.mark.parametrize("writes_in_background", [True, False])
+def test_an_environment_that_fails_costs_its_own_episode(writes_in_background: bool) -> None:
     worlds = [Echo(3, fails_at=2), Echo(2)]
-    _, (failed, other) = run(works_alone, [[1], [2]], worlds)
+    _, (failed, other) = run(writes_in_background, [[1], [2]], worlds)
     assert (failed.finish, failed.error, failed.token_ids) == (
         "error",
         "its environment failed: ValueError: the world has ended",
@@ -194,18 +194,18 @@ def test_an_environment_that_fails_costs_its_own_episode(works_alone: bool) -> N
     assert worlds[0].is_closed
 
 
-@pytest.mark.parametrize("works_alone", [True, False])
-def test_another_generator_goes_on_where_a_lost_one_ended(works_alone: bool) -> None:
+@pytest.mark.parametrize("writes_in_background", [True, False])
+def test_another_generator_goes_on_where_a_lost_one_ended(writes_in_background: bool) -> None:
     def episodes() -> list[Episode]:
         return [episode_of([1, 2], Echo(3)), episode_of([3], Echo(2)), episode_of([4], Echo(4))]
 
-    steady = Writer(works_alone)
+    steady = Writer(writes_in_background)
     expected = drive(steady, episodes())
     for dies_at in range(len(steady.asked)):
         same = episodes()
         with pytest.raises(ConnectionError, match="the generator is gone"):
-            drive(Writer(works_alone, dies_at), same)
-        other = Writer(works_alone)
+            drive(Writer(writes_in_background, dies_at), same)
+        other = Writer(writes_in_background)
         found = drive(other, same)
         assert [(c.token_ids, c.finish) for c in found] == [(c.token_ids, c.finish) for c in expected]
         every = {(tuple(request.prompt), request.seed) for request in steady.asked}

@@ -1,0 +1,1 @@
+"""Converts configs and command lines of other trainers."""
