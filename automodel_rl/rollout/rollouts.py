@@ -25,7 +25,6 @@ from automodel_rl.generators.media_inputs import prompt_media
 from automodel_rl.generators.protocol import Completion
 from automodel_rl.launch.background import then
 from automodel_rl.launch.timeline import REWARDS
-from automodel_rl.observe.console import SlowWork
 from automodel_rl.rollout.agents.agents import Agents
 from automodel_rl.rollout.episodes.conversations import Conversations, scored_example
 from automodel_rl.rollout.protocol import Promptlike, Rollout
@@ -54,7 +53,7 @@ class _Pending:
     done: dict[int, Completion] = field(default_factory=dict)
     scorings: dict[int, Scoring] = field(default_factory=dict)
     episodes: dict[int, Any] = field(default_factory=dict)
-    shown: SlowWork | None = None
+    shown: Callable[[int], None] | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -73,6 +72,8 @@ class Rollouts:
         logs: folder for the output of environments and agents.
         worked: called from any thread when a completion was written or scored, with the lane in the timeline
             (launch/timeline.py) and the start by `time.time()`.
+        shown: called with the number of completions when `take` waits for them. Returns a function that is called from
+            any thread with the number of those written so far.
 
     Attributes:
         schemas: JSON schemas of the tools that prompts offer.
@@ -105,12 +106,12 @@ class Rollouts:
         template: ChatTemplate,
         logs: Path,
         worked: Callable[[str, float], None] = lambda lane, began: None,
-        say: Callable[[str], None] = lambda text: None,
+        shown: Callable[[int], Callable[[int], None]] = lambda total: lambda done: None,
     ):
         self.config, self.fleet, self.tokenizer = config, fleet, template.tokenizer
         self.schemas: tuple[dict[str, object], ...] = ()
         self.warning = ""
-        self._worked, self._say = worked, say
+        self._worked, self._shown = worked, shown
         self._numbers, self._pending = 0, dict[int, _Pending]()
         self._taken: set[int] = set()
         self.conversations: Conversations | Agents | None = None
@@ -188,7 +189,7 @@ class Rollouts:
             RolloutError: a generator failed more often than `rollout.retries` allows.
         """
         pending = self._pending.pop(number)
-        pending.shown = SlowWork(self._say, "completions", str(len(pending.requests)))
+        pending.shown = self._shown(len(pending.requests))
         self._finish(pending)
         if any(request.rollouts is not None for request in pending.requests):
             self._taken.add(number)
@@ -248,7 +249,7 @@ class Rollouts:
             pending.scorings[index] = self._scoring(self._text(completion), example)
         pending.done[index] = completion
         if pending.shown is not None:
-            pending.shown.note(len(pending.done))
+            pending.shown(len(pending.done))
 
     def _finish(self, pending: _Pending) -> None:
         """Waits until all completions are written, and restarts lost generators up to `rollout.retries` times. Those

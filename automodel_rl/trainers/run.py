@@ -22,7 +22,7 @@ from automodel_rl.generators.fleet import Fleet
 from automodel_rl.launch.flight import flight
 from automodel_rl.launch.stop_signal import StopSignal
 from automodel_rl.launch.timeline import TRAINER, StepTimeline
-from automodel_rl.observe.console import Progress
+from automodel_rl.observe.console import Progress, SlowWork
 from automodel_rl.observe.metrics import MEASURED, MetricsFile, write_lines
 from automodel_rl.observe.trackers import Tracker, make_trackers
 from automodel_rl.optimizers import learning_rate, warmup_steps
@@ -164,7 +164,7 @@ class Run:
             self.chat.template,
             self.directory.environments,
             self.timeline.add,
-            self.say,
+            lambda total: SlowWork(self.say, "completions", str(total)).note,
         )
         self._open.callback(rollouts.close)
         return rollouts
