@@ -392,7 +392,11 @@ class Run:
         self.progress.say(text)
 
     def phase(self, text: str) -> None:
-        """Shows what the run is doing until its next step: on the console, and on the page of a run that is watched."""
+        """Shows what the run is doing: on the console, and on the page of a run that is watched.
+
+        Args:
+            text: what it is doing until its next step.
+        """
         self.progress.phase(text)
         with contextlib.suppress(OSError):
             write_atomic(self.directory.phase, text)

@@ -18,12 +18,12 @@ def equal() -> Differences:
     found = Differences()
     for step in (1, 2, 3):
         for kind in ("log-probabilities", "evaluated loss", "loss", "gradient norm", "learning rate"):
-            found.note(kind, 1e-15, step)
+            found.record(kind, 1e-15, step)
         for name in NAMES:
-            found.note(f"gradient of {name.rpartition('.')[0][-9:]}", 1e-15, step, name)
-            found.note("weights", 1e-15, step, name)
-    found.note("exported tensors", 1e-15)
-    found.note("learning rate", 0.0)
+            found.record(f"gradient of {name.rpartition('.')[0][-9:]}", 1e-15, step, name)
+            found.record("weights", 1e-15, step, name)
+    found.record("exported tensors", 1e-15)
+    found.record("learning rate", 0.0)
     return found
 
 
@@ -34,11 +34,11 @@ def cause(found: Differences, tolerances: Tolerances = FLOAT64) -> str:
 def spoil(found: Differences, step: int, *names: str) -> Differences:
     """Gradients of these tensors differ, and so does all that comes after."""
     for name in names:
-        found.note(f"gradient of {name.rpartition('.')[0][-9:]}", 0.1, step, name)
+        found.record(f"gradient of {name.rpartition('.')[0][-9:]}", 0.1, step, name)
     for kind in ("gradient norm", "weights"):
-        found.note(kind, 0.1, step, names[0] if kind == "weights" else "")
+        found.record(kind, 0.1, step, names[0] if kind == "weights" else "")
     for later in range(step + 1, 4):
-        found.note("log-probabilities", 0.1, later)
+        found.record("log-probabilities", 0.1, later)
     return found
 
 
@@ -68,10 +68,10 @@ def test_gradients_that_differ_point_to_what_they_have_in_common(step: int, name
 )
 def test_the_first_step_counts_and_what_follows_from_it_does_not(kind: str, expected: str) -> None:
     found = equal()
-    found.note(kind, 0.1, 2)
+    found.record(kind, 0.1, 2)
     for name in NAMES:
-        found.note("weights", 0.1, 2, name)
-        found.note("weights", 0.1, 3, name)
+        found.record("weights", 0.1, 2, name)
+        found.record("weights", 0.1, 3, name)
     assert cause(found).startswith(expected)
     microbatches = {microbatch.kind: microbatch for microbatch in judge(found, FLOAT64)}
     assert (microbatches[kind].is_equal, microbatches[kind].first_step) == (False, 2)
@@ -80,27 +80,27 @@ def test_the_first_step_counts_and_what_follows_from_it_does_not(kind: str, expe
 
 def test_an_optimizer_step_that_differs_alone_points_to_the_optimizer_of_its_stage() -> None:
     found = equal()
-    found.note("weights", 0.1, 1, "model.layers.0.mlp.up_proj.weight")
+    found.record("weights", 0.1, 1, "model.layers.0.mlp.up_proj.weight")
     assert cause(found).startswith("step 1: the optimizer step of stage 0: clipping, or the optimizer's settings")
 
 
 def test_what_is_compared_once_points_to_itself() -> None:
     found = equal()
-    found.note("exported tensors", 0.1)
+    found.record("exported tensors", 0.1)
     assert cause(found).startswith("the export")
 
 
 def test_rounding_that_grows_is_no_difference_but_a_learning_rate_is() -> None:
     found = equal()
-    found.note("log-probabilities", 1e-3, 2)
+    found.record("log-probabilities", 1e-3, 2)
     assert all(microbatch.is_equal for microbatch in judge(found, FLOAT32))
-    found.note("exported tensors", 0.1)
+    found.record("exported tensors", 0.1)
     assert cause(found, FLOAT32).startswith("the export")
-    found.note("learning rate", 0.1, 3)
+    found.record("learning rate", 0.1, 3)
     assert [microbatch.kind for microbatch in judge(found, FLOAT32) if not microbatch.is_equal] == [
         "learning rate",
         "exported tensors",
     ]
     found = equal()
-    found.note("learning rate", 0.1, NO_STEP)
+    found.record("learning rate", 0.1, NO_STEP)
     assert [microbatch.kind for microbatch in judge(found, FLOAT32) if not microbatch.is_equal] == ["learning rate"]
