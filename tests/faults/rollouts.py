@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any
 from unittest import mock
@@ -145,16 +145,19 @@ def _cut_completions_trained() -> Any:
     return patch("trainers.rollout_batch._sequence", unmasked)
 
 
+class _PositiveSums(defaultdict[str, float]):
+    """Sums of which those above 0 are kept, as `Counter` does."""
+
+    def __setitem__(self, name: str, value: float) -> None:
+        if value > 0:
+            super().__setitem__(name, value)
+        else:
+            self.pop(name, None)
+
+
 def _only_what_is_above_0() -> Any:
-    """Of the sums of conversations' metrics those above 0 are kept, after each conversation, as `Counter` does."""
-    from automodel_rl.rollout.groups import conversation_metrics
-
-    def positive(conversations: Any) -> dict[str, float]:
-        sums = sum((Counter(one.metrics) for one in conversations), Counter[str]())
-        empty = [dataclasses.replace(one, metrics={}) for one in conversations[1:]]
-        return conversation_metrics([*(dataclasses.replace(one, metrics=sums) for one in conversations[:1]), *empty])
-
-    return patch("rollout.groups.conversation_metrics", positive)
+    """Of the sums of conversations' metrics those above 0 are kept, after each conversation."""
+    return patch("rollout.groups.defaultdict", _PositiveSums)
 
 
 DRIVER, GROUPS = "unit/rollout/episodes/test_driver.py", "unit/rollout/test_shaped_rewards.py"
