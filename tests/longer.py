@@ -31,6 +31,7 @@ WHOLE_FILES = {
     "distributed/serve/test_teachers.py",
     "distributed/serve/test_vllm.py",
     "distributed/test_laptop.py",
+    "distributed/test_notebooks.py",
     "distributed/trainers/test_chaos.py",
     "distributed/trainers/test_fuzz.py",
     "distributed/trainers/test_joined_generators.py",

@@ -27,7 +27,8 @@ API = PACKAGE / "API.md"
 PAGES = (
     *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")),
     *sorted(path for path in PACKAGE.rglob("*.md") if path.name != "API.md"),
-    *(ROOT / folder / "README.md" for folder in ("benchmarks", "configs", "tests")),
+    *sorted(path for path in (ROOT / "benchmarks").glob("*.md") if not path.name.startswith("parity")),
+    *(ROOT / folder / "README.md" for folder in ("configs", "tests")),
 )
 
 NAME_COLUMNS, TREE_COLUMNS = 32, 120

@@ -129,7 +129,7 @@ def _beside_bases(module: nn.Module, how: LayerForward) -> int:
     backward.
 
     The outputs of an adapter and of its base are added only where they are used, so both are held, as are both
-    gradients of an MLP's inputs. Measured with torch 2.11: benchmarks/README.md.
+    gradients of an MLP's inputs. Measured with torch 2.11: benchmarks/speed.md.
     """
     if how.recomputed not in RECOMPUTE_ALL:
         return 0

@@ -50,7 +50,7 @@ LEFT_TO_AUTO: tuple[Recomputed, ...] = ("none", "selective", "full")
 
 SHARDED: dict[Fsdp, float] = {"keep": 1.0, "reduce": 1.04, "reshard": 1.1}
 """Time of a step by `parallel.fsdp`, relative to keep, measured with microbatches of 16,384 tokens on two GPUs
-(benchmarks/README.md)."""
+(benchmarks/speed.md)."""
 
 OFFLOADED = 1.15
 """Time of a step with `memory.offload_optimizer`, relative to one without. Depends on the tokens of a step."""

@@ -1,7 +1,7 @@
 """Several vLLM replicas on one device as a single generator.
 
 vLLM schedules sequences and collects their tokens in one Python thread. For 512 sequences of a small model, that takes
-five times as long as the device computes (benchmarks/README.md, "Several vLLM on a device"). Replicas run in parallel.
+five times as long as the device computes (benchmarks/rollouts.md). Replicas run in parallel.
 """
 
 import functools

@@ -40,7 +40,7 @@ NUM_TOKENS = 32
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Root mean square over tokens of the difference of log-probabilities that rounding explains, by the coarser of the
 two dtypes. vLLM with a 135M model and modified weights differs by 1e-5 in float32 and 0.08 in bfloat16; with an
-unchanged head by 1.4, with unchanged queries of the last layer by 0.03 (benchmarks/README.md)."""
+unchanged head by 1.4, with unchanged queries of the last layer by 0.03 (benchmarks/rollouts.md)."""
 
 AS_NOISE = 3.0
 """Largest ratio of a correct generator's difference to the effect of rounding-size noise on the model's own

@@ -2,7 +2,7 @@
 
 Correct implementations of a model round in different places; their log-probabilities differ more the more layers
 there are. In a 70B-shaped model with random weights, bfloat16 differs from float32 by 0.34 (root mean square), and
-from itself with this noise by 0.37; with a quarter of the layers by 0.16 and 0.14 (benchmarks/README.md).
+from itself with this noise by 0.37; with a quarter of the layers by 0.16 and 0.14 (benchmarks/speed.md).
 """
 
 import contextlib

@@ -235,7 +235,7 @@ def _message_groups(by_stage: list[list[int]], device: torch.device) -> dict[tup
     """Creates groups in which a message waits only for earlier messages of the same kind, sender and receiver.
 
     NCCL runs a group's messages in order. With several stages per rank, a receive would delay sends that another rank
-    needs first: at pp 4 with 2 stages per rank and 8 microbatches, 12 points of bubble (benchmarks/README.md).
+    needs first: at pp 4 with 2 stages per rank and 8 microbatches, 12 points of bubble (benchmarks/speed.md).
     """
     groups = {}
     for message in MESSAGES:

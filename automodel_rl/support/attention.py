@@ -40,4 +40,4 @@ ATTENTION: dict[Attention, AttentionLimits] = {
 """Limits by backend; `auto` chooses among them."""
 
 FASTEST_FIRST: tuple[Attention, ...] = ("fa3", "te", "varlen")
-"""CUDA backends by speed on an H200, see benchmarks/README.md."""
+"""CUDA backends by speed on an H200, see benchmarks/speed.md."""

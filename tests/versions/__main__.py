@@ -122,13 +122,13 @@ def write_page(record: dict[str, dict]) -> None:
     fit = [version for version, problems in record["vllm"].items() if not problems]
     PAGE.write_text(
         "# compat: private names of libraries, and versions\n\n"
-        "This room is the only one that uses private names of torch, transformers and nemo_automodel. Its files say\n"
-        "with which versions they were checked, and a test fails with others (versions.py).\n\n"
-        "## Versions that were tested together\n\n"
+        "This folder is the only one that uses private names of torch, transformers and nemo_automodel. Its files "
+        "list the\nversions that they were checked with, and a test fails with other versions (compat/versions.py: CHECKED).\n\n"
+        "## Tested version combinations\n\n"
         f"`make versions`, {record['date']}, CPU and gloo: unit tests, and layouts against one process.\n\n"
         "| versions | vLLM | tests |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
-        "What this package uses of vLLM (classes, methods, arguments, fields, routes) was found as it uses it in\n"
-        f"the sources of {', '.join(fit)}. vLLM 0.23 and 0.33 were run on GPUs, 0.32 on a CPU.\n"
+        "Everything that this package uses of vLLM (classes, methods, arguments, fields, routes) exists in the "
+        f"expected form in\nthe sources of {', '.join(fit)}. vLLM 0.23 and 0.33 were run on GPUs,\n0.32 on a CPU.\n"
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.rewards.functions import ANSWER, ANSWERS, OPENED, find_reward
 from automodel_rl.rollout.rewards.options import check_options
+from automodel_rl.rollout.rewards.trl_signature import from_trl, has_trl_signature
 
 PR_SET_PDEATHSIG = 1
 
@@ -61,6 +62,7 @@ def main() -> None:
     try:
         options, time_limit = connection.recv()
         function = find_reward(name)
+        function = from_trl(function) if has_trl_signature(function) else function
         check_options(name, function, options)
         if name in OPENED:
             OPENED[name](**options)

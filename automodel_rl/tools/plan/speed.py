@@ -1,7 +1,7 @@
 """Step time of a layout, estimated from matrix products, attention, communication and the pipeline bubble.
 
 The estimate ranks layouts; it does not replace a measurement. One device's step is the time of its matrix products
-plus that of the memory traffic between them, both fitted to measurements (benchmarks/README.md): a dense 1.5B model
+plus that of the memory traffic between them, both fitted to measurements (benchmarks/speed.md): a dense 1.5B model
 reaches 51% to 55% of the peak of an H200 and 44% to 46% of that of an H100, which has the same FLOP/s and 0.7 of the
 bandwidth; a 3.2B mixture reaches 32% and 25%. Communication counts with the bandwidth of the link that its group
 spans: NVLink within a host, the network between hosts.

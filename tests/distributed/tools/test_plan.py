@@ -315,7 +315,7 @@ def test_a_layout_that_wastes_time_is_told_of_a_faster_one(tmp_path: Path) -> No
     [(8192, {}, 43_091), (65_536, {"activation_checkpointing": "selective"}, 17_092)],
 )
 def test_estimates_are_near_what_was_measured(tmp_path: Path, length: int, changes: dict, measured: int) -> None:
-    """A dense model of 1.5B on one H200, with a sequence in each microbatch (benchmarks/README.md)."""
+    """A dense model of 1.5B on one H200, with a sequence in each microbatch (benchmarks/speed.md)."""
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 32_768}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
     AutoConfig.for_model("qwen3", **sizes, **heads).save_pretrained(tmp_path / "dense")

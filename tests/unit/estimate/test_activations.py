@@ -56,7 +56,7 @@ def test_a_token_keeps_as_many_bytes_as_on_a_gpu(family: str, mode: Mode, compil
 def test_a_compiled_step_needs_what_was_measured(
     family: str, sizes: dict, capacity: int, count: int, measured: float
 ) -> None:
-    """The most GiB that were allocated on any rank (benchmarks/README.md)."""
+    """The most GiB that were allocated on any rank (benchmarks/speed.md)."""
     config = AutoConfig.for_model(family, **(DENSE if family == "qwen3" else MIXTURE))
     model = MemoryModel(config, ModelConfig(path="x"), capacity, OptimizerConfig())
     peak = model.plan(ParallelConfig(**sizes), MemoryConfig(), count).peak / 2**30

@@ -123,7 +123,7 @@ def test_frozen_weights_are_there_once() -> None:
 
 
 def test_the_peak_of_one_row_that_trains_all_weights_is_that_which_an_h200_had() -> None:
-    """Allocated in a step with one row (benchmarks/README.md). Gathered weights go while gradients come."""
+    """Allocated in a step with one row (benchmarks/speed.md). Gathered weights go while gradients come."""
     config = Qwen3Config(
         **LARGE["8B"], num_key_value_heads=8, head_dim=128, vocab_size=151_936, tie_word_embeddings=False
     )
@@ -136,7 +136,7 @@ def test_the_peak_of_one_row_that_trains_all_weights_is_that_which_an_h200_had()
 
 @pytest.mark.parametrize(("tokens", "measured"), [(57_344, 42.64), (110_592, 68.10), (118_784, 71.97)])
 def test_peaks_of_adapters_are_those_that_an_h100_had(tokens: int, measured: float) -> None:
-    """Allocated in a step with one row (benchmarks/README.md)."""
+    """Allocated in a step with one row (benchmarks/speed.md)."""
     how = RECOMPUTED.model_copy(update={"compile": False})
     model, _ = plan_large("8B", ParallelConfig(), how, LoraConfig(targets=("all-linear",)), tokens)
     assert model.plan(ParallelConfig(), how, 1).peak == pytest.approx(measured * 2**30, rel=0.02)
@@ -178,7 +178,7 @@ def test_offloaded_inputs_take_the_host_s_memory(sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("fsdp", "measured"), [("keep", 45.51), ("reshard", 37.60)])
 def test_peaks_of_twelve_layers_are_those_that_two_gpus_had(fsdp: str, measured: float) -> None:
-    """Allocated on each of two GPUs, several microbatches of 16,384 (benchmarks/README.md)."""
+    """Allocated on each of two GPUs, several microbatches of 16,384 (benchmarks/speed.md)."""
     shape = {**LARGE["8B"], "num_hidden_layers": 12}
     config = Qwen3Config(**shape, num_key_value_heads=8, head_dim=128, vocab_size=151_936, tie_word_embeddings=False)
     model = MemoryModel(config, ModelConfig(path="x"), 16_384, OptimizerConfig())

@@ -47,3 +47,18 @@ def scored(completion: str, example: dict) -> object:
 
 def voter(completion: str, example: dict) -> tuple[float, dict]:
     return 1.0, {"answer": completion[0]}
+
+
+def brevity(prompts: list, completions: list, answer: list[str], **kwargs: list) -> list[float | None]:
+    """As TRL's documentation shows them: lists by name, and None where the reward does not apply."""
+    assert [*map(len, (prompts, kwargs["base"]))] == [len(completions)] * 2
+    return [None if expected == "" else float(len(text)) for text, expected in zip(completions, answer, strict=True)]
+
+
+async def said(completions: list[list[dict]], **kwargs: list) -> list[float]:
+    await asyncio.sleep(0)
+    return [float(len(messages[0]["content"])) for messages in completions]
+
+
+def scaled(completions: list, prompts: list, factor: float = 2.0) -> list[float]:
+    return [factor * len(text) for text in completions]

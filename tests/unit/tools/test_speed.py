@@ -93,7 +93,7 @@ def test_estimates_of_short_sequences_are_near_what_was_measured(
     device: str, family: str, sizes: dict, capacity: int, measured: int
 ) -> None:
     """Tokens a second and GPU, with sequences of 1,200 tokens on average and 65,536 tokens a step and GPU
-    (benchmarks/README.md)."""
+    (benchmarks/speed.md)."""
     config = AutoConfig.for_model(family, **(DENSE if family == "qwen3" else MIXTURE))
     parallel, memory = ParallelConfig(**sizes), MemoryConfig()
     lengths = np.clip(np.random.default_rng(0).lognormal(math.log(700), 1.0, 1000), 64, 8192).astype(int).tolist()
