@@ -123,7 +123,8 @@ def write_page(record: dict[str, dict]) -> None:
     PAGE.write_text(
         "# compat: private names of libraries, and versions\n\n"
         "This folder is the only one that uses private names of torch, transformers and nemo_automodel. Its files "
-        "list the\nversions that they were checked with, and a test fails with other versions (compat/versions.py: CHECKED).\n\n"
+        "list the\nversions that they were checked with, and a test fails with other versions "
+        "(compat/versions.py: CHECKED).\n\n"
         "## Tested version combinations\n\n"
         f"`make versions`, {record['date']}, CPU and gloo: unit tests, and layouts against one process.\n\n"
         "| versions | vLLM | tests |\n|---|---|---|\n" + "\n".join(rows) + "\n\n"
