@@ -45,7 +45,7 @@ def main(policy: Policy, fleet: Fleet, run: Run):
                 break
         else:
             raise RolloutError(f"{MAX_TRIES} rounds of completions, and in no group do rewards differ")
-        batch = Batch((row for pair in pairs for row in pair), together=2)
+        batch = Batch((row for pair in pairs for row in pair), sequences_per_example=2)
         with step.time("reference"), policy.with_weights("reference"):
             batch["ref_logprobs"] = policy.logprobs(batch)
         with step.time("train"):

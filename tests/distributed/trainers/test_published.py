@@ -43,7 +43,7 @@ def train_on_a_full_disk(settings: Settings) -> None:
     send = FileTransport.send
 
     def fails_at_first(self: FileTransport, sender: int, number: int, slot: object) -> None:
-        if self._place.name.startswith(".00000002"):
+        if self._unfinished.name.startswith(".00000002"):
             raise OSError(28, "No space left on device")
         send(self, sender, number, slot)  # type: ignore[arg-type]
 
