@@ -173,6 +173,10 @@ def _check_input(config: RunConfig, resume: str) -> None:
     chats = check_data(config)
     if isinstance(config, OnlineConfig):
         check_rewards(config.rewards)
+        if config.validation.lm_eval is not None or config.validation.inspect is not None:
+            from automodel_rl.rollout.evaluations.harnesses import check_harnesses
+
+            check_harnesses(config.validation)
     from automodel_rl.data.chat import check_chats  # deferred: imports torch, which the errors above need not wait for
     from automodel_rl.hf.opened_model import OpenedModel
 
@@ -451,11 +455,13 @@ def _init(arguments: list[str]) -> int:
     out, rest = _take_option("--out", arguments)
     gpus, rest = _take_number("--gpus", rest)
     device, rest = _take_option("--device", rest)
+    teacher, rest = _take_option("--teacher", rest)
+    lora, rest = _take_flag("--lora", rest)
     if len(rest) != 3 or rest[0] not in ALGORITHMS:
         raise InputError("init takes an algorithm, a model and a data file: automodel-rl init sft MODEL DATA.jsonl")
     from automodel_rl.tools.init import init
 
-    init(rest[0], rest[1], rest[2], Path(out or f"{rest[0]}.yaml"), (gpus, device))
+    init(rest[0], rest[1], rest[2], Path(out or f"{rest[0]}.yaml"), (gpus, device), lora=lora, teacher=teacher)
     return EXIT_OK
 
 

@@ -48,7 +48,10 @@ def start_vllm(
     except OSError as error:
         for child in children:
             child.close()
-        raise InputError(f"generator.python={python}: cannot be started ({error.strerror})") from None
+        raise InputError(
+            f"the interpreter for vLLM, {python}: cannot be started ({error.strerror}): set rollout.generator.python "
+            "(serve: generator.python; generate: --vllm)"
+        ) from None
     replicas = [
         GeneratorProcess(
             child,

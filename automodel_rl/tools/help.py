@@ -74,11 +74,13 @@ COMMANDS: dict[str, Command] = {
         ("--launcher",),
     ),
     "init": Command(
-        "sft|dpo|kto|reward|grpo|ppo MODEL DATA [--out my.yaml] [--gpus N] [--device H200]",
+        "sft|dpo|kto|reward|distill|grpo|ppo MODEL DATA [--out my.yaml] [--lora] [--teacher MODEL] [--gpus N] "
+        "[--device H200]",
         "writes a commented config for a model and a data file",
         "It looks at the data's columns and lengths, the model's chat template, and the GPUs of this machine or those "
-        "that you name. The config is checked before it is written.",
-        ("--out", "--gpus", "--device"),
+        "that you name. The config is checked before it is written. --lora trains adapters, with their learning rate, "
+        "even if all weights fit. --teacher is for distill.",
+        ("--out", "--gpus", "--device", "--lora", "--teacher"),
     ),
     "convert": Command(
         "FILE [--out converted.yaml] [--algorithm sft|dpo|kto|reward|grpo|ppo] [--gpus N]",
@@ -183,7 +185,7 @@ def overview() -> str:
 
 
 def help_of(name: str, words: str = "") -> str:
-    """Returns the help of a command, with only the config keys whose names contain all of `words`.
+    """Returns the help of a command, with only the config keys whose names or meanings contain all of `words`.
 
     Raises:
         InputError: no key matches.
@@ -195,13 +197,21 @@ def help_of(name: str, words: str = "") -> str:
 
 
 def _keys(algorithm: str, words: str) -> str:
+    """Formats the keys that match: those that most configs set first, and keys that match by name before others."""
     keys = describe_keys(ALGORITHMS[algorithm])
-    found = [key for key in keys if all(word in key.name for word in words.replace(".", " ").split())]
+    wanted = words.replace(".", " ").lower().split()
+    named = [key for key in keys if all(word in key.name for word in wanted)]
+    if not wanted:
+        named.sort(key=lambda key: COMMON.index(key.name) if key.name in COMMON else len(COMMON))
+    meant = [
+        key for key in keys if key not in named and all(word in f"{key.name} {key.meaning}".lower() for word in wanted)
+    ]
+    found = named + meant
     if not found:
         parts = dict.fromkeys(part for key in keys for part in key.name.split("."))
         near = closest(words, parts)
         hint = f"did you mean {near}?" if near else f"automodel-rl {algorithm} --help lists all"
-        raise InputError(f"--help {words}: no key of {algorithm} has this in its name: {hint}")
+        raise InputError(f"--help {words}: no key of {algorithm} has this in its name or meaning: {hint}")
     return "\n".join(f"  --{key.name} {key.values}  ({key.default})\n{_filled(key.meaning, '      ')}" for key in found)
 
 
@@ -212,6 +222,16 @@ def _filled(text: str, indent: str = "") -> str:
 def _width() -> int:
     return max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
 
+
+COMMON = (
+    *("output", "model.path", "model.lora", "model.lora.rank", "teachers", "data.train", "data.train.0.path"),
+    *("data.train.0.columns", "data.validation", "batch.sequences", "batch.pairs", "batch.microbatch_tokens"),
+    *("rollout.prompts", "rollout.group_size", "rollout.max_prompt_tokens", "rollout.max_new_tokens", "rewards"),
+    *("rewards.0.function", "rollout.generator", "length.steps", "length.epochs", "length.validate_every"),
+    *("optimizer.lr", "optimizer.warmup_steps", "optimizer.warmup_ratio", "parallel.pp", "parallel.dp_shard"),
+    *("parallel.tp", "parallel.cp", "parallel.ep", "checkpoint.every_steps"),
+)
+"""Keys that most configs set, in the order of a config."""
 
 Shell = typing.Literal["bash", "zsh", "fish"]
 

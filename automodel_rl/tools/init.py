@@ -17,7 +17,7 @@ from automodel_rl.data.chat import check_chats, open_chat_tokenizer
 from automodel_rl.data.checks import check_data
 from automodel_rl.data.columns import MISSING, look_up
 from automodel_rl.data.records import READERS, Text, chats_of
-from automodel_rl.data.sources import open_source
+from automodel_rl.data.sources import RecordSource, open_source
 from automodel_rl.errors import InputError
 from automodel_rl.estimate.fit import GIB, fit_to_device
 from automodel_rl.files import as_input_error, check_writable, write_atomic
@@ -35,6 +35,7 @@ READS: dict[str, Records] = {
     "dpo": "pairs",
     "kto": "judged",
     "reward": "pairs",
+    "distill": "chats",
     "grpo": "prompts",
     "ppo": "prompts",
 }
@@ -67,7 +68,7 @@ COLUMNS: dict[Records, list[Columns]] = {
 
 ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "target", "final_answer")
 
-LEARNING_RATES = {"sft": 1e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-5, "grpo": 1e-6, "ppo": 1e-6}
+LEARNING_RATES = dict.fromkeys(("sft", "reward", "distill"), 1e-5) | dict.fromkeys(("dpo", "kto", "grpo", "ppo"), 1e-6)
 """Peak learning rates for full training of a model whose hidden size is `WIDTH`."""
 
 ADAPTER_LR_FACTOR = 10
@@ -78,7 +79,19 @@ WIDTH = 2048
 arXiv:2203.03466, table 3). Wider models keep these, which they are usually tuned to."""
 
 
-def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | None, str | None]) -> None:
+ADAPTERS = {"rank": 16, "targets": "all-linear"}
+
+
+def init(
+    algorithm: str,
+    model: str,
+    data: str,
+    out: Path,
+    devices: tuple[int | None, str | None],
+    *,
+    lora: bool = False,
+    teacher: str | None = None,
+) -> None:
     """Writes a config and prints what it is based on.
 
     Args:
@@ -87,40 +100,32 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
         data: the data file or dataset.
         out: the config file, which must not exist.
         devices: number and name of the GPUs; None for those of this machine.
+        lora: whether to train adapters even if all weights fit.
+        teacher: the teacher's folder or hub id, for distill.
 
     Raises:
         InputError: the model or data cannot be read, `out` exists, or no layout fits.
     """
-    if algorithm not in READS:
+    if (algorithm == "distill") != (teacher is not None):
         raise InputError(
-            f"init does not support {algorithm}, only {', '.join(READS)}: write the config by hand, from one for sft"
+            "init distill needs --teacher MODEL" if teacher is None else f"--teacher is not for {algorithm}"
         )
     if os.path.lexists(out):
         raise InputError(f"{out}: already exists: pass another file to --out")
     check_writable(out.parent, f"--out {out}")
     opened_model = OpenedModel.open(ModelConfig(path=model))
+    if lora and opened_model.files.lora is not None:
+        raise InputError(f"{model}: has adapters, which are trained further: remove --lora")
     source = SourceConfig(path=data)
     opened = open_source(source)
     columns = guess_columns(algorithm, opened[0], opened.where(0))
-    values: dict[str, Any] = {
-        "algorithm": algorithm,
-        "output": f"runs/{out.stem}",
-        "model": {"path": model},
-        "data": {"train": [{"path": data, **({"columns": columns} if columns else {})}]},
-        "optimizer": {"lr": 1.0, "warmup_ratio": 0.03},
-        "checkpoint": {"every_steps": 100},
-    }
-    if READS[algorithm] == "prompts":
-        has_answer = "answer" in columns or look_up(opened[0], "answer") is not MISSING
-        values |= {"rewards": [{"function": "math"}]} if has_answer else {"rewards": [{"function": "my_rewards:score"}]}
-        values |= {"rollout": {"prompts": min(32, len(opened)), "group_size": 8}, "length": {"steps": 200}}
-        values["batch"] = {"microbatch_tokens": "auto"}
-    else:
-        size = _size_of_batch(algorithm)
-        values["batch"] = {size: max(1, min(64, len(opened) // 4))}
-        values["length"] = {"epochs": 3 if len(opened) < 5000 else 1}
+    values = _first_values(algorithm, opened, columns)
+    values |= {"output": f"runs/{out.stem}", "model": {"path": model, **({"lora": ADAPTERS} if lora else {})}}
+    values |= {"teachers": {"teacher": {"path": teacher}}} if teacher else {}
+    values["data"] = {"train": [{"path": data, **({"columns": columns} if columns else {})}]}
     lengths = _add_lengths(algorithm, values, opened_model)
     notes = [*lengths.notes, *_add_layout(values, opened_model, devices, lengths.needed)]
+    notes += ["the teacher's memory is not counted here: automodel-rl plan shows it"] if teacher else []
     has_adapters = opened_model.files.lora is not None or "lora" in values["model"]
     values["optimizer"]["lr"] = peak_learning_rate(algorithm, opened_model.language.hidden_size, has_adapters)
     config: RunConfig = check_config(ALGORITHMS[algorithm], values)
@@ -132,6 +137,22 @@ def init(algorithm: str, model: str, data: str, out: Path, devices: tuple[int | 
     for note in notes:
         print(note)
     print(f"next: automodel-rl plan {out}; automodel-rl {algorithm} {out}")
+
+
+def _first_values(algorithm: str, opened: RecordSource, columns: Columns) -> dict[str, Any]:
+    """Returns the sections of a config in their order, those of model and data still empty."""
+    teachers: dict[str, Any] = {"teachers": {}} if algorithm == "distill" else {}
+    values: dict[str, Any] = {"algorithm": algorithm, "output": "", "model": {}, **teachers, "data": {}}
+    values |= {"optimizer": {"lr": 1.0, "warmup_ratio": 0.03}, "checkpoint": {"every_steps": 100}}
+    if READS[algorithm] == "prompts":
+        has_answer = "answer" in columns or look_up(opened[0], "answer") is not MISSING
+        values |= {"rewards": [{"function": "math"}]} if has_answer else {"rewards": [{"function": "my_rewards:score"}]}
+        values |= {"rollout": {"prompts": min(32, len(opened)), "group_size": 8}, "length": {"steps": 200}}
+        values["batch"] = {"microbatch_tokens": "auto"}
+    else:
+        values["batch"] = {_size_of_batch(algorithm): max(1, min(64, len(opened) // 4))}
+        values["length"] = {"epochs": 3 if len(opened) < 5000 else 1}
+    return values
 
 
 def _size_of_batch(algorithm: str) -> str:
@@ -285,7 +306,9 @@ def _add_layout(
             f"{count} x {device}: training the adapters of {values['model']['path']} does not fit: set more GPUs in "
             "--gpus, or larger ones in --device"
         )
-    values["model"]["lora"] = {"rank": 16, "targets": "all-linear"}
+    if "lora" in values["model"]:
+        raise InputError(f"{count} x {device}: training adapters does not fit: set more GPUs in --gpus, or larger ones")
+    values["model"]["lora"] = ADAPTERS
     return [f"{count} x {device}: training all weights does not fit, so adapters are trained (model.lora)"]
 
 
@@ -298,12 +321,13 @@ def _layouts(count: int, num_layers: int) -> list[dict[str, int]]:
 COMMENTS = {
     "output": "run directory: config.yaml, metrics.jsonl, report.html, checkpoints/, final/",
     "model": "further keys: lora: {rank: 16, targets: all-linear} trains adapters",
+    "teachers": "further keys: url for a teacher behind a server; between: host frees the GPU between steps",
     "data": "validation: [held_out.jsonl] beside train adds val/ metrics",
     "rollout": "further keys: generator: vllm; validation_samples",
     "rewards": "math, last_number, exact_match, format, length, or package.module:function of your own",
     "batch": "examples of an optimizer step, over all data ranks; microbatch_tokens: auto fills the GPU",
     "length": "steps or epochs; validate_every: 50 validates in between",
-    "optimizer": "lr is the peak, ten times as large for adapters as for all weights; decay: cosine is the default",
+    "optimizer": "lr is the peak learning rate, about ten times as large for adapters; decay: cosine is the default",
     "checkpoint": "--resume auto resumes from the newest one",
     "parallel": "pp: pipeline stages, tp: tensor parallel, cp: context parallel, dp_shard: FSDP2",
     "memory": "activation_checkpointing trades time for memory",

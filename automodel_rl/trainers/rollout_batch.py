@@ -23,6 +23,10 @@ Details = dict[tuple[int, int], dict[str, Any]]
 """Further entries of rollout records, by rollout key."""
 
 
+NEXT_ROW = "\n--- next row ---\n"
+"""Separates the rows of an episode in its details."""
+
+
 @dataclass(frozen=True)
 class RolloutRow:
     """A row of a step: a branch of a rollout.
@@ -135,7 +139,7 @@ def details_of(
     groups: Sequence[Group], values: Tensor, logprobs: dict[int, Tensor], tokenizer: PreTrainedTokenizerBase
 ) -> Details:
     """Returns report details of rollouts: `advantage`, and for rows with log-probabilities `pieces`: each token's
-    text and its log-probabilities under the generator and the model.
+    text and its log-probabilities under the generator and the model, of one row of an episode after the other.
 
     Args:
         values: advantage of each row, [N].
@@ -143,12 +147,13 @@ def details_of(
     """
     details: Details = {}
     for number, row in enumerate(rows_of(groups)):
-        if not row.is_first:
-            continue
-        details[row.rollout.key] = {"advantage": round(values[number].item(), 4)}
+        if row.is_first:
+            details[row.rollout.key] = {"advantage": round(values[number].item(), 4)}
         if number in logprobs:
             ours = logprobs[number].tolist()[len(row.branch.prompt) :]
-            details[row.rollout.key]["pieces"] = _pieces(row.branch, ours, tokenizer)
+            earlier = details[row.rollout.key].setdefault("pieces", [])
+            earlier += [[NEXT_ROW, None, None]] if earlier else []
+            earlier += _pieces(row.branch, ours, tokenizer)
     return details
 
 

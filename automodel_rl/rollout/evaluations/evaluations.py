@@ -18,6 +18,7 @@ from automodel_rl.generators.fleet import Fleet
 from automodel_rl.policy.policy import Policy
 from automodel_rl.rollout.evaluations.endpoint import EvaluationEndpoint, PromptRequest
 from automodel_rl.rollout.evaluations.harnesses import (
+    check_harnesses,
     inspect_command,
     inspect_results,
     lm_eval_command,
@@ -30,6 +31,9 @@ LOOK_SECONDS = 0.5
 
 PAUSE_SECONDS = 0.05
 """Time to wait for further requests, to answer them together."""
+
+MAX_SHOWN = 6
+"""Scores of a harness on the console. All are in metrics.jsonl."""
 
 KEY = "a key that nobody checks"
 
@@ -68,9 +72,7 @@ class Evaluations:
         )
         self.sampler = Sampler(policy, fleet)
         self.folder, self.logs, self.say = folder, logs, say
-        for harness, module in ((config.lm_eval, "lm_eval"), (config.inspect, "inspect_ai")):
-            if harness is not None:
-                _check_installed(harness, module)
+        check_harnesses(config)
 
     @property
     def are_configured(self) -> bool:
@@ -123,7 +125,8 @@ class Evaluations:
             except InputError as error:
                 self.say(f"warning: validation.{name} failed: {error}; see {log}")
                 return {}
-        self.say(f"{name}: {', '.join(config.tasks)} in {time.monotonic() - began:.0f} s")
+        shown = [f"{metric} {value:.3f}" for metric, value in [*found.items()][:MAX_SHOWN]]
+        self.say(f"{name}: {', '.join(shown or config.tasks)}, in {time.monotonic() - began:.0f} s")
         return found
 
     @contextlib.contextmanager
@@ -159,16 +162,6 @@ class Evaluations:
             raise
         for one in asked:
             one.answers.set_result([next(answers) for _ in one.prompts])
-
-
-def _check_installed(config: LmEvalConfig | InspectConfig, module: str) -> None:
-    try:
-        done = subprocess.run([config.python, "-c", f"import {module}"], capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise InputError(f"validation: python={config.python}: cannot be started ({error.strerror})") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        raise InputError(f"validation: python={config.python} has no {module} ({last}): install it there")
 
 
 def _environment() -> dict[str, str]:

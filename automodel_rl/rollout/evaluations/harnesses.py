@@ -2,15 +2,37 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
-from automodel_rl.config.validation import InspectConfig, LmEvalConfig
+from automodel_rl.config.validation import InspectConfig, LmEvalConfig, ValidationConfig
 from automodel_rl.errors import InputError
 from automodel_rl.rollout.evaluations.endpoint import MODEL
 
 MAX_CONCURRENT = 32
 """Most concurrent requests of a harness."""
+
+
+PACKAGES = {"lm_eval": "'lm-eval[api]' transformers", "inspect": "inspect-ai openai"}
+"""What pip installs for a harness, by the key of its config."""
+
+
+def check_harnesses(config: ValidationConfig) -> None:
+    """Raises InputError if a harness's interpreter cannot be started or lacks a package."""
+    needed = {"lm_eval": ("lm_eval", "aiohttp", "transformers"), "inspect": ("inspect_ai", "openai")}
+    for key, harness in (("lm_eval", config.lm_eval), ("inspect", config.inspect)):
+        if harness is None:
+            continue
+        named = f"validation.{key}.python={harness.python}"
+        script = "; ".join(f"import {module}" for module in needed[key])
+        try:
+            done = subprocess.run([harness.python, "-c", script], capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise InputError(f"{named}: cannot be started ({error.strerror})") from None
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [""])[-1]
+            raise InputError(f"{named}: lacks a package ({last}): {harness.python} -m pip install {PACKAGES[key]}")
 
 
 def lm_eval_command(config: LmEvalConfig, url: str, tokenizer: str, max_length: int, folder: Path) -> list[str]:

@@ -38,6 +38,21 @@ def test_a_written_config_is_commented_and_trains(
         assert len(metrics_of(tmp_path / "run")) == 1
 
 
+def test_a_student_gets_its_teacher_and_adapters_their_rate(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, base = tmp_path / "my.yaml", ["distill", str(workspace / "model"), str(workspace / "train.jsonl")]
+    assert main(["init", *base, "--out", str(out)]) == 2
+    assert "init distill needs --teacher MODEL" in capsys.readouterr().err
+    assert main(["init", *base, "--out", str(out), "--teacher", str(workspace / "model"), "--lora"]) == 0
+    config = load_config(out)
+    assert config.teachers["teacher"].path == str(workspace / "model")
+    assert config.model.lora.rank == 16
+    plain = tmp_path / "plain.yaml"
+    assert main(["init", "sft", *base[1:], "--out", str(plain)]) == 0
+    assert config.optimizer.lr == pytest.approx(10 * load_config(plain).optimizer.lr)
+
+
 def test_columns_of_other_datasets_are_named(workspace: Path, tmp_path: Path) -> None:
     record = {"instruction": "say hi", "input": "", "output": "hi"}
     (tmp_path / "alpaca.jsonl").write_text(json.dumps(record) + "\n")

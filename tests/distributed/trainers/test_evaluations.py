@@ -98,4 +98,5 @@ def refused(settings: Settings) -> str:
 def test_a_harness_that_is_not_there_is_refused_at_the_start(ranks: RankPool, workspace: Path, tmp_path: Path) -> None:
     lm_eval = {"tasks": ["sums"], "python": sys.executable}
     (text,) = ranks(1).run(refused, values(workspace, tmp_path / "run", validation={"lm_eval": lm_eval}))
-    assert "has no lm_eval (ModuleNotFoundError: No module named 'lm_eval'): install it there" in text
+    assert "lacks a package (ModuleNotFoundError: No module named 'lm_eval'): " in text
+    assert "-m pip install 'lm-eval[api]' transformers" in text

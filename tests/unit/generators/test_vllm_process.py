@@ -198,7 +198,7 @@ def spec_of(**choice: Any) -> GeneratorSpec:
 @pytest.mark.parametrize(
     ("python", "model", "message"),
     [
-        ("/no/such/python", "m", "generator.python=/no/such/python: cannot be started"),
+        ("/no/such/python", "m", "the interpreter for vLLM, /no/such/python: cannot be started"),
         (sys.executable, "missing", "failed to start .FileNotFoundError: no such model"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from automodel_rl.cli import main
 from automodel_rl.config import ALGORITHMS, describe_keys
-from automodel_rl.tools.help import COMMANDS, completion
+from automodel_rl.tools.help import COMMANDS, COMMON, completion
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))
@@ -27,10 +27,24 @@ def test_help_after_a_config_shows_the_keys_that_are_asked_for(capsys: pytest.Ca
     assert "--optimizer.lr" not in said
     assert main(["grpo", "--help", "optimizer.decay"]) == 0
     assert "--optimizer.decay constant|linear|cosine  (cosine)" in capsys.readouterr().out
+    assert main(["sft", "--help", "gradient", "clipping"]) == 0
+    assert capsys.readouterr().out.partition("keys of the config:\n")[2].startswith("  --optimizer.max_grad_norm ")
     assert main(["sft", "--help", "optimzer"]) == 2
-    assert "--help optimzer: no key of sft has this in its name: did you mean optimizer?" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--help optimzer: no key of sft has this in its name or meaning: did you mean optimizer?" in said
     assert main(["stf", "my.yaml"]) == 2
     assert "unknown command 'stf': did you mean sft?" in capsys.readouterr().err
+
+
+def test_help_lists_first_what_most_configs_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grpo", "--help"]) == 0
+    _, _, keys = capsys.readouterr().out.partition("keys of the config:\n")
+    shown = [line.split()[0] for line in keys.splitlines() if line.startswith("  --")]
+    assert shown[:3] == ["--output", "--model.path", "--model.lora"]
+    assert set(shown) == {f"--{key.name}" for key in describe_keys(ALGORITHMS["grpo"])}
+    assert all(
+        any(name in {key.name for key in describe_keys(kind)} for kind in ALGORITHMS.values()) for name in COMMON
+    )
 
 
 def test_help_says_what_values_are_allowed() -> None:

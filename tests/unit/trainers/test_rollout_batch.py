@@ -1,6 +1,8 @@
 """What completions become in an optimizer step: masks, advantages of their groups, and a penalty in the reward."""
 
+import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,6 +227,22 @@ def test_rows_of_an_episode_stay_together_and_share_one_advantage() -> None:
     of_episodes = torch.cat([group.rewards - group.rewards.mean() for group in groups])
     found = rollout_batch.advantages_of(groups, batch, config)
     assert found.tolist() == pytest.approx([of_episodes[episode].item() for episode in batch.episodes])
+
+
+def test_details_have_the_tokens_of_every_row_of_an_episode() -> None:
+    numbers = itertools.count()
+    groups = [
+        Group(one.prompt, [replace(rollout, key=(0, next(numbers))) for rollout in one.rollouts], one.rewards)
+        for one in forked_groups(1)
+    ]
+    rows = rollout_batch.rows_of(groups)
+    logprobs = {number: torch.zeros(PROMPT + len(row.branch.token_ids)) for number, row in enumerate(rows)}
+    tokenizer: Any = SimpleNamespace(decode=lambda ids: str(ids[0]))
+    details = rollout_batch.details_of(groups, torch.zeros(len(rows)), logprobs, tokenizer)
+    for key, found in details.items():
+        of_rows = [row.branch.token_ids for row in rows if row.rollout.key == key]
+        shown = "|".join(piece[0] for piece in found["pieces"]).split(f"|{rollout_batch.NEXT_ROW}|")
+        assert shown == ["|".join(map(str, tokens)) for tokens in of_rows]
 
 
 def test_a_divergence_in_the_reward_is_summed_over_all_rows_of_an_episode() -> None:
