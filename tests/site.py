@@ -11,7 +11,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh", ".json": "json", ".html": "html"}
+LANGUAGES = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".toml": "toml",
+    ".sh": "sh",
+    ".json": "json",
+    ".html": "html",
+    ".ipynb": "json",
+}
 IMAGES = (".png", ".svg")
 
 

@@ -54,7 +54,8 @@ def serve(config: ServeConfig, starter: RanksStarter) -> int:
     server = Server(config, key, starter.host)
     thread = threading.Thread(target=server.run, args=(listener,), daemon=True, name="http")
     thread.start()
-    print(f"loading {config.model.path} on {config.parallel.world_size} ranks ...", flush=True)
+    size = config.parallel.world_size
+    print(f"loading {config.model.path} on {size} rank{'s' * (size > 1)} ...", flush=True)
     try:
         return _keep_ranks(server.ranks, starter)
     finally:

@@ -160,6 +160,7 @@ function style(name) {
 function layout(chart, traces, log) {
   const values = traces.flatMap((trace) => trace.y);
   const isFlat = values.every((value) => value === values[0]);  // around which plotly would show 1 above and below
+  const isSmall = Math.max(...values.map(Math.abs)) < 1;  // 5e-7 rather than 500n
   const axis = { gridcolor: style("--line"), linecolor: style("--line"), zeroline: false, automargin: true, ticks: "outside",
     tickcolor: style("--line") };
   return {
@@ -167,7 +168,7 @@ function layout(chart, traces, log) {
     font: { color: style("--faint"), size: 11, family: "system-ui, sans-serif" }, hovermode: "x unified",
     hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--text"), size: 12 } },
     xaxis: { ...axis, title: { text: settings.axis === "step" ? "step" : "hours", standoff: 4 } },
-    yaxis: { ...axis, type: log ? "log" : "linear", exponentformat: "SI", rangemode: chart.stacked || isFlat ? "tozero" : "normal" },
+    yaxis: { ...axis, type: log ? "log" : "linear", exponentformat: isSmall ? "e" : "SI", rangemode: chart.stacked || isFlat ? "tozero" : "normal" },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
     showlegend: true, uirevision: "kept", dragmode: "zoom",
   };

@@ -68,12 +68,12 @@ function show(data) {
   }));
   const times = data.looks.time.map((time) => new Date(time * 1000));
   const over = (names) => (times.length ? names.map(([key, name], number) => line(times, data.looks[key], name, number)) : []);
-  chart("looks", "Tokens a second", over([["trained", "trained"], ["sampled", "sampled"]]), true);
-  chart("looks", "Jobs that wait", over([["waiting", "jobs"]]), true);
+  chart("looks", "Tokens/s", over([["trained", "trained"], ["sampled", "sampled"]]), true);
+  chart("looks", "Queued jobs", over([["waiting", "jobs"]]), true);
   chart("looks", "Memory of rank 0, GiB", over([["memory", "GiB"]]), true);
   const curves = (key) => data.runs.map((run, number) => [run, number]).filter(([run]) => run.curve[key].some((value) => value !== null))
     .map(([run, number]) => line(run.curve.step, run.curve[key], run.name, number));
-  chart("curves", "Loss of a token", curves("loss"), false);
+  chart("curves", "Loss per token", curves("loss"), false);
   chart("curves", "Mean advantage", curves("advantage"), false);
   table(byId("runs"), ["run", "client", "rank", "requests", "steps", "waiting", "last used", "state"],
     data.runs.map((run) => [run.name, run.client, run.rank || "all weights", run.requests, run.steps, run.waiting, ago(run.used), run.state]),

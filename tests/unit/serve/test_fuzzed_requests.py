@@ -551,7 +551,7 @@ def test_the_page_and_what_it_shows_need_the_key(client: TestClient) -> None:
         client.portal.call(in_loop(lambda: service.record_snapshot(5.0)))  # type: ignore[union-attr]
         state = client.get("/state", params={"key": KEY}).json()
     assert state["model"] == "base"
-    assert (state["numbers"]["tokens trained"], state["numbers"]["jobs that wait"]) == (3, 0)
+    assert (state["numbers"]["tokens trained"], state["numbers"]["queued jobs"]) == (3, 0)
     (run,) = state["runs"]
     assert (run["name"], run["rank"], run["steps"], run["state"]) == (good.run, 4, 1, "in progress")
     assert run["curve"] == {"step": [1], "loss": [pytest.approx(1 / 3)], "advantage": [None]}

@@ -50,7 +50,7 @@ def test_the_page_shows_runs_and_what_waits(width: int, scheme: Any) -> None:
         assert tab.locator("#model").inner_text() == "<b>base</b>"
         assert "12,345" in tab.locator("#numbers").inner_text()
         titles = tab.locator(".title:visible").all_inner_texts()
-        assert titles == ["Tokens a second", "Jobs that wait", "Memory of rank 0, GiB", "Loss of a token"]
+        assert titles == ["Tokens/s", "Queued jobs", "Memory of rank 0, GiB", "Loss per token"]
         assert "me\t4\t7\t3\t1" in tab.locator("#runs").inner_text()
         assert tab.locator("#orders td").all_inner_texts() == ["runs", "RunPass", "a:train:0", "1.5"]
         assert "<i>2+2</i>" in tab.locator(".sample").inner_text()
