@@ -2,7 +2,6 @@
 repository. A file that a page links to, such as a config, becomes a page with its source."""
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("automodel_rl", "benchmarks", "configs", "tests")
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 LANGUAGES = {
     ".py": "python",
@@ -26,17 +26,17 @@ IMAGES = (".png", ".svg")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replaces the files of `docs_dir` by all pages, the images on them, and the sources that they link to."""
     theme = [file for file in files if not file.src_uri.endswith((".md", *IMAGES)) and file.generated_by]
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    pages = [name for name in tracked if name.endswith(".md")]
+    found = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
+    pages = sorted(str(path.relative_to(ROOT)) for path in found)
     linked = {target for page in pages for target in _targets(page)} - {*pages}
-    found = [File(name, str(ROOT), config.site_dir, config.use_directory_urls) for name in pages]
+    shown = [File(name, str(ROOT), config.site_dir, config.use_directory_urls) for name in pages]
     for target in sorted(linked):
         path = ROOT / target
         if path.suffix in IMAGES:
-            found.append(File(target, str(ROOT), config.site_dir, config.use_directory_urls))
+            shown.append(File(target, str(ROOT), config.site_dir, config.use_directory_urls))
         elif path.is_file():
-            found.append(File.generated(config, f"{target}.md", content=_source(path)))
-    return Files([*theme, *found])
+            shown.append(File.generated(config, f"{target}.md", content=_source(path)))
+    return Files([*theme, *shown])
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
