@@ -117,9 +117,7 @@ def _key_for(name: str, value: Any, keys: dict[str, Key], algorithm: str) -> str
     found = next((key for key in (same if row is None else row.here) if key in keys), None)
     if found is not None and not found.startswith(("data.train.", "data.validation.")):
         return found
-    if value is False or (
-        row is not None and row.here[:1] == ("data.overlong",)
-    ):  # prompts that are too long are dropped
+    if value is False or (row and row.here[:1] == ("data.overlong",)):  # prompts that are too long are dropped
         raise AsIsError
     parent = name
     while row is None and "." in parent:

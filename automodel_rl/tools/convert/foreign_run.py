@@ -55,10 +55,6 @@ def read_foreign(path: Path, algorithm: str | None = None) -> ForeignRun:
     Raises:
         InputError: the file cannot be read, or is of no known trainer.
     """
-    with as_input_error(str(path)):
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"{path}: is larger than {MAX_BYTES // 2**20} MiB, so it is no config")
-        text = path.read_text()
     words: list[str] = []
     if path.suffix in (".yaml", ".yml", ".json"):
         try:
@@ -66,7 +62,7 @@ def read_foreign(path: Path, algorithm: str | None = None) -> ForeignRun:
         except RecursionError:
             raise InputError(f"{path}: a section contains itself") from None
     else:
-        settings, words = _read_script(text)
+        settings, words = _read_script(_read_text(path))
     trainer = _trainer_of(settings, words)
     if trainer is None:
         raise InputError(
@@ -146,10 +142,16 @@ def _algorithm_of(trainer: str, settings: dict[str, Any], words: list[str]) -> s
     return found
 
 
+def _read_text(path: Path) -> str:
+    with as_input_error(str(path)):
+        if path.stat().st_size > MAX_BYTES:
+            raise InputError(f"{path}: is larger than {MAX_BYTES // 2**20} MiB, so it is no config")
+        return path.read_text()
+
+
 def _read_values(path: Path, depth: int = 0) -> dict[str, Any]:
     """Reads a config with those that it builds on (NeMo RL's `defaults`), and resolves its references `${a.b}`."""
-    with as_input_error(str(path)):
-        text = path.read_text()
+    text = _read_text(path)
     try:
         values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
